@@ -16,7 +16,9 @@ from ..core.host.loop import ask_for_exception
 from ..core.host.operations import observed
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
+from ..core.ranks.nodes import Nodes
 from ..core.ranks.peers import Differing, Ranks
+from ..core.runs.manifest import Archive
 from ..core.runs.naming import Naming, naming_of
 from ..core.runs.record import plain_record
 from ..core.runs.roots import Roots, open_roots
@@ -36,6 +38,7 @@ from ..core.spans import wall_time
 from ..core.spec import Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, unwrapped
 from ..core.state.names import Select
+from ..core.storage.interface import Storage
 from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
 from ..core.trace import TraceFile
@@ -151,6 +154,7 @@ class AsyncCheckpointer(RunReader):
             mesh=mesh,
         )
         writers = Writers(max_bandwidth)
+        self._ranks.nodes = Nodes(self._ranks.meeting, self._roots, partial(_send_archive, writers.pace_of))
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),
             admission=Admission(max_in_flight, on_overlap),
@@ -356,7 +360,7 @@ class AsyncCheckpointer(RunReader):
             if self._saver.belongs_here:
                 for left in self._lineage.tiers.finish():
                     warnings.warn(left, RuntimeWarning, stacklevel=2)
-                self._ranks.calls.close()
+                self._ranks.close()
                 self._roots.close()
 
     def __enter__(self) -> Self:
@@ -512,6 +516,14 @@ def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | Non
     from ..core.loading.catch_up import catch_up  # only a run at several places needs it
 
     return catch_up(roots, run, skip=skip, pace=pace)
+
+
+def _send_archive(
+    pace_of: Callable[[Storage], Pace | None], source: Storage, target: Storage, path: str, archive: Archive
+) -> None:
+    from ..core.loading.catch_up import send_archive  # only a run at places that nodes have for themselves needs it
+
+    send_archive(source, target, path, archive, pace=pace_of(target))
 
 
 def _copy_step(source: Run, target: Run, step: int, **options: Any) -> list[int]:

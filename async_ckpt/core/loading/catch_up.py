@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Final
 
 from ...errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
+from ..host.threads import run_together
 from ..runs.manifest import Archive, Manifest, Retired, missing_error
 from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
@@ -19,6 +22,8 @@ from ..storage.interface import Reader, Storage
 from ..storage.pace import Pace
 from .archives.archive import OpenArchive
 from .verify import Verification
+
+_SENT_AT_ONCE: Final = 32
 
 
 def catch_up(
@@ -95,7 +100,7 @@ def copy_step(
             )
     with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
-        parcels = []
+        parcels, sends = [], []
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
             path = target.root.archive_path(step, archive)
             if _is_there(target.storage, path, archive, reads_all=mends):
@@ -103,8 +108,10 @@ def copy_step(
                     locks.callback(target.storage.hold(path))
                 target.storage.settle(path)
                 on_bytes(archive.num_bytes)
+            elif send := source.storage.sender(path, target.storage, archive.num_bytes, archive.digest):
+                sends.append(send)
             else:
-                parcels.append(_Original(source, step, archive, on_bytes).parcel(path))
+                parcels.append(_Original(source.storage, path, step, archive, on_bytes).parcel(path))
         copy(
             parcels,
             target.storage,
@@ -113,6 +120,7 @@ def copy_step(
             finished=lambda sink: locks.callback(sink.close),
             pace=pace,
         )
+        run_together("send", [partial(send, check) for send in sends], max_threads=_SENT_AT_ONCE)
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
             data = read_beside(source.storage, folder, entry, step)
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
@@ -122,6 +130,15 @@ def copy_step(
                 target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
         target.adopt(manifest, replaces=replaced, retires=retires)
     return [*committed, step]
+
+
+def send_archive(source: Storage, target: Storage, path: str, archive: Archive, *, pace: Pace | None = None) -> None:
+    """Copy one archive of a step to another place, verified, for a process that commits the step there.
+
+    Raises as `copy_step`.
+    """
+    parcel = _Original(source, path, -1, archive, lambda _: None).parcel(path)
+    copy([parcel], target, background=True, pace=pace)
 
 
 @contextlib.contextmanager
@@ -155,8 +172,10 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
 class _Original:
     """An archive that is being copied. It is opened when its copy begins, and forgotten with its last byte."""
 
-    def __init__(self, source: Run, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> None:
-        self._storage, self._path = source.storage, source.root.archive_path(step, archive)
+    def __init__(
+        self, storage: Storage, path: str, step: int, archive: Archive, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._storage, self._path = storage, path
         self._step, self._archive = step, archive
         self._on_bytes = on_bytes
         self._opened: OpenArchive | None = None

@@ -113,6 +113,7 @@ def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tup
     roots.check_naming()
     step = max((step for step in roots.steps() if step not in corrupt), default=None)
     if step is None:
+        roots.refuse_if_left_out()
         return None
     manifest = next((manifest for run in roots.holding(step) if (manifest := run.committed(step))), None)
     return step, "" if manifest is None else manifest.attempt

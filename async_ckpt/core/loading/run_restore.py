@@ -71,6 +71,7 @@ class RunRestore:
             self._see_own_saves()
             from_step(self._roots, step, use, verify=verify, readers=self._readers)
             return step
+        self._ranks.meet_nodes()
         resumed = resume(
             self._roots,
             use,

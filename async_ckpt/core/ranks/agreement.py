@@ -45,7 +45,8 @@ _MANIFEST_LOOKS: Final = 10
 class Alone:
     """The agreement of a process that saves alone, with nothing to agree on."""
 
-    rank, world_size, has_others, decides, is_apart, fails_elsewhere = 0, 1, False, True, False, False
+    rank, world_size, has_others, decides = 0, 1, False, True
+    is_apart = fails_elsewhere = is_told = False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, attempt: str) -> None:
@@ -94,6 +95,11 @@ class Agreement(Rendezvous):
     def is_apart(self) -> bool:
         """True if it is known that ranks see different folders at the place."""
         return bool(self._joint.attempt) and self._root.is_apart
+
+    @property
+    def is_told(self) -> bool:
+        """True on another rank if rank 0 has said that the save is committed."""
+        return self._joint.heard is not None and self._joint.heard.kind == "committed"
 
     @property
     def fails_elsewhere(self) -> bool:

@@ -170,7 +170,8 @@ class Calls:
         self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
         self._is_hearing = False
         self._watches: set[asyncio.Task[None] | None] = set()
-        # On another rank, with the number of a place and the step that rank 0 has copied there.
+        # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there.
+        self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
         self.hear_arrival: Callable[[int, int], None] = lambda _place, _step: None
 
     @property
@@ -460,6 +461,8 @@ class Calls:
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
+            if word["decision"] == "committed" and joint.step is not None and not joint.path:
+                self.hear_commit(joint.place, joint.step)  # ahead of the words that it was copied
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------

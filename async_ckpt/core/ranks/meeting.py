@@ -290,5 +290,9 @@ class Meeting:
 
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
         """The other ranks that are to say these words: most are rank 0's."""
-        whose = {int(key.rpartition("/")[2]) if key.startswith("structure/") else 0 for key in keys}
+        whose = {
+            int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0
+            for key in keys
+            for topic, _, rank in [key.partition("/")]
+        }
         return whose - {self.world.rank}

@@ -19,6 +19,7 @@ from .answers import Answers, in_words
 from .calls import AttemptPlace, Calls, JointSave, JointState
 from .divide import Divider
 from .meeting import Meeting
+from .nodes import Nodes
 from .one_off import OneOffFolder
 from .shared_root import SharedRoot
 from .store import quietly
@@ -72,6 +73,7 @@ class Ranks:
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self._answers = Answers(self.meeting.words, self.meeting.hear)
+        self.nodes: Nodes | None = None  # of a run at several places
         self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
@@ -94,6 +96,12 @@ class Ranks:
             return None
         joint = JointSave(step, path)
         self.calls.enter(joint)
+        if not path:
+            try:
+                self.meet_nodes()
+            except BaseException as error:
+                self.failed(joint, error)
+                raise
         return joint
 
     def called_in_vain(self, error: BaseException) -> None:
@@ -142,17 +150,32 @@ class Ranks:
 
     def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
         """The knowledge of the root that a save goes to."""
+        if joint.path and place not in self._roots:  # the folder of a one-off save is claimed by each of its attempts
+            key, token = f"save/{joint.attempt}", f"{self.meeting.token()}.{joint.attempt}"
+            words, folder = self.meeting.words(), place.folder(joint.step or 0)
+            self._roots[place] = SharedRoot(place.storage, key, self.world, token, words, folder=folder)
+        return self._roots[place] if joint.path else self.root_of(place, joint.place)
+
+    def root_of(self, place: AttemptPlace, number: int) -> SharedRoot:
+        """The knowledge of the run's place of this number."""
         if place not in self._roots:
-            is_own = bool(joint.path)  # the folder of a one-off save is claimed by each of its attempts
-            self._roots[place] = SharedRoot(
-                place.storage,
-                f"save/{joint.attempt}" if is_own else f"root/{joint.place}",
-                self.world,
-                f"{self.meeting.token()}.{joint.attempt}" if is_own else self.meeting.token(),
-                self.meeting.words(),
-                folder=place.folder(joint.step or 0) if is_own else "",
-            )
+            token, words = self.meeting.token(), self.meeting.words()
+            self._roots[place] = SharedRoot(place.storage, f"root/{number}", self.world, token, words)
         return self._roots[place]
+
+    def meet_nodes(self) -> None:
+        """Find out, at the first call of all ranks, at which places each node has a folder of its own.
+
+        Raises PeerFailedError, StorageUnavailableError.
+        """
+        if self.nodes is not None:
+            self.nodes.meet(self.root_of)
+
+    def close(self) -> None:
+        """No call is made any more, and no other node is answered."""
+        self.calls.close()
+        if self.nodes is not None:
+            self.nodes.close()
 
     def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
         """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.

@@ -33,6 +33,7 @@ class SharedRoot:
         # On another rank: rank 0 has said that it has put there what proves the root the same.
         self.is_named = False
         self.is_shared = False  # by all ranks: each has had a part in a commit there
+        self.lead = 0  # the rank that was the first to put the file which this one sees
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
 
     @property
@@ -69,9 +70,14 @@ class SharedRoot:
                 self._put_claim()
             except FileExistsError:
                 return None  # it is shown soon
+            self.lead = self._world.rank
             return False
-        self._is_seen = rank == 0
+        self.lead, self._is_seen = rank, rank == 0
         return self._is_seen  # else it is this rank's own, or that of another one on this node
+
+    def note_apart(self) -> None:
+        """Note that each node has a folder of its own here, and that this is known to all ranks."""
+        self._is_seen = self.is_shared = True
 
     def say_apart(self) -> None:
         """On another rank: say that this is not the root that rank 0 writes to."""

@@ -36,9 +36,9 @@ class Connection:
 
     def __init__(self, store: Any) -> None:
         """`store` is not kept: its users do that, or its server would outlive a process group that is destroyed."""
-        self._given, self._address = weakref.ref(store), _address_of(store)
+        self._given, self.address = weakref.ref(store), _address_of(store)
         # Older versions of torch cannot copy a client; theirs may have to wait for a call of the training.
-        self._copies = self._address is not None and hasattr(store, "clone")
+        self._copies = self.address is not None and hasattr(store, "clone")
         self._own: Any = None  # of the thread that calls the store
         self._crew = Crew("store", 1)
         self.answered_at = 0.0  # when the store has answered last
@@ -46,7 +46,7 @@ class Connection:
     @property
     def has_server(self) -> bool:
         """True for a TCPStore, which answers many questions a second and forgets what is deleted."""
-        return self._address is not None
+        return self.address is not None
 
     def now(self) -> float:
         """The time by which the connection tells since when the store is silent."""
@@ -97,10 +97,10 @@ class Connection:
         return store
 
     def _connected(self) -> Any:
-        if self._address is None:
+        if self.address is None:
             return self._as_given()
         if self._own is None:
-            self._own = _connected(self._address, self._as_given() if self._copies else None)
+            self._own = _connected(self.address, self._as_given() if self._copies else None)
         return self._own
 
 

@@ -205,6 +205,12 @@ class Root:
                 for step in forgotten:
                     self.lines.pop(step, None)
 
+    def read_from(self, storage: Storage) -> None:
+        """From now on, read and write by another storage of the same place."""
+        self.storage = storage
+        self.forget(list(self.known))
+        self.listing = None
+
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
         """The manifests of the committed ones of these steps, in parallel from a store.
 

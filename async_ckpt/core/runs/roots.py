@@ -24,6 +24,7 @@ from ...errors import (
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
+from ..storage.nodes import AllNodes
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest, Retired
 from .naming import Naming
@@ -106,6 +107,19 @@ class Roots:
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending. Raises StorageUnavailableError."""
         return sorted(self._holders())
+
+    def refuse_if_left_out(self) -> None:
+        """Where no step is committed: raise StorageUnavailableError if that may be since nodes have lost archives, or
+        have another run's. A training must not begin anew by mistake.
+        """
+        for run in self.runs:
+            why = run.refusal or (run.storage.left_out if isinstance(run.storage, AllNodes) else "")
+            if why:
+                where = run.storage.locate("")
+                raise StorageUnavailableError(
+                    f"{where}: no step can be restored there ({why}). To begin anew, delete that folder on all nodes",
+                    path=where,
+                )
 
     def latest(self) -> int | None:
         """The newest committed step at any root that answers."""

@@ -87,6 +87,7 @@ class Run:
         self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
         self._is_changing = False  # `changing` has taken the root, and not a save
         self._has_closed = False
+        self.refusal = ""  # why no step may be saved here, as long as this process lives
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
         self.events = EventLog(storage, clock)

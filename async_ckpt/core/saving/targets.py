@@ -343,7 +343,8 @@ class StepTarget(JointTarget):
 
     def commit(self, archives: tuple[Archive, ...]) -> None:
         if self._manifest is not None:  # rank 0 has committed
-            self._lineage.tiers.note_commit(self._run, self._call.step)
+            if not self._agreement.is_told:
+                self._lineage.tiers.note_commit(self._run, self._call.step)
             self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
             self._is_committed_as(self._manifest, archives)
             self._is_announced = True

@@ -115,7 +115,7 @@ class Tiers:
         ]
         for mover in self.movers:
             mover.has_ranks = lambda: not ranks.is_alone
-        ranks.calls.hear_arrival = self._hear_arrival
+        ranks.calls.hear_commit, ranks.calls.hear_arrival = self._hear_commit, self._hear_arrival
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -139,6 +139,8 @@ class Tiers:
         """
         with self._lock:
             out = self._out.get(run)
+        if run.refusal:
+            return False
         if out is not None and (out.for_good or (out.quiet is not None and not out.quiet.done())):
             return False
         if run.storage.remote or (out is not None and out.on_other_rank):
@@ -199,6 +201,9 @@ class Tiers:
                 mover.arrived(step)
             else:
                 mover.want(step)
+
+    def _hear_commit(self, number: int, step: int) -> None:
+        self.note_commit(self.runs[number], step)
 
     def _hear_arrival(self, number: int, step: int) -> None:
         self.movers[number - 1].arrived(step)

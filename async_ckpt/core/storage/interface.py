@@ -176,6 +176,19 @@ class Storage(Protocol):
         """Make an object durable that is visible, since whoever has put it may not have done so yet."""
         return None  # at a store, what is visible is durable  # noqa: RET501
 
+    def sender(
+        self,
+        path: str,  # noqa: ARG002
+        to: Storage,  # noqa: ARG002
+        num_bytes: int,  # noqa: ARG002
+        digest: str,  # noqa: ARG002
+    ) -> Callable[[Callable[[], None]], None] | None:
+        """A function that has another process copy an archive to another place of the run, if it lies on its disk.
+
+        The function calls `check` now and then, which may raise.
+        """
+        return None
+
     def move(self, path: str, to: str) -> None:
         """Rename a small object, durably."""
 

@@ -1,0 +1,258 @@
+"""The places of a run at which nodes have folders of their own: which they are, and who answers for each node.
+
+In: the runs at the places, on each rank. Out: storages of all nodes together, where ranks see different folders.
+Knows nothing of: saves.
+
+All ranks meet once, at their first save or restore. Rank 0 puts a file at each place on disk. A rank that does not see
+that file puts one of the same name; of the ranks of a node one is first, and answers for the node from then on. The
+nodes of one run have a mark in common, by which a folder is known that another run has left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, Protocol
+
+from ...errors import CheckpointError, PeerFailedError, StorageUnavailableError
+from ..host.waits import SHARED_SECONDS
+from ..runs.manifest import Archive, Manifest
+from ..runs.manifest import parse as parse_manifest
+from ..runs.receipts import broken_folders
+from ..runs.roots import Roots
+from ..runs.run import Run
+from ..spans import TIMEKEEPER, monotonic
+from ..storage.interface import Storage
+from ..storage.local import LocalStorage
+from ..storage.nodes import HERE, AllNodes, NodeFolder, OneOfNodes
+from ..storage.peers import Peer, Server, own_hosts
+from .answers import in_words
+from .meeting import Meeting
+from .shared_root import SharedRoot
+from .store import quietly
+
+_LOOK_SECONDS: Final = 0.05
+_MARK: Final = re.compile(r"\.async_ckpt-nodes-[0-9a-f]{16}")
+
+_log = logging.getLogger("async_ckpt")
+
+
+class SendArchive(Protocol):
+    """Copies an archive from place to place, verified: `loading.catch_up.send_archive`."""
+
+    def __call__(self, source: Storage, target: Storage, path: str, archive: Archive) -> None: ...
+
+
+class Nodes:
+    """The nodes of one checkpointer, as this rank knows them. The checkpointer creates it."""
+
+    def __init__(self, meeting: Meeting, roots: Roots, send: SendArchive) -> None:
+        self._meeting, self._runs, self._send = meeting, roots.runs, send
+        self._has_met = False
+        self._server: Server | None = None
+
+    def meet(self, root_of: Callable[[Run, int], SharedRoot]) -> None:
+        """Find out, once, which places each node has for itself. All ranks call this, and wait for each other.
+
+        Raises PeerFailedError, and StorageUnavailableError where this place has the checkpoints of another run.
+        """
+        world = self._meeting.world
+        if self._has_met or world.is_one or len(self._runs) == 1:
+            return
+        self._has_met = True
+        disks = {n: run for n, run in enumerate(self._runs) if isinstance(run.storage, LocalStorage)}
+        shared = {n: root_of(run, n) for n, run in disks.items()}
+        if world.rank == 0:
+            self._lead(disks, shared)
+        else:
+            self._join(shared)
+
+    def close(self) -> None:
+        """End the answers to other nodes. Nothing is read from them any more."""
+        for run in self._runs:
+            if isinstance(run.storage, AllNodes | OneOfNodes):
+                run.storage.close()
+        if self._server is not None:
+            self._server.close()
+
+    # --- rank 0 -----------------------------------------------------------------------------------------------
+
+    def _lead(self, disks: Mapping[int, Run], shared: Mapping[int, SharedRoot]) -> None:
+        words, told = self._meeting.words(), dict[str, Any]()
+        try:
+            claimed = [n for n, root in shared.items() if _claims(root)]
+            words.say("nodes/claimed", json.dumps(claimed))
+            ranks = range(1, self._meeting.world.size)
+            texts = self._meeting.hear([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
+            others = dict(zip(ranks, map(json.loads, texts), strict=True))
+            leads = {n: {one["leads"].get(str(n), 0) for one in others.values()} - {0} for n in claimed}
+            spread = {n: sorted(ranks) for n, ranks in leads.items() if ranks}
+            for n in disks:
+                self._look(n, {rank: self._peer(others[rank], f"own/{n}", rank) for rank in spread.get(n, ())})
+            told = {"leads": spread}
+            if spread:
+                self._serve(spread)
+                told["others"] = {rank: others[rank] for ranks in spread.values() for rank in ranks}
+                told["others"][0] = self._address()
+            for n in spread:
+                shared[n].note_apart()
+        except BaseException as error:
+            told = {"error": in_words(error)}
+            raise
+        finally:
+            quietly(lambda: words.say("nodes/all", json.dumps(told)))
+
+    def _look(self, number: int, peers: Mapping[int, Peer]) -> None:
+        """Have rank 0 see the folders of all nodes at a place, without steps that are not whole."""
+        run = self._runs[number]
+        strangers, mark = _strangers(run, peers) if peers else ((), "")
+        if HERE in strangers:
+            raise StorageUnavailableError(_refusal(run, 0), path=run.storage.locate(""))
+        nodes = AllNodes(run.storage.locate(""), peers, self._number_of, strangers)
+        nodes.marks = (mark,) if mark else ()
+        if strangers:
+            run.refusal = nodes.refusal = _refusal(run, strangers[0])
+            _log.warning("%s", run.refusal)
+        disk = run.storage
+        run.root.read_from(nodes)
+        self._leave_out_broken(run, nodes)
+        if not (peers or nodes.left_out):
+            run.root.read_from(disk)
+
+    def _leave_out_broken(self, run: Run, nodes: AllNodes) -> None:
+        """Leave out the newest steps that lack an archive, as where a node was replaced, and no other place has."""
+        for step in reversed(run.root.relist().steps):
+            path, folder = run.root.manifest_path(step), run.folder(step)
+            found = _manifests(nodes, path)
+            why = ""
+            for rank, manifest in found:
+                nodes.prefer(path, rank)
+                why = broken_folders(nodes, {folder: manifest}).get(folder, "")
+                if not why or any(_has(other, manifest) for other in self._runs if other is not run):
+                    return
+            if why:
+                nodes.left_out[path] = why
+                _log.warning("%s: step %d is left out, since it is not whole: %s", nodes.locate(""), step, why)
+            elif nodes.exists(path):  # it is damaged
+                return
+
+    def _number_of(self, storage: Storage) -> int:
+        return next(n for n, run in enumerate(self._runs) if run.storage is storage)
+
+    # --- another rank -----------------------------------------------------------------------------------------
+
+    def _join(self, shared: Mapping[int, SharedRoot]) -> None:
+        words, rank = self._meeting.words(), self._meeting.world.rank
+        (text,) = self._meeting.hear(["nodes/claimed"], "the disks of rank 0")
+        leads = {n: _lead_at(shared[n]) for n in json.loads(text) if n in shared}
+        own = [n for n, lead in leads.items() if lead == rank]
+        if own:
+            self._serve(own)
+        words.say(f"nodes/{rank}", json.dumps({"leads": leads} | (self._address() if own else {})))
+        (text,) = self._meeting.hear(["nodes/all"], "what rank 0 knows of the disks of all ranks")
+        told = json.loads(text)
+        if "error" in told:
+            raise PeerFailedError(f"rank 0 cannot use a place of the run: {told['error']}", rank=0)
+        for n, ranks in ((int(n), ranks) for n, ranks in told["leads"].items()):
+            others = {other: told["others"][str(other)] for other in (0, *ranks)}
+            peers = {
+                other or HERE: self._peer(about, f"own/{n}", other)
+                for other, about in others.items()
+                if other != leads[n]
+            }
+            run, decider = self._runs[n], self._peer(others[0], f"all/{n}", 0)
+            run.root.read_from(OneOfNodes(run.storage.locate(""), peers, decider))
+            shared[n].note_apart()
+
+    # --- both -------------------------------------------------------------------------------------------------
+
+    def _serve(self, numbers: Collection[int]) -> None:
+        """Answer for the folders of this node, and on rank 0 for those of all nodes."""
+        folders: dict[str, Storage] = {}
+        for n in numbers:
+            storage = self._runs[n].storage
+            folders[f"own/{n}"] = NodeFolder(storage.locate(""), partial(self._copy, n))
+            folders[f"all/{n}"] = storage
+        self._server = Server(self._key, folders)
+
+    def _copy(self, place: int, path: str, to: int, num_bytes: int, digest: str) -> None:
+        """Copy an archive from the disk of this node to another place."""
+        source = LocalStorage(self._runs[place].storage.locate(""))
+        self._send(source, self._runs[to].storage, path, Archive(path.rpartition("/")[2], num_bytes, digest))
+
+    def _address(self) -> dict[str, Any]:
+        assert self._server is not None
+        return {"hosts": own_hosts(self._meeting.start.connection.address), "port": self._server.port}
+
+    def _peer(self, about: Mapping[str, Any], folder: str, rank: int) -> Peer:
+        hosts = [str(host) for host in about["hosts"]]
+        return Peer(hosts, int(about["port"]), folder, self._key, f"rank {rank} on {hosts[0]}")
+
+    @property
+    def _key(self) -> bytes:
+        text = f"{self._meeting.start.token.result()}/{self._meeting.topic}/nodes"
+        return hashlib.blake2b(text.encode()).digest()
+
+
+def _claims(root: SharedRoot) -> bool:
+    """Put rank 0's file at a place. False where that fails, which its first save tells."""
+    with suppress(CheckpointError, OSError):
+        root.claim()
+        return True
+    return False
+
+
+def _lead_at(root: SharedRoot) -> int:
+    """The rank that answers for the node of this one at a place; 0 also where that cannot be told."""
+    deadline = monotonic() + SHARED_SECONDS
+    with suppress(CheckpointError, OSError):
+        while monotonic() < deadline:
+            if root.sees() is not None:
+                return root.lead
+            TIMEKEEPER.sleep(_LOOK_SECONDS)
+    return 0
+
+
+def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
+    """The nodes whose folders have the steps of another run, and the mark of this one."""
+    existing = {HERE: run.storage.existing} | {rank: partial(peer.ask, "existing") for rank, peer in peers.items()}
+    names = {HERE: run.storage.names("")} | {rank: peer.ask("names", "") for rank, peer in peers.items()}
+    marks = Counter(name for listed in names.values() for name in listed if _MARK.fullmatch(name))
+    mark = max(marks, key=lambda name: (marks[name], name in names[HERE]), default="")
+    strangers = []
+    for rank, listed in names.items():
+        steps = [step for step in map(run.root.step_of, listed) if step >= 0]
+        is_known = mark in listed if mark else rank == HERE  # without a mark, it was one node until now
+        if not is_known and existing[rank]([run.root.manifest_path(step) for step in steps]):
+            strangers.append(rank)
+    return strangers, mark or f".async_ckpt-nodes-{secrets.token_hex(8)}"
+
+
+def _refusal(run: Run, rank: int) -> str:
+    return (
+        f"{run.storage.locate('')}: on the node of rank {rank} the folder has checkpoints of another run, so no step "
+        "is saved at this place; delete that folder or move it away, or give another place"
+    )
+
+
+def _manifests(nodes: AllNodes, path: str) -> list[tuple[int, Manifest]]:
+    """The manifests of one step that nodes have, each once: of the latest start first, and what replaces another."""
+    found: dict[str, tuple[int, Manifest]] = {}
+    for rank in nodes.having(path):
+        with suppress(CheckpointError, FileNotFoundError):
+            manifest = parse_manifest(nodes.read_at(rank, path)[0], path=path)
+            found.setdefault(manifest.attempt, (rank, manifest))
+    return sorted(found.values(), key=lambda one: (one[1].start, len(one[1].replaces)), reverse=True)
+
+
+def _has(run: Run, manifest: Manifest) -> bool:
+    """Whether a place has just this commit."""
+    there = run.committed(manifest.step)
+    return there is not None and there.attempt == manifest.attempt

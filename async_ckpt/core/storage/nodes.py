@@ -1,0 +1,313 @@
+"""A place where each node has a folder of its own, as one storage: what any of the nodes holds is there.
+
+In: the folder of this node, and peers that answer for the folders of other nodes. Out: all of them together. Knows
+nothing of: ranks, steps.
+
+One process decides what is there: it asks all nodes, and changes all of them. The others ask that process, and write
+to their own nodes alone. Archives are read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from ...errors import StorageUnavailableError
+from ..host.threads import run_together, running_future, start_thread
+from ..spans import TIMEKEEPER
+from .interface import Reader, Storage
+from .local import LocalStorage
+from .peers import Peer, PeerReader
+
+T = TypeVar("T")
+A = TypeVar("A")
+# Copies a file of this node to the place of this number: path, number, size, digest.
+Send = Callable[[str, int, int, str], None]
+
+HERE: Final = -1  # stands for this node
+_ASKED_AT_ONCE: Final = 32
+_LOOK_SECONDS: Final = 0.2  # between two questions whether a copy is done
+
+
+class NodeFolder(LocalStorage):
+    """The folder of this node, as other nodes ask for it."""
+
+    def __init__(self, root: str, send: Send) -> None:
+        super().__init__(root)
+        self._send, self._sent = send, dict[str, Future[None]]()
+
+    def size(self, path: str) -> int | None:
+        """The size of a file; None if there is none."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            target = self.root / path
+            return target.stat().st_size if target.is_file() else None
+        return None
+
+    def sweep(
+        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
+    ) -> list[str]:
+        here = {*self.names(folder)}
+        names = [name for name in names if name in here]
+        return super().sweep(folder, names, delete=delete, decided=decided, of_ranks=of_ranks)
+
+    def send(self, path: str, number: int, num_bytes: int, digest: str) -> bool:
+        """Begin to copy a file to another place, if that was not begun; whether it is there. Raises what has failed."""
+        key = f"{number}/{path}"
+        if key not in self._sent:
+            self._sent[key] = running_future()
+            start_thread("send", partial(self._run, self._sent[key], path, number, num_bytes, digest), daemon=True)
+        if not self._sent[key].done():
+            return False
+        self._sent.pop(key).result()
+        return True
+
+    def _run(self, done: Future[None], *what: Any) -> None:
+        try:
+            self._send(*what)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+
+class _OfNodes(LocalStorage):
+    """The folder of this node, and peers for those of other nodes."""
+
+    remote = True
+
+    def __init__(self, root: str, peers: Mapping[int, Peer]) -> None:
+        """`peers` by the ranks that answer for nodes."""
+        super().__init__(root)
+        self._peers = peers
+
+    def open(self, path: str) -> Reader:  # type: ignore[override]
+        try:
+            return super().open(path)
+        except FileNotFoundError:
+            peer = self._peers.get(self.where(path))  # type: ignore[arg-type]
+            num_bytes = None if peer is None else peer.ask("size", path)
+            if peer is None or num_bytes is None:
+                raise
+            return PeerReader(peer, path, num_bytes)
+
+    def where(self, path: str) -> int | None:
+        """The node that has a file; None if none has it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+
+class AllNodes(_OfNodes):
+    """The folders of all nodes, in the process that decides. From any thread."""
+
+    def __init__(
+        self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int], strangers: Collection[int] = ()
+    ) -> None:
+        """`number_of` is that of a place of the run. What the nodes of `strangers` hold is another run's: nothing is
+        read there.
+        """
+        super().__init__(root, peers)
+        self.remote = bool(peers)
+        self._number_of = number_of
+        self._read_from = [rank for rank in peers if rank not in strangers]
+        self._nodes: dict[str, int] = {}  # of archives, whose names are never given again
+        self._chosen: dict[str, int] = {}
+        self.left_out: dict[str, str] = {}  # manifests that do not count, and why
+        self.refusal = ""  # why nothing may be saved here
+        self.marks: tuple[str, ...] = ()  # files that all nodes of the run have
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    def prefer(self, path: str, rank: int) -> None:
+        """Read this object from one node, as nodes have different ones."""
+        self._chosen[path] = rank
+
+    def where(self, path: str) -> int | None:
+        if super().exists(path):
+            return HERE
+        if path not in self._nodes:
+            sizes = self._ask_all("size", path, ranks=self._read_from)
+            found = next((rank for rank in self._read_from if sizes[rank] is not None), None)
+            if found is None:
+                return None
+            self._nodes[path] = found
+        return self._nodes[path]
+
+    def names(self, folder: str) -> list[str]:
+        names = {*super().names(folder)}.union(*self._ask_all("names", folder, ranks=self._read_from).values())
+        hidden = {path.rpartition("/")[2] for path in self.left_out if path.rpartition("/")[0] == folder}
+        return sorted(names - hidden)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for sizes in (*self._ask_all("sizes", folder, ranks=self._read_from).values(), super().sizes(folder)):
+            found |= sizes
+        return dict(sorted(found.items()))
+
+    def exists(self, path: str) -> bool:
+        return bool(self.existing([path]))
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        wanted = [path for path in paths if path not in self.left_out]
+        found = {*super().existing(wanted)}
+        missing = [path for path in wanted if path not in found]
+        if missing:
+            found.update(*self._ask_all("existing", missing, ranks=self._read_from).values())
+        return [path for path in wanted if path in found]
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        if path in self.left_out:
+            raise FileNotFoundError(path)
+        chosen = self._chosen.get(path, HERE)
+        for rank in dict.fromkeys((chosen, HERE, *self._read_from)):
+            with suppress(FileNotFoundError):
+                data, version = self.read_at(rank, path)
+                return data, f"{rank}/{version}"
+        raise FileNotFoundError(path)
+
+    def read_at(self, rank: int, path: str) -> tuple[bytes, str]:
+        """The content and version of an object at one node. Raises FileNotFoundError."""
+        data, version = super().read(path) if rank == HERE else self._peers[rank].ask("read", path)
+        return data, version
+
+    def having(self, path: str) -> list[int]:
+        """The nodes that have an object, this one first."""
+        there = self._ask_all("size", path, ranks=self._read_from)
+        return [HERE] * super().exists(path) + [rank for rank in self._read_from if there[rank] is not None]
+
+    def is_held(self, path: str) -> bool:
+        return super().is_held(path) or any(self._ask_all("is_held", path).values())
+
+    # --- changes, at all nodes --------------------------------------------------------------------------------
+
+    def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
+        if self.refusal:
+            raise StorageUnavailableError(self.refusal, path=self.locate(""))
+        marks, self.marks = self.marks, ()
+        for mark in marks:
+            self.replace(mark, b"")
+
+    def put_new(self, path: str, data: bytes) -> None:
+        if path not in self.left_out:
+            if self.exists(path):
+                raise FileExistsError(path)
+            super().put_new(path, data)
+        self.replace(path, data)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
+        rank, _, at = (version or f"{HERE}/").partition("/")
+        if version is not None and int(rank) != HERE:
+            self._peers[int(rank)].ask("replace", path, data, version=at)
+            at = ""
+        new = super().replace(path, data, version=at or None)
+        self._ask_all("replace", path, data)
+        self.left_out.pop(path, None)
+        self._chosen.pop(path, None)
+        return f"{HERE}/{new}"
+
+    def settle(self, path: str) -> None:
+        if super().exists(path):
+            super().settle(path)
+        self._ask_all("settle", path, ranks=[rank for rank in self.having(path) if rank != HERE])
+
+    def move(self, path: str, to: str) -> None:
+        nodes = self.having(path)
+        if not nodes:
+            raise FileNotFoundError(path)
+        if HERE in nodes:
+            super().move(path, to)
+        self._ask_all("move", path, to, ranks=[rank for rank in nodes if rank != HERE])
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        super().delete_many(paths)
+        self._ask_all("delete_many", [*paths])
+
+    def delete_all(self, path: str) -> None:
+        super().delete_all(path)
+        self._ask_all("delete_all", path)
+
+    def remove_if_empty(self, folder: str) -> bool:
+        return super().remove_if_empty(folder) & all(self._ask_all("remove_if_empty", folder).values())
+
+    def sweep(
+        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
+    ) -> list[str]:
+        options = {"delete": delete, "decided": decided, "of_ranks": of_ranks}
+        here = {*super().names(folder)}
+        swept = {*super().sweep(folder, [name for name in names if name in here], **options)}
+        swept.update(*self._ask_all("sweep", folder, names, ranks=self._read_from, **options).values())
+        return [name for name in names if name in swept]
+
+    def sender(
+        self, path: str, to: Storage, num_bytes: int, digest: str
+    ) -> Callable[[Callable[[], None]], None] | None:
+        rank = self.where(path)
+        if rank is None or rank == HERE:
+            return None
+
+        def send(check: Callable[[], None]) -> None:
+            while not self._peers[rank].ask("send", path, self._number_of(to), num_bytes, digest):
+                check()
+                TIMEKEEPER.sleep(_LOOK_SECONDS)
+
+        return send
+
+    def _ask_all(
+        self, what: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
+    ) -> dict[int, Any]:
+        """The answers of other nodes, by default of all, which are asked at once. Raises what they raise."""
+        answers: dict[int, Any] = {}
+
+        def ask(rank: int) -> None:
+            answers[rank] = self._peers[rank].ask(what, *arguments, **options)
+
+        chosen = self._peers if ranks is None else ranks
+        run_together("nodes", [partial(ask, rank) for rank in chosen], max_threads=_ASKED_AT_ONCE)
+        return answers
+
+
+class OneOfNodes(_OfNodes):
+    """The folder of this node, in a process that does not decide: it asks the one that does. From any thread.
+
+    Where that does not answer, only what lies here is known.
+    """
+
+    def __init__(self, root: str, peers: Mapping[int, Peer], decider: Peer) -> None:
+        super().__init__(root, peers)
+        self._decider = decider
+
+    def where(self, path: str) -> int | None:
+        rank: int | None = self._decider.ask("where", path)
+        return rank
+
+    def names(self, folder: str) -> list[str]:
+        return self._asked("names", super().names, folder)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._asked("sizes", super().sizes, folder)
+
+    def exists(self, path: str) -> bool:
+        return self._asked("exists", super().exists, path)
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        return self._asked("existing", super().existing, [*paths])
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        data, version = self._asked("read", super().read, path)
+        return data, version
+
+    def _asked(self, what: str, here: Callable[[T], A], argument: T) -> A:
+        try:
+            answer: A = self._decider.ask(what, argument)
+            return answer
+        except StorageUnavailableError:
+            return here(argument)
+
+    def close(self) -> None:
+        super().close()
+        self._decider.close()

@@ -1,0 +1,337 @@
+"""Folders of this machine, asked for by processes on other machines.
+
+In: storages of this process, and a key that all processes of a training know. Out: the same storages, elsewhere.
+Knows nothing of: ranks, steps.
+
+Each process proves that it knows the key, by the challenge and response of HMAC (RFC 2104), before it is answered. The
+bytes of files are not encrypted, like those that torch.distributed sends between the same machines. One thread answers
+each connection, and a connection carries one question at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from ...errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from ..host.process import in_forked_child
+from ..host.threads import start_thread
+from ..host.waits import SMALL_SECONDS
+from .interface import Reader, Storage
+
+_CONNECT_SECONDS: Final = 10.0
+_LENGTH: Final = struct.Struct("<I")
+_NONCE_BYTES: Final = 32
+# Longer than any question or answer: a layout of thousands of ranks has some megabytes.
+_MAX_BYTES: Final = 1 << 30
+# What a process may ask of a folder. Nothing else is called.
+_QUESTIONS: Final = frozenset(
+    [
+        "names",
+        "exists",
+        "existing",
+        "sizes",
+        "read",
+        "put_new",
+        "replace",
+        "delete_many",
+        "delete_all",
+        "move",
+        "remove_if_empty",
+        "sweep",
+        "settle",
+        "is_held",
+        "where",
+        "size",
+        "bytes",
+        "send",
+    ]
+)
+_ERRORS: Final[Mapping[str, type[Exception]]] = {
+    kind.__name__: kind
+    for kind in (
+        FileNotFoundError,
+        FileExistsError,
+        IsADirectoryError,
+        CorruptCheckpointError,
+        StorageFullError,
+        StorageUnavailableError,
+    )
+}
+
+
+class Server:
+    """Answers for the folders of this process. From the time it is made until `close`."""
+
+    def __init__(self, key: bytes, folders: Mapping[str, Any]) -> None:
+        """`folders` by the names that others know them by."""
+        self._key, self._folders = key, folders
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()  # guards the set
+        self.port: int = self._socket.getsockname()[1]
+        _servers.add(self)
+        start_thread("peers", self._accept, daemon=True)
+
+    def close(self) -> None:
+        _servers.discard(self)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in tuple(self._connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # it was closed
+                return
+            start_thread("peer", lambda connection=connection: self._answer_all(connection), daemon=True)  # type: ignore[misc]
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        with suppress(OSError, EOFError, ValueError), connection:
+            connection.settimeout(SMALL_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _prove(connection, self._key, is_first=True)
+            connection.settimeout(None)  # the next question may come late; `close` ends the wait
+            while True:
+                self._answer(connection, _receive(connection))
+        with self._lock:
+            self._connections.discard(connection)
+
+    def _answer(self, connection: socket.socket, question: Mapping[str, Any]) -> None:
+        try:
+            folder, what = self._folders[question["folder"]], question["what"]
+            if what not in _QUESTIONS:
+                raise StorageUnavailableError(f"{what!r:.100} is no question", path="")
+            arguments = [_unpacked(one) for one in question["arguments"]]
+            if any(isinstance(one, str) and (one.startswith("/") or ".." in one.split("/")) for one in arguments):
+                raise StorageUnavailableError("the path leads out of the folder", path="")
+            if what == "bytes":
+                _send_bytes(connection, folder, *arguments)
+                return
+            options = {name: _unpacked(one) for name, one in question["options"].items()}
+            answer: Any = getattr(folder, what)(*arguments, **options)
+        except (CheckpointError, OSError) as error:
+            kind = type(error).__name__ if type(error).__name__ in _ERRORS else "StorageUnavailableError"
+            _send(connection, {"error": kind, "text": str(error)})
+        else:
+            _send(connection, {"answer": _packed(answer)})
+
+
+class Peer:
+    """A folder of another process. From any thread."""
+
+    def __init__(self, hosts: list[str], port: int, folder: str, key: bytes, shown: str) -> None:
+        """`hosts` are names of the machine, the likeliest first; `shown` is the process, for messages."""
+        self._hosts, self._port, self._folder, self._key, self.shown = hosts, port, folder, key, shown
+        self._idle: list[socket.socket] = []  # pop and append are atomic
+        self._pid = os.getpid()
+
+    def ask(self, what: str, *arguments: Any, **options: Any) -> Any:
+        """The answer of a method of the other process's folder. Raises what it raises, and StorageUnavailableError."""
+        question = {
+            "folder": self._folder,
+            "what": what,
+            "arguments": [_packed(one) for one in arguments],
+            "options": {name: _packed(one) for name, one in options.items()},
+        }
+
+        def exchange(connection: socket.socket) -> Mapping[str, Any]:
+            _send(connection, question)
+            return _receive(connection)
+
+        return _answer_of(self._talk(exchange))
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of a file there. Raises EOFError if the file ends too early."""
+        question = {"folder": self._folder, "what": "bytes", "arguments": [path, offset, len(target)], "options": {}}
+
+        def exchange(connection: socket.socket) -> Mapping[str, Any]:
+            _send(connection, question)
+            answer = _receive(connection)
+            if answer.get("answer") == len(target):
+                _receive_into(connection, target)
+            return answer
+
+        num_bytes = _answer_of(self._talk(exchange))
+        if num_bytes != len(target):
+            raise EOFError(f"{path} ends at byte {offset + num_bytes}")
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _talk(self, exchange: Callable[[socket.socket], Mapping[str, Any]]) -> Mapping[str, Any]:
+        if os.getpid() != self._pid:  # the connections are the parent's
+            self._idle, self._pid = [], os.getpid()
+        try:
+            connection = self._idle.pop() if self._idle else self._connected()
+            try:
+                answer = exchange(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, EOFError, ValueError) as error:
+            raise StorageUnavailableError(f"{self.shown} does not answer: {error}", path=self.shown) from error
+        self._idle.append(connection)
+        return answer
+
+    def _connected(self) -> socket.socket:
+        failure: OSError | None = None
+        for host in self._hosts:
+            try:
+                connection = socket.create_connection((host, self._port), _CONNECT_SECONDS)
+            except OSError as error:
+                failure = failure or error
+                continue
+            try:
+                connection.settimeout(SMALL_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _prove(connection, self._key, is_first=False)
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        raise failure or OSError(f"{self.shown} has no address")
+
+
+class PeerReader(Reader):
+    """One file of another process's folder."""
+
+    def __init__(self, peer: Peer, path: str, num_bytes: int) -> None:
+        self._peer, self._path, self.num_bytes = peer, path, num_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._peer.read_into(self._path, offset, target.cast("B"))
+
+    def close(self) -> None: ...
+
+
+def own_hosts(towards: tuple[str, int] | None) -> list[str]:
+    """Names of this machine that others may reach it by: its address on the way to a host, and its name."""
+    hosts = []
+    if towards is not None:
+        with suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # nothing is sent
+                hosts.append(str(probe.getsockname()[0]))
+    return [*hosts, socket.gethostname()] if hosts else [socket.gethostname(), "localhost"]
+
+
+# --- what goes over a connection ----------------------------------------------------------------------------------
+
+
+def _prove(connection: socket.socket, key: bytes, *, is_first: bool) -> None:
+    """Have each side prove that it knows the key. Raises ValueError."""
+    nonce, mine, theirs = secrets.token_bytes(_NONCE_BYTES), *((b"1", b"2") if is_first else (b"2", b"1"))
+    connection.sendall(nonce)
+    other = _received(connection, _NONCE_BYTES)
+    connection.sendall(hmac.digest(key, mine + other, "sha256"))
+    if not hmac.compare_digest(_received(connection, 32), hmac.digest(key, theirs + nonce, "sha256")):
+        raise ValueError("another training answers there")
+
+
+def _send(connection: socket.socket, what: Mapping[str, Any]) -> None:
+    data = json.dumps(what).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> Mapping[str, Any]:
+    (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+    if length > _MAX_BYTES:
+        raise ValueError("what was received is no question")
+    what = json.loads(_received(connection, length))
+    if not isinstance(what, dict):
+        raise ValueError("what was received is no question")
+    return what
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    _receive_into(connection, memoryview(data))
+    return data
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        num_bytes = connection.recv_into(target)
+        if not num_bytes:
+            raise EOFError("the connection was closed")
+        target = target[num_bytes:]
+
+
+def _send_bytes(connection: socket.socket, folder: Storage, path: str, offset: int, num_bytes: int) -> None:
+    """Send the number of bytes that there are of these, and them only if there are all."""
+    with open(folder.locate(path), "rb") as file:
+        there = max(0, min(os.fstat(file.fileno()).st_size - offset, num_bytes))
+        _send(connection, {"answer": there})
+        if there == num_bytes:
+            while num_bytes:
+                try:
+                    sent = os.sendfile(connection.fileno(), file.fileno(), offset, num_bytes)
+                except OSError as error:  # an answer would be taken for the bytes that are missing
+                    raise EOFError(str(error)) from error
+                if not sent:
+                    raise EOFError(f"{path} was cut while it was read")
+                offset, num_bytes = offset + sent, num_bytes - sent
+
+
+def _answer_of(answer: Mapping[str, Any]) -> Any:
+    if "error" in answer:
+        kind, text = _ERRORS.get(str(answer["error"]), StorageUnavailableError), str(answer.get("text"))
+        raise kind(text, path=text) if issubclass(kind, CheckpointError) else kind(text)
+    return _unpacked(answer.get("answer"))
+
+
+def _packed(value: Any) -> Any:
+    """A value as JSON has it: bytes as text, and all kinds of several values as lists."""
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {"table": [[_packed(name), _packed(one)] for name, one in value.items()]}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_packed(one) for one in value]
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "bytes" in value:
+            return base64.b64decode(value["bytes"])
+        return {name: _unpacked(one) for name, one in value["table"]}
+    return [_unpacked(one) for one in value] if isinstance(value, list) else value
+
+
+_servers: set[Server] = set()
+
+
+@in_forked_child
+def _forget() -> None:
+    """In a forked child: only the parent answers."""
+    for server in _servers:
+        for inherited in (server._socket, *server._connections):
+            inherited.close()
+    _servers.clear()
