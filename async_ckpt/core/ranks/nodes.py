@@ -31,8 +31,8 @@ from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
-from ..storage.nodes import HERE, AllNodes, NodeFolder, OneOfNodes
-from ..storage.peers import Peer, Server, own_hosts
+from ..storage.node_folders import HERE, AllNodes, NodeFolder, OneOfNodes
+from ..storage.served_folders import Peer, Server, own_hosts
 from .answers import in_words
 from .meeting import Meeting
 from .shared_root import SharedRoot
@@ -238,7 +238,7 @@ def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
 def _refusal(run: Run, rank: int) -> str:
     return (
         f"{run.storage.locate('')}: on the node of rank {rank} the folder has checkpoints of another run, so no step "
-        "is saved at this place; delete that folder or move it away, or give another place"
+        "is saved at this place; move that folder away, or give another place"
     )
 
 

@@ -24,7 +24,6 @@ from ...errors import (
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
-from ..storage.nodes import AllNodes
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest, Retired
 from .naming import Naming
@@ -113,12 +112,14 @@ class Roots:
         have another run's. A training must not begin anew by mistake.
         """
         for run in self.runs:
-            why = run.refusal or (run.storage.left_out if isinstance(run.storage, AllNodes) else "")
+            where, left_out = run.storage.locate(""), getattr(run.storage, "left_out", {})
+            why = run.refusal
+            if left_out:
+                name, reason = next(iter(left_out.items()))
+                why = f"{where}: {name} is there, but the step is not whole: {reason}"
             if why:
-                where = run.storage.locate("")
                 raise StorageUnavailableError(
-                    f"{where}: no step can be restored there ({why}). To begin anew, delete that folder on all nodes",
-                    path=where,
+                    f"no place has a step that can be restored. {why}. To begin anew, delete that folder", path=where
                 )
 
     def latest(self) -> int | None:

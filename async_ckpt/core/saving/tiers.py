@@ -40,6 +40,7 @@ from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
 from ..spans import monotonic
 from ..storage.interface import Storage
+from ..storage.node_folders import OneOfNodes
 from ..storage.pace import Pace
 from ..storage.place import Anywhere, place_of
 from ..storage.store_facts import PROBE
@@ -196,6 +197,8 @@ class Tiers:
 
     def note_commit(self, run: Run, step: int) -> None:
         """Note that a step was committed at a place: those behind it are to get it."""
+        if isinstance(run.storage, OneOfNodes):
+            _all.add(self)  # rank 0 copies what lies on this node
         for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
             if mover.run is run:
                 mover.arrived(step)
@@ -286,9 +289,12 @@ class Tiers:
         self._is_finished = True
         begun, wait = monotonic(), Wait("", ENDS_THE_WAIT, say=say)
         try:
-            if self in _all:
+            if self in _all and not self._is_read_by_others:
                 for mover in self.movers:
                     mover.begin_end()
+            for arrived in self._awaited():  # rank 0 ends these waits
+                while not wait_for(arrived, LIVENESS_SECONDS) and (timeout is None or monotonic() < begun + timeout):
+                    wait.goes_on(lambda: f"copies from this node: {'; '.join(self.behind())}")
             while going_on := [mover for mover in self.movers if mover.is_going_on()]:
                 if timeout is not None and monotonic() > begun + timeout:
                     break
@@ -299,6 +305,15 @@ class Tiers:
                 mover.stop()
             _all.discard(self)
         return self.behind()
+
+    @property
+    def _is_read_by_others(self) -> bool:
+        return any(isinstance(run.storage, OneOfNodes) for run in self.runs)
+
+    def _awaited(self) -> list[Future[int]]:
+        """The arrivals of what rank 0 copies from the disk of this node."""
+        missing = enumerate((mover.missing() for mover in self.movers), start=1)
+        return [self.arrival(n, step) for n, step in missing if step is not None and self._is_read_by_others]
 
 
 class Places:
@@ -489,11 +504,18 @@ class Mover:
         """The error for those who wait for the place, when nothing is copied there any more."""
         return StorageUnavailableError(self.lag() or f"{self.shown}: no step is copied there any more", path=self.shown)
 
+    def missing(self) -> int | None:
+        """The newest step that the place lacks; None if none is known to be missing."""
+        with self._lock:
+            wanted, newest = self._wanted, self._newest
+        return None if newest is not None and wanted is not None and newest >= wanted else wanted
+
     def lag(self) -> str:
         """The step that the place lacks, in words; empty if none is known to be missing."""
+        wanted = self.missing()
         with self._lock:
-            wanted, newest, error = self._wanted, self._newest, self._error
-        if wanted is None or (newest is not None and newest >= wanted):
+            newest, error = self._newest, self._error
+        if wanted is None:
             return ""
         has = "no step yet" if newest is None else f"step {newest}"
         why = "" if error is None else f": {error}"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from rank_oracle import saved
@@ -18,7 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 PRELUDE = """
 import shutil
 from pathlib import Path
-from async_ckpt import Place, RngState
+from random import Random
+from async_ckpt import CheckpointError, Place
 from racing import PATIENCE, until
 ROOT = Path({root!r})
 NODES = {nodes!r}
@@ -73,3 +76,253 @@ ckpt.close()
     ended = run(worlds, tmp_path, nodes, "ckpt = opened()\nhere.tell(restored(ckpt))\nckpt.close()")
 
     assert [one.told for one in ended] == [[2]] * len(nodes)
+
+
+SAVE = """
+ckpt = opened({options})
+{resume}
+for step in {steps}:
+    here.save(ckpt, small(step), step)
+{then}
+ckpt.close()
+"""
+RESTORE = """
+ckpt = opened()
+here.tell(restored(ckpt))
+ckpt.close()
+"""
+# The further place gets nothing, as a store that is away.
+WITHOUT_FAR = """
+from async_ckpt.core.saving.tiers import Mover
+def nothing(mover):
+    mover._is_running = False
+    mover._end()
+Mover._work = nothing
+"""
+
+
+def save(
+    worlds,
+    root: Path,
+    nodes: str,
+    *steps: int,
+    options: str = "",
+    then: str = "",
+    before: str = "",
+    resume: str = "restored(ckpt)",
+):
+    script = before + SAVE.format(options=options, steps=steps, then=then, resume=resume)
+    ended = run(worlds, root, nodes, script)
+    assert {save["status"] for one in ended for save in one.saves} == {"committed"}
+    return ended
+
+
+def restore(worlds, root: Path, nodes: str, **more) -> list:
+    return [one.told for one in run(worlds, root, nodes, RESTORE, **more)]
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in folder.glob("run/step_*/manifest.json"))
+
+
+def archives(folder: Path, step: int) -> set[int]:
+    return {int(path.name[5:10]) for path in folder.glob(f"run/step_{step:08d}/rank_*.tar")}
+
+
+def test_retention_overwrites_and_trackers_reach_all_nodes(worlds, tmp_path):
+    save(worlds, tmp_path, "aabb", 1, 2, 3, options="keep=1", then="here.save(ckpt, small(3), 3, overwrite=True)")
+
+    for node, own in (("nodea", {0, 1}), ("nodeb", {2, 3})):
+        assert steps_of(tmp_path / node) == [3]
+        assert archives(tmp_path / node, 3) == own  # of the second version alone
+        assert not list(tmp_path.glob(f"{node}/run/step_00000001/*"))
+        assert (tmp_path / node / "run" / "latest").read_text().strip().endswith("3")
+    assert saved(tmp_path / "far", 3)
+
+
+def test_a_rollback_takes_the_newer_steps_from_all_nodes(worlds, tmp_path):
+    save(worlds, tmp_path, "aabb", 1, 2, 3)
+    script = """
+ckpt = opened(on_rollback="retire")
+assert ckpt.restore(live(), step=1) == 1
+here.save(ckpt, small(2), 2, overwrite=True)
+here.tell(ckpt.steps())
+here.meet("told")
+ckpt.close()
+"""
+    ended = run(worlds, tmp_path, "aabb", script)
+
+    assert told(ended) == [[{"step": 2, "status": "committed"}, [1, 2]]] * 4
+    assert steps_of(tmp_path / "nodea") == steps_of(tmp_path / "nodeb") == [1, 2]
+    assert restore(worlds, tmp_path, "aabb") == [[2]] * 4
+
+
+def test_ranks_on_swapped_nodes_read_from_each_other(worlds, tmp_path):
+    save(worlds, tmp_path, "aabb", 1, 2, before=WITHOUT_FAR)
+
+    assert restore(worlds, tmp_path, "bbaa") == [[2]] * 4
+    assert restore(worlds, tmp_path, "baba") == [[2]] * 4
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "near alone"])
+def test_where_the_folder_of_a_node_is_lost_the_newest_whole_step_is_restored(worlds, tmp_path, lost, copied):
+    save(worlds, tmp_path, "aabb", 1)
+    save(worlds, tmp_path, "aabb", 2, before="" if copied else WITHOUT_FAR)
+    shutil.rmtree(tmp_path / f"node{lost}" / "run")
+
+    assert restore(worlds, tmp_path, "aabb") == [[2 if copied else 1]] * 4
+
+    if not copied:  # the number of the lost step is free again
+        save(worlds, tmp_path, "aabb", 2)
+    assert restore(worlds, tmp_path, "aabb") == [[2]] * 4
+
+
+@pytest.mark.parametrize("nodes", ["ab", "aaaa", "bb", "aabbcc", "c"])
+def test_another_number_of_ranks_goes_on_from_the_far_place_where_nodes_are_missing(worlds, tmp_path, nodes):
+    save(worlds, tmp_path, "aabb", 1, 2)
+
+    assert restore(worlds, tmp_path, nodes) == [[2]] * len(nodes)
+    save(worlds, tmp_path, nodes, 3)
+    assert restore(worlds, tmp_path, "aabb") == [[3]] * 4
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "bbaa"])
+def test_a_node_that_comes_back_with_old_contents_is_taken_for_what_it_is(worlds, tmp_path, nodes):
+    save(worlds, tmp_path, "aabb", 1, options="keep=1")
+    shutil.copytree(tmp_path / "nodeb", tmp_path / "old", symlinks=True)
+    save(worlds, tmp_path, "aabb", 2, 3, options="keep=1")
+    shutil.rmtree(tmp_path / "nodeb")
+    (tmp_path / "old").rename(tmp_path / "nodeb")
+
+    assert restore(worlds, tmp_path, nodes) == [[3]] * 4
+    save(worlds, tmp_path, nodes, 4, options="keep=1")
+    assert steps_of(tmp_path / "nodea") == steps_of(tmp_path / "nodeb") == [4]
+    assert restore(worlds, tmp_path, nodes) == [[4]] * 4
+
+
+def test_checkpoints_of_another_run_on_one_node_are_neither_restored_nor_harmed(worlds, tmp_path):
+    with open_run(tmp_path / "nodeb" / "run") as ckpt:
+        ckpt.save({"other": 1}, 5000)
+    before = sorted((tmp_path / "nodeb").rglob("*"))
+
+    resume = """
+try:
+    restored(ckpt)
+except CheckpointError as error:
+    here.tell("another run" in str(error))
+"""
+    then = "here.tell(Path(ckpt.save(small(3), 3).result().path).parent.name)"
+    ended = save(worlds, tmp_path, "aabb", 1, 2, then=then, resume=resume)
+
+    assert [(one.told[0], one.told[3]) for one in ended] == [(True, "far")] * 4
+    assert sorted(path for path in (tmp_path / "nodeb").rglob("*") if "world." not in path.name) == before
+    assert restore(worlds, tmp_path, "aabb") == [[3]] * 4
+
+
+def test_a_node_whose_disk_is_full_costs_one_save_and_the_next_goes_to_the_far_place(worlds, tmp_path):
+    script = """
+import errno
+from async_ckpt.core.storage import local
+real = local.pwrite
+def full(fd, *arguments):
+    if here.rank == 3 and "/nodeb/" in os.readlink(f"/proc/self/fd/{fd}"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return real(fd, *arguments)
+ckpt = opened()
+here.save(ckpt, small(1), 1)
+local.pwrite = full
+here.save(ckpt, small(2), 2)
+here.tell(Path(ckpt.save(small(3), 3).result().path).parent.name)
+ckpt.close()
+"""
+    ended = run(worlds, tmp_path, "aabb", script)
+
+    assert [one.saves[1]["error"] for one in ended] == ["PeerFailedError"] * 3 + ["StorageFullError"]
+    assert [one.told[2] for one in ended] == ["far"] * 4
+    assert restore(worlds, tmp_path, "aabb") == [[3]] * 4
+
+
+def test_memory_of_each_node_in_front_of_its_disk_and_a_place_that_all_share(worlds, tmp_path):
+    """What the far place lacks is copied by the ranks that have it on their disks."""
+    opening = """
+def opened():
+    own = ROOT / f"node{NODES[here.rank]}"
+    own.mkdir(exist_ok=True)
+    return open_run([Place(own / "run", volatile=True), own / "disk", ROOT / "far"])
+"""
+    script = """
+from async_ckpt.core.saving.tiers import Mover
+Mover.may_follow = Mover.begin_following = lambda *_: False  # no copies in the same pass
+ckpt = opened()
+for step in (1, 2):
+    handle = ckpt.save(small(step), step)
+    handle.result()
+    here.tell([handle.at(place).result(PATIENCE) for place in ckpt.roots])
+ckpt.close()
+"""
+    ended = run(worlds, tmp_path, "aabb", opening + script)
+
+    assert told(ended) == [[[1] * 3, [2] * 3]] * 4
+    for node, own in (("nodea", {0, 1}), ("nodeb", {2, 3})):
+        for place in ("run", "disk"):
+            names = (tmp_path / node / place / "step_00000002").glob("rank_*.tar")
+            assert {int(path.name[5:10]) for path in names} == own
+    assert saved(tmp_path / "far", 2)
+
+    for node in ("nodea", "nodeb"):  # a reboot of all
+        shutil.rmtree(tmp_path / node / "run")
+    shutil.rmtree(tmp_path / "far")
+    assert told(run(worlds, tmp_path, "aabb", opening + RESTORE)) == [[2]] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("moment", ["create", "finish", "commit"])
+def test_whichever_rank_is_killed_an_acknowledged_step_is_restored(worlds, tmp_path, rank, moment):
+    script = f"""
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.storage.local import LocalSink, LocalStorage
+ckpt = opened()
+here.save(ckpt, small(1), 1)
+if here.rank == {rank}:
+    owner, call = dict(create=(LocalStorage, "create"), finish=(LocalSink, "finish"), commit=(Run, "commit"))["{moment}"]
+    real = getattr(owner, call)
+    def dying(*arguments, **options):
+        here.die()
+    setattr(owner, call, dying)
+here.save(ckpt, small(2), 2)
+if here.rank == {rank}:
+    here.die()
+"""
+    ended = run(worlds, tmp_path, "aabb", script, killed={rank})
+    acknowledged = max(save["step"] for one in ended for save in one.saves if save.get("status") == "committed")
+
+    (found,) = {tuple(one) for one in restore(worlds, tmp_path, "aabb")}
+    assert found[0] >= acknowledged
+    save(worlds, tmp_path, "aabb", 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments_lose_nothing_that_was_acknowledged(worlds, tmp_path, seed):
+    random = Random(seed)
+    script = """
+ckpt = opened(keep=2)
+begun = restored(ckpt) or 0
+here.say(f"begun{here.rank}")
+for step in range(begun + 1, begun + 40):
+    handle = ckpt.save(small(step), step)
+    if handle.exception(PATIENCE) is None:
+        here.tell(step)
+"""
+    acknowledged = 0
+    for nodes in ("aabb", "bbaa", "abab"):
+        world = worlds.start(4, PRELUDE.format(root=str(tmp_path), nodes=nodes) + script)
+        for rank in range(4):
+            world.wait_for(f"begun{rank}")
+        time.sleep(random.uniform(0.0, 1.5))
+        for rank in random.sample(range(4), 4):
+            world.kill(rank)
+        ended = world.ended(killed=range(4))
+        acknowledged = max([acknowledged, *(step for one in ended for step in one.told)])
+        (found,) = {tuple(one) for one in restore(worlds, tmp_path, random.choice(["aabb", "bbaa", "abba"]))}
+        assert (found[0] or 0) >= acknowledged

@@ -146,12 +146,13 @@ here.tell(type(handle.exception(PATIENCE)).__name__)
     assert open_run(roots[0]).steps() == [1]
 
 
-def test_a_place_that_each_node_has_for_itself_is_passed_over(worlds, tmp_path):
+def test_a_place_that_is_no_disk_and_that_ranks_do_not_share_is_passed_over(worlds, tmp_path):
     script = """
 for step in (1, 2, 3):
     here.save(ckpt, small(step), step)
 """
-    ended = run(worlds, script, f"f'{tmp_path}/node{{here.rank}}'", tmp_path / "shared")
+    own = f"Place(f'{tmp_path}/node{{here.rank}}', fs=__import__('fsspec').filesystem('file'))"
+    ended = run(worlds, script, own, tmp_path / "shared")
 
     assert outcomes(ended) == [["PeerFailedError", "committed", "committed"]] * 2
     assert "must be shared by all ranks" in ended[0].saves[0]["text"]

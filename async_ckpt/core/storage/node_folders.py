@@ -20,7 +20,7 @@ from ..host.threads import run_together, running_future, start_thread
 from ..spans import TIMEKEEPER
 from .interface import Reader, Storage
 from .local import LocalStorage
-from .peers import Peer, PeerReader
+from .served_folders import Peer, PeerReader
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -81,11 +81,11 @@ class _OfNodes(LocalStorage):
     def __init__(self, root: str, peers: Mapping[int, Peer]) -> None:
         """`peers` by the ranks that answer for nodes."""
         super().__init__(root)
-        self._peers = peers
+        self._here, self._peers = LocalStorage(root), peers
 
     def open(self, path: str) -> Reader:  # type: ignore[override]
         try:
-            return super().open(path)
+            return self._here.open(path)
         except FileNotFoundError:
             peer = self._peers.get(self.where(path))  # type: ignore[arg-type]
             num_bytes = None if peer is None else peer.ask("size", path)
@@ -128,7 +128,7 @@ class AllNodes(_OfNodes):
         self._chosen[path] = rank
 
     def where(self, path: str) -> int | None:
-        if super().exists(path):
+        if self._here.exists(path):
             return HERE
         if path not in self._nodes:
             sizes = self._ask_all("size", path, ranks=self._read_from)
@@ -139,13 +139,13 @@ class AllNodes(_OfNodes):
         return self._nodes[path]
 
     def names(self, folder: str) -> list[str]:
-        names = {*super().names(folder)}.union(*self._ask_all("names", folder, ranks=self._read_from).values())
+        names = {*self._here.names(folder)}.union(*self._ask_all("names", folder, ranks=self._read_from).values())
         hidden = {path.rpartition("/")[2] for path in self.left_out if path.rpartition("/")[0] == folder}
         return sorted(names - hidden)
 
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        for sizes in (*self._ask_all("sizes", folder, ranks=self._read_from).values(), super().sizes(folder)):
+        for sizes in (*self._ask_all("sizes", folder, ranks=self._read_from).values(), self._here.sizes(folder)):
             found |= sizes
         return dict(sorted(found.items()))
 
@@ -154,7 +154,7 @@ class AllNodes(_OfNodes):
 
     def existing(self, paths: Sequence[str]) -> list[str]:
         wanted = [path for path in paths if path not in self.left_out]
-        found = {*super().existing(wanted)}
+        found = {*self._here.existing(wanted)}
         missing = [path for path in wanted if path not in found]
         if missing:
             found.update(*self._ask_all("existing", missing, ranks=self._read_from).values())
@@ -172,16 +172,16 @@ class AllNodes(_OfNodes):
 
     def read_at(self, rank: int, path: str) -> tuple[bytes, str]:
         """The content and version of an object at one node. Raises FileNotFoundError."""
-        data, version = super().read(path) if rank == HERE else self._peers[rank].ask("read", path)
+        data, version = self._here.read(path) if rank == HERE else self._peers[rank].ask("read", path)
         return data, version
 
     def having(self, path: str) -> list[int]:
         """The nodes that have an object, this one first."""
         there = self._ask_all("size", path, ranks=self._read_from)
-        return [HERE] * super().exists(path) + [rank for rank in self._read_from if there[rank] is not None]
+        return [HERE] * self._here.exists(path) + [rank for rank in self._read_from if there[rank] is not None]
 
     def is_held(self, path: str) -> bool:
-        return super().is_held(path) or any(self._ask_all("is_held", path).values())
+        return self._here.is_held(path) or any(self._ask_all("is_held", path).values())
 
     # --- changes, at all nodes --------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class AllNodes(_OfNodes):
         if path not in self.left_out:
             if self.exists(path):
                 raise FileExistsError(path)
-            super().put_new(path, data)
+            self._here.put_new(path, data)
         self.replace(path, data)
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
@@ -204,15 +204,15 @@ class AllNodes(_OfNodes):
         if version is not None and int(rank) != HERE:
             self._peers[int(rank)].ask("replace", path, data, version=at)
             at = ""
-        new = super().replace(path, data, version=at or None)
+        new = self._here.replace(path, data, version=at or None)
         self._ask_all("replace", path, data)
         self.left_out.pop(path, None)
         self._chosen.pop(path, None)
         return f"{HERE}/{new}"
 
     def settle(self, path: str) -> None:
-        if super().exists(path):
-            super().settle(path)
+        if self._here.exists(path):
+            self._here.settle(path)
         self._ask_all("settle", path, ranks=[rank for rank in self.having(path) if rank != HERE])
 
     def move(self, path: str, to: str) -> None:
@@ -220,26 +220,26 @@ class AllNodes(_OfNodes):
         if not nodes:
             raise FileNotFoundError(path)
         if HERE in nodes:
-            super().move(path, to)
+            self._here.move(path, to)
         self._ask_all("move", path, to, ranks=[rank for rank in nodes if rank != HERE])
 
     def delete_many(self, paths: Sequence[str]) -> None:
-        super().delete_many(paths)
+        self._here.delete_many(paths)
         self._ask_all("delete_many", [*paths])
 
     def delete_all(self, path: str) -> None:
-        super().delete_all(path)
+        self._here.delete_all(path)
         self._ask_all("delete_all", path)
 
     def remove_if_empty(self, folder: str) -> bool:
-        return super().remove_if_empty(folder) & all(self._ask_all("remove_if_empty", folder).values())
+        return self._here.remove_if_empty(folder) & all(self._ask_all("remove_if_empty", folder).values())
 
     def sweep(
         self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
     ) -> list[str]:
         options = {"delete": delete, "decided": decided, "of_ranks": of_ranks}
-        here = {*super().names(folder)}
-        swept = {*super().sweep(folder, [name for name in names if name in here], **options)}
+        here = {*self._here.names(folder)}
+        swept = {*self._here.sweep(folder, [name for name in names if name in here], **options)}
         swept.update(*self._ask_all("sweep", folder, names, ranks=self._read_from, **options).values())
         return [name for name in names if name in swept]
 
@@ -286,19 +286,19 @@ class OneOfNodes(_OfNodes):
         return rank
 
     def names(self, folder: str) -> list[str]:
-        return self._asked("names", super().names, folder)
+        return self._asked("names", self._here.names, folder)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        return self._asked("sizes", super().sizes, folder)
+        return self._asked("sizes", self._here.sizes, folder)
 
     def exists(self, path: str) -> bool:
-        return self._asked("exists", super().exists, path)
+        return self._asked("exists", self._here.exists, path)
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        return self._asked("existing", super().existing, [*paths])
+        return self._asked("existing", self._here.existing, [*paths])
 
     def read(self, path: str) -> tuple[bytes, str]:
-        data, version = self._asked("read", super().read, path)
+        data, version = self._asked("read", self._here.read, path)
         return data, version
 
     def _asked(self, what: str, here: Callable[[T], A], argument: T) -> A:
