@@ -466,6 +466,8 @@ class AsyncCheckpointer(RunReader):
         notes = self._roots.owner_notes() if is_first else []
         for note in notes:
             warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
+        if is_first and not notes:
+            self._roots.sweep_memory(has_ranks=not self._ranks.is_alone)
         captured = self._saver.warm(state, call.state_dicts.of)
         if restored is None:
             for note in self._roots.foreign_notes():

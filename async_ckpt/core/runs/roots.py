@@ -98,6 +98,13 @@ class Roots:
                 notes.append(str(error))
         return notes
 
+    def sweep_memory(self, *, has_ranks: bool) -> None:
+        """Delete what writers that were killed have left in memory, before the training takes that memory."""
+        for run in self.runs:
+            if run.is_volatile:
+                with suppress(CheckpointError):
+                    run.sweeper.sweep_once(has_ranks=has_ranks)
+
     def close(self) -> None:
         """Give up the right to commit at the roots."""
         for run in self.runs:

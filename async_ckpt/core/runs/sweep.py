@@ -231,6 +231,8 @@ class Sweeper:
         def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
             """The files of dead writers. Other ranks may run on other machines, whose locks are not visible here."""
             of_ranks = {n for n in candidates if self._has_ranks or attempt_of(n) in attempts}
+            if self._storage.locks_tell:
+                of_ranks = set()
             sweep = partial(self._storage.sweep, folder, delete=delete, decided=decided)
             alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]

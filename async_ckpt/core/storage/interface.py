@@ -99,6 +99,11 @@ class Storage(Protocol):
     remote: bool  # calls go through a network, so a save makes none on its caller's thread
     in_order: bool  # sinks send in file order, and hold segments that come early
 
+    @property
+    def locks_tell(self) -> bool:
+        """Whether all that write here run on machines that see each other's locks, so that a free lock is proof."""
+        return False
+
     def locate(self, path: str) -> str:
         """The full name of an object for messages, without credentials."""
 

@@ -31,7 +31,6 @@ from ..spec import PAGE_BYTES, SEGMENT_BYTES
 from .disk import (
     address,
     close_quietly,
-    free_bytes_at,
     full,
     identity,
     make_folder,
@@ -52,6 +51,7 @@ from .disk import (
 from .interface import MemoryLoan, Reader, Storage
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held, written_so_far
 from .store_facts import ORPHAN_SECONDS
+from .volatile import free_bytes_in, is_in_memory
 
 try:
     import fcntl
@@ -77,6 +77,10 @@ class LocalStorage(Storage):
     def __repr__(self) -> str:
         return f"<LocalStorage {self.root}>"
 
+    @property
+    def locks_tell(self) -> bool:
+        return is_in_memory(self.root)
+
     def locate(self, path: str) -> str:
         return str(self.root / path)
 
@@ -96,7 +100,7 @@ class LocalStorage(Storage):
         with translated(target):
             delete_left(self.root)  # first, since it frees space
             refuse_special(target)
-            free = free_bytes_at(target.parent)
+            free = free_bytes_in(target.parent)
             if exact and free is not None and free < num_bytes:
                 raise full(target, num_bytes, free)
             was_there = target.parent.is_dir()
@@ -177,7 +181,7 @@ class LocalStorage(Storage):
 
     def free_bytes(self) -> int | None:
         try:
-            return free_bytes_at(self.root)
+            return free_bytes_in(self.root)
         except OSError:  # a folder above may not be looked into
             return None
 

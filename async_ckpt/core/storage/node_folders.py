@@ -83,6 +83,10 @@ class _OfNodes(LocalStorage):
         super().__init__(root)
         self._here, self._peers = LocalStorage(root), peers
 
+    @property
+    def locks_tell(self) -> bool:
+        return self.remote or self._here.locks_tell  # each node is asked for its own files
+
     def open(self, path: str) -> Reader:  # type: ignore[override]
         try:
             return self._here.open(path)
@@ -112,7 +116,7 @@ class AllNodes(_OfNodes):
         read there.
         """
         super().__init__(root, peers)
-        self.remote = bool(peers)
+        self.remote = bool(peers)  # without peers, it is the folder that all ranks share
         self._number_of = number_of
         self._read_from = [rank for rank in peers if rank not in strangers]
         self._nodes: dict[str, int] = {}  # of archives, whose names are never given again

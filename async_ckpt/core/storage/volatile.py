@@ -1,6 +1,7 @@
-"""Whether what lies in a folder outlives a reboot of its machine.
+"""Whether what lies in a folder outlives a reboot of its machine, and how much room there is if it lies in memory.
 
-In: a folder. Out: the answer of the mount table, where there is one. Knows nothing of: what lies there.
+In: a folder. Out: the answers of the mount table, where there is one, and of the machine. Knows nothing of: what lies
+there.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ import re
 from pathlib import Path
 from typing import Final
 
+from ..host.limits import free_memory_bytes
+from ..spec import MIB
+from .disk import free_bytes_at
+
 _MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _ESCAPED: Final = re.compile(r"\\(\d{3})")
+
+# Of the memory that is free, this much at least is left to the training: a sixteenth, or so many bytes.
+_LEFT_FREE: Final = 16
+_LEFT_BYTES: Final = 64 * MIB
 
 _log = logging.getLogger("async_ckpt")
 _warned: set[str] = set()
@@ -25,6 +34,22 @@ def is_volatile(folder: Path) -> bool:
         _warned.add(str(folder))
         _log.warning("%s lies in a layer of a container, and is gone with it; give a folder that is mounted", folder)
     return kind in _IN_MEMORY
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder, which may not exist yet, lies in memory: then only this machine sees it."""
+    return file_system(folder) in _IN_MEMORY
+
+
+def free_bytes_in(folder: Path) -> int | None:
+    """The bytes that may still be written there; None if unknown. In memory, those that the machine, or the control
+    group of this process, can spare: what a file system promises there is not room, and whoever believes it is killed.
+    """
+    free = free_bytes_at(folder)
+    if free is None or not is_in_memory(folder):
+        return free
+    spare = free_memory_bytes()
+    return min(free, max(0, spare - max(spare // _LEFT_FREE, _LEFT_BYTES)))
 
 
 def file_system(folder: Path) -> str:
