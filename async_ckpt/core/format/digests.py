@@ -23,6 +23,17 @@ def block_digest(block: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128_digest(block)
 
 
+def damaged_blocks(offset: int, data: memoryview, expected: bytes) -> list[int]:
+    """The numbers of the blocks, from `offset` on, whose digests differ from the expected ones. Releases the GIL."""
+    numbers = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        number = (offset + begin) // BLOCK_BYTES
+        digest = expected[number * DIGEST_BYTES :][:DIGEST_BYTES]
+        if block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
+            numbers.append(number)
+    return numbers
+
+
 def joined_digest(head: memoryview, tail: memoryview | bytes) -> bytes:
     """The digest of a block that comes in two parts."""
     digest = xxhash.xxh3_128(head)

@@ -139,13 +139,13 @@ def _own(wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing) -> l
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []
-    for archive, items in wanted:
+    for number, (archive, items) in enumerate(wanted):
         own = [item for item in items if archive.is_of_each(item.number)]
         kept.append((archive, own))
         for item in items:
             if not archive.is_of_each(item.number):
                 of_file[id(item)] = archive
-                shared.append(Item(f"{archive.path}/{archive.index.tensors[item.number].dotted}", item))
+                shared.append(Item(f"{number}/{archive.index.tensors[item.number].dotted}", item))
     return [*kept, *((of_file[id(item)], [item]) for item in sharing.own(shared))]
 
 

@@ -481,10 +481,10 @@ def test_a_damaged_archive_is_read_from_the_next_place(roots):
     with open_run(roots) as ckpt:
         save(ckpt, 1)
         damage(roots[0], 1)
-        with pytest.warns(RuntimeWarning, match="read from another root"):
+        with pytest.warns(RuntimeWarning, match="read from another place"):
             assert_is_state(ckpt.load(1), 1)
         state = state_at(0)
-        with pytest.warns(RuntimeWarning, match="read from another root"):
+        with pytest.warns(RuntimeWarning, match="read from another place"):
             assert ckpt.restore(state) == 1
         assert_is_state(state, 1)
 

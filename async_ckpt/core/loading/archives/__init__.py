@@ -4,5 +4,6 @@
 - `contents` is the common base: a tree of names, and the places of each tensor's bytes.
 - `archive` is one file of this library; `foreign` and `dcp_folder` are files of other programs; `virtual_files` joins
   pieces to files.
+- `copies` reads one archive block by block from several places.
 - `step_archives` opens the archives of several ranks as they are needed; `merged_archives` presents them as one file.
 """

@@ -8,13 +8,13 @@ from __future__ import annotations
 import pickle
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from ....errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
+from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
 from ...format import digests, index, safetensors, tar
 from ...format.foreign_files import foreign_file
 from ...format.index import Member
@@ -25,7 +25,9 @@ from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
 from ...storage.interface import Reader
 from .contents import Contents
+from .copies import Copies
 
+T = TypeVar("T")
 # Read around a header: it takes in several small members at once, and little of a large one.
 _NEAR_BYTES: Final = 64 * KIB
 # Read first of an archive that is not verified: most indices fit into it.
@@ -42,6 +44,7 @@ class OpenArchive(Contents):
         first_block: the first block of the file, if it has been read already.
         inexact_blocks: the numbers of blocks whose bytes differ from those that were saved; they are not compared.
         missing_members: the members whose files are missing; a read of one raises its error.
+        copies: the same archive at all places that hold it, to be read where this reader's copy is not sound.
 
     Raises CorruptCheckpointError for anything that is not an intact archive of this library, and FormatVersionError for
     one of a newer version.
@@ -56,8 +59,11 @@ class OpenArchive(Contents):
         first_block: memoryview | None = None,
         inexact_blocks: Collection[int] = (),
         missing_members: Mapping[str, CorruptCheckpointError] = MappingProxyType({}),
+        copies: Copies | None = None,
     ) -> None:
         super().__init__(reader, path=path)
+        self._copies: Copies | None = None  # none until the index has been compared: it is parsed before
+        self._turned = False  # everything is read from `_copies`
         self._missing_members = missing_members
         self._digests: bytes | None = None
         self._inexact_blocks = inexact_blocks
@@ -85,6 +91,7 @@ class OpenArchive(Contents):
         self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
         self.num_begun = len(self._first_bytes)
         """The number of bytes that opening has read, in whole blocks or to the end; compared, with `verify`."""
+        self._copies = copies
 
     @property
     def digest(self) -> str:
@@ -98,10 +105,32 @@ class OpenArchive(Contents):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target`, from memory as far as opening has read the bytes."""
+        self._or_from_copies(partial(self._read_once, offset, target))
+
+    def _read_once(self, offset: int, target: memoryview) -> None:
         here = self._first_bytes[offset : offset + len(target)]
         target[: len(here)] = here
-        if len(here) < len(target):
-            super().read_into(offset + len(here), target[len(here) :])
+        offset, target = offset + len(here), target[len(here) :]
+        if target and self._turned and self._copies is not None:
+            self._copies.read_into(offset, target)
+        elif target:
+            super().read_into(offset, target)
+
+    def _or_from_copies(self, read: Callable[[], T]) -> T:
+        """The result of `read`; if this copy fails it, all that is not in memory is from now on read from the others,
+        too.
+        """
+        had_turned = self._turned
+        try:
+            return read()
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
+            if self._copies is None or had_turned:
+                raise
+            self._copies.note(self.path, error)
+            self._nearby, self._turned = (Extent(0, 0), memoryview(b"")), True
+            if not self.is_verified:
+                self._first_bytes = self._first_bytes[:0]
+        return read()
 
     # --- small reads ------------------------------------------------------------------------------------------
 
@@ -131,16 +160,29 @@ class OpenArchive(Contents):
         return self._digests is not None
 
     def verify(self, offset: int, data: memoryview) -> None:
-        """Compare whole blocks that begin at `offset` with their digests. Bytes after the covered part are ignored."""
+        """Compare whole blocks that begin at `offset` with their digests, and replace the damaged ones by sound copies
+        from other places. Bytes after the covered part are ignored.
+        """
         blocks = self.damaged_blocks(offset, data)
-        if blocks:
-            raise self.damage_error(blocks)
+        if not blocks:
+            return
+        error = self.damage_error(blocks)
+        if self._copies is None:
+            raise error
+        self._copies.note(self.path, error)
+        try:
+            for number in blocks:
+                begin = number * BLOCK_BYTES - offset
+                self._copies.read_into(number * BLOCK_BYTES, data[begin : begin + BLOCK_BYTES])
+        except CorruptCheckpointError as nowhere:
+            message = f"{error}, for no place has it whole: {self._copies.troubles}"
+            raise CorruptCheckpointError(message, path=self.path, tensors=error.tensors) from nowhere
 
     def damaged_blocks(self, offset: int, data: memoryview) -> list[int]:
         """The numbers of the blocks that do not match their digests; the arguments are those of `verify`."""
         if self._digests is None:
             return []
-        blocks = _mismatched_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
+        blocks = digests.damaged_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
         return [number for number in blocks if number not in self._inexact_blocks]
 
     def damage_error(self, blocks: Sequence[int]) -> CorruptCheckpointError:
@@ -171,7 +213,7 @@ class OpenArchive(Contents):
         """
         covered_bytes, expected = self._find_digests()
         wide = _aligned(extent, BLOCK_BYTES, covered_bytes)
-        if blocks := _mismatched_blocks(wide.offset, self._read_plain(wide), expected):
+        if blocks := digests.damaged_blocks(wide.offset, self._read_plain(wide), expected):
             raise self.corrupt(f"block {blocks[0]} does not match its digest")
 
     def _find_digests(self) -> tuple[int, bytes]:
@@ -209,7 +251,7 @@ class OpenArchive(Contents):
             begun = len(self._first_bytes)
             limit = min(align_up(end, BLOCK_BYTES), self._reader.num_bytes)
             rest = self._read_plain(Extent(begun, limit - begun))
-            self._first_bytes = memoryview(b"".join((self._first_bytes, rest)))
+            self._first_bytes = memoryview(bytearray().join((self._first_bytes, rest)))
         return bytes(self._first_bytes[tar.BLOCK : end])
 
     def _foreign_file(self) -> CorruptCheckpointError:
@@ -240,12 +282,15 @@ class OpenArchive(Contents):
         The blocks of the headers are compared with their digests later, together with the data after them.
         """
         for number in sorted(set(members) - self._headers.keys()):
-            data = self._check_tar_header(self.index.members[number])
-            length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
-            fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
-            header = Extent(data.offset, 8 + length if fits else min(8, data.length))
-            index.check_member_header(self.index, number, self._read_near(header), path=self.path)
-            self._headers[number] = Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
+            self._headers[number] = self._or_from_copies(partial(self._check_member, number))
+
+    def _check_member(self, number: int) -> Extent:
+        data = self._check_tar_header(self.index.members[number])
+        length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
+        fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
+        header = Extent(data.offset, 8 + length if fits else min(8, data.length))
+        index.check_member_header(self.index, number, self._read_near(header), path=self.path)
+        return Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
 
     def headers(self, members: Iterable[int]) -> list[Extent]:
         """The extents of the headers of these members, to be verified with the data that is read of them."""
@@ -318,7 +363,7 @@ class OpenArchive(Contents):
         member = self.index.member(index.OBJECTS)
         if member is None:
             raise self.corrupt(f"{index.OBJECTS} is missing")
-        extent = self._check_tar_header(member)
+        extent = self._or_from_copies(partial(self._check_tar_header, member))
         return self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
 
 
@@ -335,23 +380,14 @@ def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> mem
         reader.read_into(0, data)
     except EOFError as error:
         raise CorruptCheckpointError(f"{path}: truncated: {error}", path=path) from error
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path}: it was deleted while it was read", path=path) from error
     return data
 
 
 def _aligned(extent: Extent, granule: int, limit: int) -> Extent:
     begin = extent.offset // granule * granule
     return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
-
-
-def _mismatched_blocks(offset: int, data: memoryview, expected: bytes) -> list[int]:
-    """The numbers of the blocks, from `offset` on, whose digests differ from the expected ones. Releases the GIL."""
-    numbers = []
-    for begin in range(0, len(data), BLOCK_BYTES):
-        number = (offset + begin) // BLOCK_BYTES
-        digest = expected[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
-        if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
-            numbers.append(number)
-    return numbers
 
 
 def _touches(extent: Extent, blocks: Sequence[int]) -> bool:

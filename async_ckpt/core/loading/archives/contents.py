@@ -136,12 +136,14 @@ class Contents:
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target`, without verification, on any thread.
 
-        Raises CorruptCheckpointError if the file ends too early.
+        Raises CorruptCheckpointError if the file ends too early, or has been deleted.
         """
         try:
             self._reader.read_into(offset, target)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
+        except FileNotFoundError as error:  # of a store: a file on a disk can be read to its end
+            raise self.corrupt("it was deleted while it was read") from error
 
     def share(self) -> None:
         """Keep what is read in the page cache, if the file is on a disk: other processes are about to read the same."""
@@ -199,8 +201,8 @@ class Contents:
         """A map of the opened file, even if its path now names another; only this process sees writes to it."""
         if not isinstance(self._reader, LocalReader):
             raise ValueError(
-                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; "
-                "leave mmap out"
+                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted, or "
+                "whole at no single place; leave mmap out"
             )
         mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
         if len(mapped) != self._reader.num_bytes:

@@ -32,6 +32,7 @@ from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
+from .copies import Holders
 from .foreign import open_contents, parts_of_folder
 from .merged_archives import MergedArchives
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
@@ -92,18 +93,33 @@ def from_step(
     verify: bool,
     readers: Readers = _ANY_READER,
 ) -> T:
-    """The result of `use` for the archives of a committed step, from the first of its roots where they are sound.
+    """The result of `use` for the archives of a committed step, each block from the first root where it is sound.
 
     Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
     StorageUnavailableError.
     """
-    candidates = [CommittedStep.of(run, step) for run in roots.holding(step)]
-    for candidate in candidates[:-1]:
+    runs = roots.holding(step)
+    if len(runs) == 1:
+        return from_committed(CommittedStep.of(runs[0], step), use, verify=verify, readers=readers)
+    holders = Holders([run.storage for run in runs])
+    for run in runs:
+        candidate = CommittedStep.of(run, step, holders)
         try:
-            return from_committed(candidate, use, verify=verify, readers=readers)
+            result = from_committed(candidate, use, verify=verify, readers=readers)
+            break
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
-            warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(candidates[-1], use, verify=verify, readers=readers)
+            if run is runs[-1]:
+                raise
+            holders.note(candidate.storage.locate(candidate.folder), error)
+    if holders.troubles:
+        first, *others = holders.troubles.values()
+        more = f", and {len(others)} more" if others else ""
+        warnings.warn(
+            f"step {step} is read from another place where one is not sound: {first}{more}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return result
 
 
 def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
@@ -188,10 +204,11 @@ class CommittedStep(NamedTuple):
     folder: str  # empty if the storage is the folder
     read: Callable[[], Manifest]  # raises NotCommittedError
     root: Callable[[], Storage]  # of the run, with the folders of the steps that lend groups
+    holders: Holders | None = None  # all that hold the step, if they are several
 
     @classmethod
-    def of(cls, run: Run, step: int) -> Self:
-        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+    def of(cls, run: Run, step: int, holders: Holders | None = None) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, holders)
 
     @classmethod
     def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
@@ -225,6 +242,7 @@ class CommittedStep(NamedTuple):
             named_by=manifest.step,
             per_rank=per_rank,
             is_shared_out=manifest.ranks is None and len(own) > 1,
+            holders=self.holders,
         )
         sources = [first]
         lent: dict[tuple[str, str, int], list[Archive]] = {}

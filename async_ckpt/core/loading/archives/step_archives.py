@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ....errors import CheckpointError, CorruptCheckpointError
+from ....errors import CheckpointError, CorruptCheckpointError, StorageUnavailableError
 from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, missing_error
@@ -28,6 +28,7 @@ from ...state.skeletons import UnknownChoiceError
 from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
+from .copies import Copies, Holders
 from .merged_archives import MergedArchives, Opener
 
 # Archives of one step that are opened at once. The first blocks of so many are kept in memory.
@@ -89,6 +90,8 @@ class NamedArchives(NamedTuple):
     groups: Groups = None
     is_shared_out: bool = False
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
+    holders: Holders | None = None
+    """All places that hold the step, if they are several."""
 
 
 class StepArchives(Opener):
@@ -268,7 +271,13 @@ class StepArchives(Opener):
             path, entry = self.named.archives[rank]
             try:
                 opened[rank] = open_archive(
-                    self.named.storage, path, entry, self._verify, self._stack, self.named.named_by
+                    self.named.storage,
+                    path,
+                    entry,
+                    self._verify,
+                    self._stack,
+                    self.named.named_by,
+                    self.named.holders,
                 )
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
@@ -353,12 +362,38 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 def open_archive(
-    storage: Storage, path: str, entry: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
+    storage: Storage,
+    path: str,
+    entry: Archive,
+    verify: bool,
+    stack: contextlib.ExitStack,
+    named_by: int,
+    holders: Holders | None = None,
 ) -> OpenArchive:
-    """An archive that the manifest of step `named_by` names.
+    """An archive that the manifest of step `named_by` names; with `holders`, from the first place where it is sound.
 
     Raises CorruptCheckpointError if it is missing or another one.
     """
+    if holders is None:
+        return _open_at(storage, path, entry, verify, stack, named_by)
+    copies = Copies(holders, path, entry, stack)
+    for each in holders.storages:
+        try:
+            return _open_at(each, path, entry, verify, stack, named_by, copies)
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
+            holders.note(each.locate(path), error)
+    return OpenArchive(copies, path=storage.locate(path), verify=verify)
+
+
+def _open_at(
+    storage: Storage,
+    path: str,
+    entry: Archive,
+    verify: bool,
+    stack: contextlib.ExitStack,
+    named_by: int,
+    copies: Copies | None = None,
+) -> OpenArchive:
     location = storage.locate(path)
     try:
         reader = stack.enter_context(storage.open(path))
@@ -374,7 +409,7 @@ def open_archive(
             "load an earlier checkpoint",
             path=location,
         )
-    archive = OpenArchive(reader, path=location, verify=verify)
+    archive = OpenArchive(reader, path=location, verify=verify, copies=copies)
     if verify and archive.digest != entry.digest:
         raise archive.corrupt("it is not the archive that its manifest names")
     return archive
