@@ -140,7 +140,9 @@ class AsyncCheckpointer(RunReader):
         self._is_preempted = False
         self._hears_signals = bool(due.signals)
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
-        self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
+        self._roots = open_roots(
+            root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
+        )
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(

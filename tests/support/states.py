@@ -20,6 +20,7 @@ from torch import nn
 
 from async_ckpt import AsyncCheckpointer, Place, SaveHandle, SaveReport
 from async_ckpt.core.events.log import NAME as HISTORY
+from async_ckpt.core.runs.tiers_file import NAME as TIERS
 
 MIB = 1 << 20
 SEGMENT = 4 * MIB
@@ -77,8 +78,8 @@ def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
 
 
 def is_incidental(name: str) -> bool:
-    """Whether a file in a run's root tells which process has the run, or is its history; it stays there."""
-    return name == HISTORY or (name.startswith("start-") and name.endswith((".json", ".seen")))
+    """Whether a file in a run's root tells of its processes or places, or is its history; it stays there."""
+    return name in (HISTORY, TIERS) or (name.startswith("start-") and name.endswith((".json", ".seen")))
 
 
 def names_below(root: str | os.PathLike[str]) -> list[str]:

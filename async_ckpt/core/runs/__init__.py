@@ -2,14 +2,15 @@
 
 `roots.py` is a run at several roots, `run.py` at one. `root.py` lists a root, `manifest.py` is the commit of a step,
 and `starts.py` the right of one process to commit. `retention.py` chooses the steps to delete, `sweep.py` deletes. For
-people and other programs: `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several
-ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others than the core, by `plumbing.runs`.
+people and other programs: `tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`,
+`foreign_entries.py`. For several ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others
+than the core, by `plumbing.runs`.
 """
 
 from __future__ import annotations
 
 # isort: off
-from . import journal as journal, layouts as layouts, manifest
+from . import journal as journal, layouts as layouts, manifest, tiers_file as tiers_file
 from .announce import event_of as event_of
 from .foreign_entries import OF_DCP as OF_DCP, possible_steps as possible_steps, step_formats as step_formats
 from .manifest import Manifest as Manifest, is_retired_name as is_retired_name, parse_intent as parse_intent

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ...errors import (
@@ -30,6 +31,7 @@ from .naming import Naming
 from .retention import Commits
 from .run import Run
 from .starts import Commit, Line
+from .tiers_file import TiersFile
 
 T = TypeVar("T")
 
@@ -51,8 +53,9 @@ class Roots:
     With a single root, all errors are those of its Run.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
+    def __init__(self, runs: Sequence[Run], tiers_file: TiersFile | None = None) -> None:
+        """`tiers_file` is for a run of several roots."""
+        self.runs, self._tiers_file = tuple(runs), tiers_file
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,6 +188,11 @@ class Roots:
             self.refuse_strangers(run)
         return run.take(step, others)
 
+    def tell_places(self, run: Run) -> None:
+        """Write the places of the run to one of them."""
+        if self._tiers_file is not None:
+            self._tiers_file.write(run.storage, self.runs.index(run))
+
     def refuse_strangers(self, run: Run) -> None:
         """Raise ConflictError if a root has a commit of a start that the other roots do not descend from."""
         known = {token for other in self.runs if other is not run for token in other.descent()}
@@ -298,8 +306,15 @@ def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
     return next((manifest for manifest in manifests if manifest is not None), None)
 
 
-def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
-    """The runs at one root, or several. No request is made.
+def open_roots(
+    root: Anywhere | Sequence[Anywhere],
+    *,
+    keep: Keep,
+    naming: Naming,
+    clock: Clock,
+    max_bandwidth: float | None = None,
+) -> Roots:
+    """The runs at one root, or several. No request is made. `max_bandwidth` is only noted for other processes.
 
     Raises ValueError for no root, for equal roots and for a root inside another one, NotADirectoryError for a file, and
     the errors of `Place.storage`.
@@ -321,6 +336,7 @@ def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Namin
         if inner is not None:
             raise ValueError(f"the root {inner} lies inside the root {outer}; put them side by side")
     opening = os.urandom(4).hex()
+    places = [replace(place, keep=keep if place.keep is None else place.keep) for place in places]
     return Roots(
         [
             Run(
@@ -328,11 +344,12 @@ def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Namin
                 clock=clock,
                 step_format=naming.step_format,
                 tracker=naming.tracker,
-                keep=keep if place.keep is None else keep_of(place.keep),
+                keep=keep_of(place.keep),
                 every=place.every,
                 is_volatile=len(places) > 1 and place.is_volatile,
                 opening=opening,
             )
             for storage, place in zip(storages, places, strict=True)
-        ]
+        ],
+        TiersFile(tuple(places), naming, max_bandwidth) if len(places) > 1 else None,
     )

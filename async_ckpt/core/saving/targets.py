@@ -339,7 +339,10 @@ class StepTarget(JointTarget):
 
     def _take(self) -> bool:
         """Take the place for this process, at its first save there. True if it was taken now."""
-        return self._lineage.roots.take(self._run, self._call.step)
+        is_new = self._lineage.roots.take(self._run, self._call.step)
+        if is_new:
+            self._lineage.roots.tell_places(self._run)
+        return is_new
 
     def commit(self, archives: tuple[Archive, ...]) -> None:
         if self._manifest is not None:  # rank 0 has committed

@@ -102,6 +102,11 @@ class Place:
         return shown(self.text)
 
     @property
+    def open_options(self) -> dict[str, Any] | None:
+        """The options that are no secret: numbers, and the location of the store."""
+        return self.options and {k: v for k, v in self.options.items() if _printable(k, v) == v}
+
+    @property
     def is_volatile(self) -> bool:
         """Whether a reboot loses what lies there."""
         if self.volatile is None:
