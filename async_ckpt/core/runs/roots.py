@@ -193,10 +193,22 @@ class Roots:
         if self._tiers_file is not None:
             self._tiers_file.write(run.storage, self.runs.index(run))
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether this process has taken one of the roots, or stands in for one that has."""
+        return any(run.has_start or run.stands_in for run in self.runs)
+
+    def check_taken(self, run: Run) -> None:
+        """Raise RunTakenError if another process than this one, or one that it works with, has taken a root since."""
+        run.check_taken(next((one.token for one in self.runs if one.token), ""))
+
     def refuse_strangers(self, run: Run) -> None:
         """Raise ConflictError if a root has a commit of a start that the other roots do not descend from."""
-        known = {token for other in self.runs if other is not run for token in other.descent()}
-        run.refuse_strangers(known)
+        run.refuse_strangers(self.descent_beside(run))
+
+    def descent_beside(self, run: Run) -> set[str]:
+        """The tokens of the starts that the run has had at all other roots."""
+        return {token for other in self.runs if other is not run for token in other.descent()}
 
     def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
         """The commits of all roots together, and the runs that hold the current version of each step."""
