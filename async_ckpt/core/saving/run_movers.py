@@ -17,7 +17,8 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ..host.waits import LIVENESS_SECONDS, wait_for
-from ..runs.conflict import Conflict, conflict_at
+from ..runs.conflict import Conflict as Conflict
+from ..runs.conflict import conflict_at
 from ..runs.followed import Changes, FollowedRoots
 from ..runs.moving import Moving, Told
 from ..runs.roots import Roots, open_roots
