@@ -24,8 +24,8 @@ are loaded when they are first asked for. They may change with each minor versio
   compares two of those. `guards` hold steps back; `sharded` and `cover` are the geometry of shards; `backends` and
   `device` know tensors of devices.
 - Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
-- Saves: `ledger` waits for those that are under way, `progress_of` says how far they are, `kept_memory` is what they
-  share, a `CopySave` is one that writes no archive.
+- Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
+  `CopySave` is one that writes no archive; `run_movers` bring steps to further places.
 - Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
     "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk",
     "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights", "kept_memory",
     "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack", "places",
-    "process", "progress_of", "rebuild_layout", "register_storage", "rendezvous", "reports", "runs", "safetensors",
+    "process", "rebuild_layout", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors",
     "save_within", "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads",
     "urls", "verification", "waits", "worlds", "wrappers", "write_by_torch",
 ]  # fmt: skip
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from .core.ranks import rendezvous
     from .core.ranks import world as worlds
     from .core.saving import default as kept_memory
-    from .core.saving import ledger
-    from .core.saving.handle import progress_of
+    from .core.saving import ledger, run_movers
     from .core.slicing import cover, sharded
     from .core.staging import device
     from .core.staging import guard as guards
@@ -94,9 +93,8 @@ else:
         ".core.loading.live.optimizer_forms": "another_kind",
         ".core.loading.rebuild": "rebuild_layout",
         ".core.ranks": "rendezvous worlds=world",
-        ".core.saving": "kept_memory=default ledger",
+        ".core.saving": "kept_memory=default ledger run_movers",
         ".face.around.copy_save": "CopySave",
-        ".core.saving.handle": "progress_of",
         ".core.slicing": "cover sharded",
         ".core.staging": "device guards=guard",
         ".core.state": "capture captured leaf_names=names optimizer_parts=optimizers wrappers",

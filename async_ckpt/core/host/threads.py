@@ -325,6 +325,14 @@ def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
         crew.stop()
 
 
+def give_way() -> None:
+    """Lower the priority of this process: of this thread, and of those that it starts from now on."""
+    if sys.platform == "linux":
+        _give_way()
+    elif hasattr(os, "nice"):
+        os.nice(_BACKGROUND_NICENESS)
+
+
 def _give_way() -> None:
     """Lower this thread's priority for processor and disk. Only on Linux do threads have priorities (sched(7)).
 

@@ -31,6 +31,7 @@ from .starts import (
     split_starts as split_starts,
 )  # fmt: skip
 from .sweep import is_library_name as is_library_name
+from .tiers_file import TiersFile as TiersFile
 
 MANIFEST_NAME = manifest.NAME
 parse_manifest = manifest.parse

@@ -21,6 +21,7 @@ from .foreign_entries import newest_of_other_namings, step_formats
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name, seal, unseal
 from .manifest import parse as parse_manifest
+from .moving import NAME as MOVING
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits
@@ -66,6 +67,7 @@ class Root:
         self._warned_topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
+        self.is_told_of_mover = False  # there was a `moving.json` in the last listing
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
         # Attempts, by step, that did not count when the commits were viewed last:
@@ -99,7 +101,7 @@ class Root:
         Known names are not parsed again, since there may be thousands of steps.
         """
         names, starts = split_starts(self.storage.names("") if names is None else names)
-        self.starts = starts
+        self.starts, self.is_told_of_mover = starts, MOVING in names
         intents: list[tuple[int, str]] = []
         try:
             steps = list(map(self._parsed.__getitem__, names))

@@ -25,6 +25,7 @@ from ...errors import (
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
+from ..storage.node_folders import AllNodes
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest, Retired
 from .naming import Naming
@@ -122,10 +123,9 @@ class Roots:
         have another run's. A training must not begin anew by mistake.
         """
         for run in self.runs:
-            where, left_out = run.storage.locate(""), getattr(run.storage, "left_out", {})
-            why = run.refusal
-            if left_out:
-                name, reason = next(iter(left_out.items()))
+            where, why = run.storage.locate(""), run.refusal
+            if isinstance(run.storage, AllNodes) and run.storage.left_out:
+                name, reason = next(iter(run.storage.left_out.items()))
                 why = f"{where}: {name} is there, but the step is not whole: {reason}"
             if why:
                 raise StorageUnavailableError(
@@ -212,13 +212,25 @@ class Roots:
 
     def tell_places(self, run: Run) -> None:
         """Write the places of the run to one of them."""
-        if self._tiers_file is not None:
+        if self._tiers_file is not None and not any(isinstance(one.storage, AllNodes) for one in self.runs):
             self._tiers_file.write(run.storage, self.runs.index(run))
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether this process has taken one of the roots, or stands in for one that has."""
+        return any(run.has_start or run.stands_in for run in self.runs)
+
+    def check_taken(self, run: Run) -> None:
+        """Raise RunTakenError if another process than this one, or one that it works with, has taken a root since."""
+        run.check_taken(next((one.token for one in self.runs if one.token), ""))
 
     def refuse_strangers(self, run: Run) -> None:
         """Raise ConflictError if a root has a commit of a start that the other roots do not descend from."""
-        known = {token for other in self.runs if other is not run for token in other.descent()}
-        run.refuse_strangers(known)
+        run.refuse_strangers(self.descent_beside(run))
+
+    def descent_beside(self, run: Run) -> set[str]:
+        """The tokens of the starts that the run has had at all other roots."""
+        return {token for other in self.runs if other is not run for token in other.descent()}
 
     def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
         """The commits of all roots together, and the runs that hold the current version of each step."""

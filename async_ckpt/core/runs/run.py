@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,18 @@ from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, Save
 from .naming import STEP_FORMAT, TRACKER, TRACKERS, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
-from .starts import NUM_KEPT, Commit, Seen, Start, about_start, has_ended_here, later_than, refuse_if_alive, tenure_of
+from .starts import (
+    NUM_KEPT,
+    Commit,
+    Seen,
+    Start,
+    Tenure,
+    about_start,
+    has_ended_here,
+    later_than,
+    refuse_if_alive,
+    tenure_of,
+)
 from .sweep import Sweeper, is_library_name
 
 # How often, and after which pauses, to look whether a later start has said what it has seen: it lists the commits and
@@ -116,6 +127,11 @@ class Run:
     def has_start(self) -> bool:
         """Whether this process has taken the root."""
         return self._start is not None
+
+    @property
+    def token(self) -> str:
+        """That of the start of this process at the root; empty before its first save."""
+        return self._start.token if self._start is not None else ""
 
     def commit_of(self, step: int) -> Commit | None:
         """The step's commit for the rule of starts; None if there is none that can be read."""
@@ -482,7 +498,7 @@ class Run:
         """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
         and their own ancestors.
         """
-        of_others = {start.token for other in others for start in other.root.starts}
+        of_others = {start.token for other in others for start in other.root.starts} | self._ancestors
         of_others.update(*(other._ancestors for other in others))
         self._ancestors = frozenset(of_others.union(self._told(starts), (start.token for start in starts)))
         return sorted(self._ancestors)
@@ -500,19 +516,24 @@ class Run:
 
     def refuse_strangers(self, known: Collection[str]) -> None:
         """Raise ConflictError if a commit here is of a listed start that is none of these."""
+        for manifest, stranger in self.strange_commits(known):
+            raise self._conflict(manifest.step, stranger)
+
+    def strange_commits(self, known: Collection[str]) -> Iterator[tuple[Manifest, Start]]:
+        """The commits here of listed starts that are none of these, the newest first."""
         listing = self.root.listing or self.root.relist()
         strangers = {start.token: start for start in listing.starts if start.token not in known}
-        for step, manifest in reversed(self.root.view(listing).items() if strangers else ()):
+        for manifest in reversed(self.root.view(listing).values() if strangers else ()):
             stranger = None if manifest is None else strangers.get(manifest.start.rpartition(".")[2])
-            if stranger is not None:
-                raise self._conflict(step, stranger)
+            if manifest is not None and stranger is not None:
+                yield manifest, stranger
 
     def _conflict(self, step: int, stranger: Start) -> ConflictError:
         where, about = self.storage.locate(""), about_start(self.storage, stranger)
         error = ConflictError(
             f"{where}: step {step} there was saved by process {about.get('pid')} on {about.get('host')!a:.200}, which "
             "went on from another step than this run did; nothing is copied there. Restore from that place to go on "
-            "with its steps, or give this run another place"
+            "with its steps, give this run another place, or decide with async-ckpt move --adopt or --retire"
         )
         error.path, error.step = where, step
         return error
@@ -537,10 +558,30 @@ class Run:
             .difference(() if keep.best is None or unknown_metric(keep, commits) is None else commits)
         )
 
-    def check_taken(self) -> None:
-        """Before a commit or a deletion, raise RunTakenError if another process has taken the run since."""
+    def stand_in(self, start: Start, about: Mapping[str, object], ancestors: Iterable[str]) -> None:
+        """From now on, take the root in the name of a start that another process, of which `about` tells, has made at
+        another root: this process brings its steps here.
+        """
+        if not (self.stands_in and self._opening == start.token):
+            self._tenure, self._start, self.root.own = Tenure(about), None, None
+            self.root.forget(list(self.root.known))
+            self._opening = start.token
+        self._ancestors = frozenset(ancestors)
+
+    @property
+    def stands_in(self) -> bool:
+        return self._tenure.about is not None
+
+    def check_taken(self, token: str = "") -> None:
+        """Before a commit or a deletion, raise RunTakenError if another process has taken the run since. `token` is
+        that of this process's start at another root, if this one may have been taken in its name.
+        """
         if self._start is not None:
             self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
+        elif token:
+            starts = self.root.relist().starts
+            own = max((start for start in starts if start.token == token), default=None)
+            self._tenure.refuse_if_later(self.storage, own, starts)
 
     @contextmanager
     def changing(self) -> Iterator[None]:

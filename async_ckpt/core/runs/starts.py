@@ -239,11 +239,13 @@ class Tenure:
     From any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, about: Mapping[str, object] | None = None) -> None:
+        """`about` tells of the process that this one stands in for: it has its starts, and no locks."""
         self.start: Start | None = None  # since the first save; replaced under _taking
         self._facts: Mapping[str, object] = {}  # of the run, for the file of the start
         self.seen = b""  # the text of its `.seen`
         self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
+        self.about = about
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -280,7 +282,8 @@ class Tenure:
         *,
         roots: Sequence[str] = (),
     ) -> tuple[Start, bool]:
-        """Take a root for a user that is about to save, unless that was done for this step or a lower one.
+        """Take a root for a user that is about to save, unless that was done for this step or a lower one. A process
+        that stands in for another one takes it in its name, without a lock, unless that was done.
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
         start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
@@ -296,13 +299,19 @@ class Tenure:
             if self.start is not None:
                 self.refuse_if_later(storage, self.start, starts)
                 token = self.start.token
+            if self.about is not None:
+                _tokens.add(token)
+                if (there := _last_of(token, step, starts)) is not None:
+                    self.refuse_if_later(storage, there, starts)
+                    self.start, self.seen = there, storage.read(there.seen_name)[0]
+                    return there, True
             refuse_if_alive(storage, starts)
             # Another root of the run may have been taken a moment ago.
             least_number = max((s.number + (s.token != token) for s in elsewhere()), default=1)
             number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
-            self._facts = {"roots": [*roots], "ancestors": [*ancestors(starts)]}
+            self._facts = {**(self.about or {}), "roots": [*roots], "ancestors": [*ancestors(starts)]}
             self._put(storage, start)
             self._put_seen(storage, start, listed, *commits(start))
             self.start = start
@@ -321,7 +330,8 @@ class Tenure:
     def _put(self, storage: Storage, start: Start) -> None:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
             storage.put_new(start.name, seal({**_about_this_process(), **self._facts}))
-        self._hold.replace(storage.hold(start.name))
+        if self.about is None:
+            self._hold.replace(storage.hold(start.name))
 
     def _put_seen(
         self,
@@ -383,6 +393,12 @@ class Tenure:
     def note_lost(self, storage: Storage, later: Sequence[Start]) -> None:
         """Note that these starts have the root, so that the next save is refused."""
         self._lost = storage.locate(""), max(later), about_start(storage, max(later))
+
+
+def _last_of(token: str, step: int, starts: Iterable[Start]) -> Start | None:
+    """The last of these starts that has this token, may commit this step, and has said what it has seen."""
+    of_token = (start for start in starts if start.token == token and start.first <= step and start.has_seen)
+    return max(of_token, default=None)
 
 
 def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:

@@ -30,7 +30,8 @@ from ..host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
 from ..report import SaveReport
 from ..spans import Spans
 from ..spec import flag, seconds_or_none
-from .handle import Bars, SaveHandle, name_of, progress_of
+from .handle import Bars, SaveHandle, name_of
+from .handle import progress_of as progress_of
 from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))

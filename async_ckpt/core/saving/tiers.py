@@ -35,6 +35,7 @@ from ..host.threads import Crew, running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
 from ..ranks.peers import Ranks
 from ..runs.manifest import Retired
+from ..runs.moving import Moving, Told
 from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
@@ -48,6 +49,9 @@ from ..storage.store_facts import PROBE
 # Between two tries to move to a place that does not answer.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 60.0
+# Between two looks whether a step has arrived that another process moves.
+_FIRST_LOOK_SECONDS: Final = 0.2
+_LOOK_SECONDS: Final = 5.0
 
 _log = logging.getLogger("async_ckpt")
 # Those that copy, until they have finished: the exit waits for them, also if nobody has closed their checkpointer.
@@ -114,8 +118,11 @@ class Tiers:
             for number, run in enumerate(self.runs)
             if number
         ]
-        for mover in self.movers:
+        lasting = next((number for number, run in enumerate(self.runs) if not run.is_volatile), 0)
+        for number, mover in enumerate(self.movers, 1):
             mover.has_ranks = lambda: not ranks.is_alone
+            if number > lasting:
+                mover.elsewhere = partial(_told_at, mover.run, Moving(mover.run.storage))
         ranks.calls.hear_commit, ranks.calls.hear_arrival = self._hear_commit, self._hear_arrival
 
     # --- the place of a save ----------------------------------------------------------------------------------
@@ -357,6 +364,11 @@ def all_tiers() -> list[Tiers]:
     return list(_all)
 
 
+def _told_at(run: Run, moving: Moving, step: int | None, num_bytes: int) -> Told | None:  # noqa: ARG001
+    """The word of another process that moves steps to a place, which was just listed."""
+    return moving.other() if run.root.is_told_of_mover else None
+
+
 @in_forked_child
 def _forget() -> None:
     global _all
@@ -385,6 +397,10 @@ class Mover:
         self._crew = Crew("move", 1, background=True)
         self._on_arrival = on_arrival
         self.has_ranks: Callable[[], bool] = lambda: False  # whether other ranks write there, too
+        # Asked before a step is moved, with the bytes moved so far: who does that, if it is another process.
+        self.elsewhere: Callable[[int | None, int], Told | None] = lambda step, num_bytes: None  # noqa: ARG005
+        self._is_elsewhere = False  # as it was answered last
+        self.hurries = True  # at the end, no limit of bandwidth holds
         self.moving: int | None = None
         self._looked_again: int | None = None  # the step that could not be copied at the last try
         self.ended: Future[None] = running_future()  # nothing is moved any more
@@ -412,7 +428,7 @@ class Mover:
             return self._may_follow(step)
 
     def _may_follow(self, step: int) -> bool:
-        is_idle = not (self._is_running or self._is_stopped or self._followed or self._error)
+        is_idle = not (self._is_running or self._is_stopped or self._followed or self._error or self._is_elsewhere)
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
     def begin_following(self, step: int) -> bool:
@@ -456,6 +472,16 @@ class Mover:
         self._bell.set()
         if begins:
             self._crew.submit(self._work, self._refused)
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why the last move has failed."""
+        return self._error
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that were copied so far."""
+        return self._num_bytes
 
     @property
     def is_running(self) -> bool:
@@ -545,6 +571,7 @@ class Mover:
                 error = failed
             except OSError as failed:
                 error = StorageUnavailableError(f"{self.shown}: {failed}", path=self.shown)
+            self.moving = None
             with self._lock:
                 is_news, self._error = str(error) != str(self._error), error
                 tries_again = isinstance(error, StorageUnavailableError) and not (self._is_ending or self._is_stopped)
@@ -566,23 +593,38 @@ class Mover:
             self.ended.set_result(None)
 
     def _bring_up(self) -> None:
-        """Move steps until there is none to move."""
+        """Move steps until there is none to move, or wait until another process has."""
+        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while True:
             self._check()
             first = self._wait_for_follower()
             num_wants = self._num_wants
             ahead = self._roots.ahead(self.run, is_last=self._is_ending, first=first)
-            if any(run.has_start for run in self._roots.runs):
+            if self._roots.are_taken:
                 self._roots.refuse_strangers(self.run)
-            here = [step for step, holders in ahead.holders.items() if self.run in holders]
+            here = max((step for step, holders in ahead.holders.items() if self.run in holders), default=None)
             with self._lock:
                 self._wanted = max(ahead.holders, default=None)
-            if here:
-                self.arrived(max(here), num_wants)
+                is_news = here is not None and here != self._newest
+            if here is not None:
+                if is_news:  # it was not moved by this process
+                    self._roots.check_taken(self.run)
+                self.arrived(here, num_wants)
+            told = self.elsewhere(ahead.step, self._num_bytes)
+            if told is not None and self._is_ending and ahead.step is not None and not self.run.takes(ahead.step):
+                told = None  # the last step, which only this process knows to be the last
+            if here is not None and is_news and self._is_elsewhere:
+                self._release(here)
+            self._is_elsewhere = told is not None
             if ahead.step is None:
                 return
-            with self._copying:
-                self._move(ahead.step, ahead, num_wants)
+            if told is None:
+                with self._copying:
+                    self._move(ahead.step, ahead, num_wants)
+            else:
+                self.moving, self._num_bytes = told.step, told.num_bytes
+                self._bell.wait(next(pauses))
+                self._bell.clear()
 
     def _wait_for_follower(self) -> int | None:
         """Wait while a save copies its step there in its own pass. Returns the last such step, which comes first: its
@@ -597,7 +639,7 @@ class Mover:
     def _move(self, step: int, ahead: Ahead, num_wants: int) -> None:
         begun, holders = monotonic(), [run for run in ahead.holders[step] if run is not self.run]
         with self._of(step):
-            if any(run.has_start for run in self._roots.runs):
+            if self._roots.are_taken:
                 self._roots.take(self.run, step)
             errors: list[CheckpointError] = []
             for source in holders:
@@ -608,7 +650,7 @@ class Mover:
                         step,
                         check=self._check,
                         background=not self._is_ending,
-                        pace=None if self._is_ending else self._pace_of(self.run.storage),
+                        pace=None if self._is_ending and self.hurries else self._pace_of(self.run.storage),
                         retires=ahead.stale,
                         on_bytes=self._count,
                     )
@@ -635,10 +677,15 @@ class Mover:
             run.sweeper.sweep_once(has_ranks=self.has_ranks())
         for one in self._roots.runs:
             one.events.note("moved", step, place=self.shown, total_seconds=seconds)
-        for one in reversed(self._roots.runs):
-            if one.has_start or one is run:
-                one.retain(step, replaced=None, in_flight=self._in_flight(one))
+        run.retain(step, replaced=None, in_flight=self._in_flight(run))
+        self._release(step)
         run.write_events()
+
+    def _release(self, step: int) -> None:
+        """Have the nearer places delete what they held until this step has arrived."""
+        for one in self._roots.runs[-2::-1]:
+            if one.has_start:
+                one.retain(step, replaced=None, in_flight=self._in_flight(one))
 
     @contextmanager
     def _of(self, step: int) -> Iterator[None]:

@@ -104,7 +104,7 @@ class Place:
     @property
     def open_options(self) -> dict[str, Any] | None:
         """The options that are no secret: numbers, and the location of the store."""
-        return self.options and {k: v for k, v in self.options.items() if _printable(k, v) == v}
+        return None if self.options is None else {k: v for k, v in self.options.items() if _printable(k, v) == v}
 
     @property
     def is_volatile(self) -> bool:

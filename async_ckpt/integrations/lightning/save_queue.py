@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ... import SaveHandle, SaveReport
-from ...plumbing import ledger, progress_of, spans, threads, waits
+from ...plumbing import ledger, spans, threads, waits
 from ..common.checkpoint_history import note_failed, note_saved
 from .checkpoint_paths import path_key
 
@@ -174,7 +174,7 @@ class SaveQueue:
 
 def _wait_for(one: _Queued) -> None:
     wait = waits.Wait("in the Trainer", waits.ENDS_THE_WAIT)
-    waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
+    waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: ledger.progress_of(one.handles)))
 
 
 def _finish(save: _Queued, then: Action, tell: Callable[[BaseException | None], None] | None) -> None:

@@ -5,7 +5,7 @@ In: arguments. Out: text or JSON on stdout, an error on stderr, a status. Knows 
 Each word imports what it needs when it is called, so that `--help` needs nothing of it.
 
 Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage, or what cannot be compared; 70 a fault
-of the command itself; 74 a storage that does not work; 130 Ctrl-C.
+of the command itself; 74 a storage that does not work; 75 steps that are not moved yet; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -383,6 +383,36 @@ def follow(
 
     choice = EngineChoice(sglang, vllm, exec_, post, abort_requests, answer_within)
     show(FollowRequest(root, into, base, once, status, poll, patience), choice, as_json=as_json)
+
+
+@app.command(epilog=_example("move /nvme/runs/a"))
+@with_place
+def move(
+    places: Annotated[
+        list[Place],
+        typer.Argument(metavar="PATH", help="The nearest place of a run, or a folder of runs.", show_default=False),
+    ],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACE", help="A further place, from near to far; by default those of the run."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End when every place has the newest step; 75 if not.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Go on from what another run has saved at a place.")] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Take back what another run has saved at a place.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Adopt or retire without asking.")] = False,
+    unattended: Unattended = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the steps of a run to its further places, beside the training or after it.
+
+    Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a training with several places writes;
+    credentials are taken from where the client finds them. With --json, each arrival is a document in a line.
+    """
+    from .live.moving import MoveRequest, show
+    from .lookup import targets_of
+
+    request = MoveRequest(to=tuple(to or ()), once=once, adopt=adopt, retire=retire, yes=yes, unattended=unattended)
+    show(targets_of(places, ("run",)), request, as_json=as_json)
 
 
 @app.command(epilog=_example("watch runs/a --once"))

@@ -22,9 +22,9 @@ from ...plumbing import (
     compressed,
     guards,
     hf_weights,
+    ledger,
     places,
     process,
-    progress_of,
     rendezvous,
     shared_memory,
     spec,
@@ -254,7 +254,9 @@ class Publisher:
         found = next((one for one in reversed(self._pending) if one.version == version), None)
         if found is not None:
             wait = waits.Wait("for readers", waits.ENDS_THE_WAIT)
-            if not waits.wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
+            if not waits.wait_for(
+                found.readable, timeout, lambda: wait.goes_on(lambda: ledger.progress_of([found.handle]))
+            ):
                 raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
             found.readable.result(0.0)
             deadline = None if timeout is None else max(0.0, begin + timeout - clock.TIMEKEEPER.now())

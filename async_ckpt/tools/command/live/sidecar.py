@@ -79,7 +79,7 @@ def show(request: FollowRequest, choice: EngineChoice, *, as_json: bool) -> None
         raise Answer("--into says where the versions go: a folder of this machine", USAGE)
     engine = engine_of(choice.engine())
     status = None if request.status is None else request.status.absolute()
-    with _signals() as signals, Subscriber(request.root, base=request.base) as subscriber:
+    with heard_signals() as signals, Subscriber(request.root, base=request.base) as subscriber:
         timing = Timing(request.poll_seconds, request.patience_seconds, lambda: bool(signals))
         say = _say_json if as_json else _say
         new_sidecar(subscriber, request.into, engine, timing, status, say).run(once=request.once)
@@ -96,7 +96,7 @@ def _say_json(event: Event) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def heard_signals() -> Iterator[list[int]]:
     """The SIGTERM or Ctrl-C that has come within the block. A second one has its usual effect."""
     came: list[int] = []
 

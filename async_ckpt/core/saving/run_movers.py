@@ -1,0 +1,168 @@
+"""The movers of a run in a process of their own, beside its training or after it.
+
+In: what the run's `tiers.json` says. Out: the newest step at each further place. Knows nothing of: arguments.
+
+One process moves to a place at a time: the one whose word is there (`runs.moving`). It goes on when the training ends,
+and another one goes on when it ends. While a training lives, it alone moves its steps up to the first place that is not
+volatile, since its handles wait for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from ...errors import StorageUnavailableError
+from ..host.waits import LIVENESS_SECONDS, wait_for
+from ..runs.conflict import Conflict as Conflict
+from ..runs.conflict import conflict_at
+from ..runs.followed import Changes, FollowedRoots
+from ..runs.moving import Moving, Told
+from ..runs.roots import Roots, open_roots
+from ..runs.run import Run
+from ..runs.tiers_file import TiersFile
+from ..spans import monotonic, wall_time
+from ..spec import Keep
+from ..storage.pace import Pace
+from .tiers import CopyStep, Mover
+
+# How often a place is looked at although nothing has changed at the nearer ones.
+_LOOK_SECONDS: Final = 5.0
+# How long a copy that is given up may take to end.
+_END_SECONDS: Final = 10.0
+
+
+class RunMovers:
+    """The movers of one run. One thread creates it, and calls it."""
+
+    def __init__(
+        self,
+        told: TiersFile,
+        tell: Callable[[], TiersFile | None],
+        copy_step: CopyStep,
+        say: Callable[[str, int], None],
+    ) -> None:
+        """`tell` tells the places of the run again, or None if that is not known now. `say` is called, on any thread,
+        with a place and the newest step there.
+
+        Raises the errors of `open_roots`.
+        """
+        self._tell, self._copy_step, self._say = tell, copy_step, say
+        self._open(told)
+
+    def _open(self, told: TiersFile) -> None:
+        self._told, self._looked_at = told, 0.0
+        runs = _roots_of(told).runs
+        lasting = next((number for number, run in enumerate(runs) if not run.is_volatile), 0)
+        self._changes = [Changes(run) for run in runs[:-1]]
+        self._movers = [
+            _OutsideMover(
+                FollowedRoots(runs[: number + 1]),
+                self._copy_step,
+                None if told.max_bandwidth is None else Pace(told.max_bandwidth),
+                self._in_flight,
+                partial(self._say, run.storage.locate("")),
+                waits_for_training=number <= lasting,
+            )
+            for number, run in enumerate(runs)
+            if number
+        ]
+
+    def _in_flight(self, run: Run) -> Collection[int]:
+        """The steps that retention leaves alone, since they are being copied from there."""
+        return {mover.moving for mover in self._movers if mover.moving is not None and mover.run is not run}
+
+    def look(self) -> None:
+        """Move what is new. Raises the errors of `tell`."""
+        told = None
+        with suppress(StorageUnavailableError):
+            told = self._tell()
+        if told is not None and told != self._told:
+            self.stop()
+            self._open(told)
+        changes = [one.are_there() for one in self._changes]  # each of them is asked
+        if any(changes) or monotonic() > self._looked_at + _LOOK_SECONDS:
+            self._looked_at = monotonic()
+            for mover in self._movers:
+                mover.look()
+
+    def begin_end(self) -> None:
+        """Move the newest step everywhere, whatever `every` says."""
+        for mover in self._movers:
+            mover.begin_end()
+
+    def finish(self, goes_on: Callable[[], bool]) -> list[str]:
+        """After `begin_end`, wait until the steps are there, and stop. Returns what is left, in words."""
+        while (waited := [mover for mover in self._movers if mover.is_going_on()]) and goes_on():
+            wait_for(waited[0].ended, LIVENESS_SECONDS)
+        self.stop()
+        return [words for mover in self._movers if (words := mover.left())]
+
+    def stop(self) -> None:
+        """End the copies that are under way, and let another process move."""
+        for mover in self._movers:
+            mover.stop()
+        for mover in self._movers:
+            mover.leave()
+
+
+def conflicts_of(told: TiersFile) -> list[Conflict]:
+    """The conflicts at the further places of a run. Raises StorageUnavailableError."""
+    runs = _roots_of(told).runs
+    found = (conflict_at(Roots(runs[: number + 1])) for number in range(1, len(runs)))
+    return [conflict for conflict in found if conflict is not None]
+
+
+def _roots_of(told: TiersFile) -> Roots:
+    return open_roots(told.places, keep=Keep(), naming=told.naming, clock=wall_time)
+
+
+class _OutsideMover(Mover):
+    """A mover that tells others that it is there, and leaves the copying to one that was there before."""
+
+    def __init__(
+        self,
+        roots: FollowedRoots,
+        copy_step: CopyStep,
+        pace: Pace | None,
+        in_flight: Callable[[Run], Collection[int]],
+        on_arrival: Callable[[int], None],
+        *,
+        waits_for_training: bool,
+    ) -> None:
+        super().__init__(roots, threading.Lock(), copy_step, lambda _: pace, in_flight, on_arrival)
+        self._followed_roots, self._waits_for_training = roots, waits_for_training
+        self._word = Moving(self.run.storage)
+        self.hurries, self.elsewhere = False, self._told_by
+        self.has_ranks = lambda: any(one is not None and one.world_size > 1 for one in self.run.root.known.values())
+
+    def _told_by(self, step: int | None, num_bytes: int) -> Told | None:
+        if self._waits_for_training and self._followed_roots.is_training():
+            return Told("the training")
+        return self._word.say(step, num_bytes)
+
+    def look(self) -> None:
+        if self.error is not None:
+            self._word.leave()  # another process may be able to
+        self.wake()
+
+    def left(self) -> str:
+        """The step that the place lacks, or why that is not known, in words."""
+        return self.lag() or ("" if self.error is None else f"{self.shown} is not known to have all: {self.error}")
+
+    def leave(self) -> None:
+        if self.is_running:
+            wait_for(self.ended, _END_SECONDS)
+        self._word.leave()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.moving is not None and not self._is_elsewhere:
+            told = None
+            with suppress(StorageUnavailableError):  # the copy finds out
+                told = self._word.say(self.moving, self.num_bytes)
+            if told is not None:
+                raise StorageUnavailableError(f"{self.shown}: {told.by} moves steps there now", path=self.shown)

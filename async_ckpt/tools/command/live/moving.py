@@ -1,0 +1,148 @@
+"""The word `move`: a process that brings the steps of runs to their further places, until a signal.
+
+In: runs, and their places by `tiers.json` or by hand. Out: a line for each arrival on stdout, for troubles on stderr.
+Knows nothing of: how a step is moved.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeAlias
+
+import typer
+
+from .... import Place
+from ....plumbing import copy_step, run_movers, runs, threads
+from ..pruning import refuse_writer
+from ..screen import JSON_VERSION, USAGE, Answer, as_json_text, counted, escaped, print_note
+from ..selection import runs_at
+from ..where import place_below, place_like
+from .sidecar import heard_signals
+
+_LEFT: Final = 75  # EX_TEMPFAIL of sysexits.h
+_LOOK_SECONDS: Final = 1.0
+
+_Tell: TypeAlias = Callable[[], "runs.TiersFile | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequest:
+    """The options of `move`."""
+
+    to: tuple[str, ...]
+    once: bool
+    adopt: bool
+    retire: bool
+    yes: bool
+    unattended: bool
+
+
+def show(targets: Sequence[tuple[Place, str]], request: MoveRequest, *, as_json: bool) -> None:
+    """Move until a signal, or with `once` until all is moved, and print each arrival.
+
+    Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left. Raises Answer for a run whose further places
+    are not known, for a conflict that is to be resolved and is not there, and if somebody said no; and the errors of
+    `tiers.json`.
+    """
+    told = _told(targets, request)
+    if request.adopt or request.retire:
+        _resolve([one for _, one in told], request)
+    threads.give_way()
+    left: list[str] = []
+    with heard_signals() as signals:
+        say = _say_json if as_json else _say
+        movers = [run_movers.RunMovers(one, tell, copy_step, say) for tell, one in told]
+        try:
+            if request.once:
+                for mover in movers:
+                    mover.begin_end()
+                left = [words for mover in movers for words in mover.finish(lambda: not signals)]
+            never = threading.Event()
+            while not (request.once or signals):
+                for mover in movers:
+                    mover.look()
+                never.wait(_LOOK_SECONDS)
+        finally:
+            for mover in movers:
+                mover.stop()
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    for words in left:
+        print(f"async-ckpt: {escaped(words)}", file=sys.stderr)
+    if left:
+        raise typer.Exit(_LEFT)
+
+
+def _told(targets: Sequence[tuple[Place, str]], request: MoveRequest) -> list[tuple[_Tell, runs.TiersFile]]:
+    """The places of each run, and what tells them again."""
+    found: list[tuple[_Tell, runs.TiersFile]] = []
+    for place, name in targets:
+        told = runs.tiers_file.read(place)
+        if request.to:
+            further = [place_like(place, one) for one in request.to]
+            further = [place_below(one, name) if name else one for one in further]
+            naming = runs_at(place)[0].naming if told is None else told.naming
+            told = runs.TiersFile((place, *further), naming, None if told is None else told.max_bandwidth)
+            found.append((partial(_value, told), told))
+        elif told is not None:
+            found.append((partial(runs.tiers_file.read, place), told))
+        elif name:
+            print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is left out")
+        else:
+            runs_at(place)  # says what else is there
+    if not found:
+        raise Answer(
+            f"{targets[0][0].shown} has no {runs.tiers_file.NAME}, which the first save of a training with several places "
+            "writes; name the further places with --to",
+            USAGE,
+        )
+    return found
+
+
+def _value(told: runs.TiersFile) -> runs.TiersFile:
+    return told
+
+
+def _resolve(told: Sequence[runs.TiersFile], request: MoveRequest) -> None:
+    """Adopt or retire what stands against these runs at further places, once somebody has agreed."""
+    if request.adopt and request.retire:
+        raise Answer("--adopt and --retire are two answers to one conflict; give one of them", USAGE)
+    conflicts = [conflict for one in told for conflict in run_movers.conflicts_of(one)]
+    if not conflicts:
+        raise Answer("there is no conflict at any further place; leave out --adopt and --retire", USAGE)
+    for conflict in conflicts:
+        refuse_writer(conflict.run, unattended=request.unattended)
+        print_note(_intention(conflict, adopts=request.adopt))
+    if not request.yes and not sys.stdin.isatty():
+        raise Answer("nobody can be asked here: pass --yes", USAGE)
+    if not (request.yes or typer.confirm("Go on?", err=True)):
+        raise Answer("nothing was changed")
+    for conflict in conflicts:
+        (conflict.adopt if request.adopt else conflict.retire)()
+
+
+def _intention(conflict: run_movers.Conflict, *, adopts: bool) -> str:
+    where, steps = conflict.run.storage.locate(""), sorted(conflict.attempts)
+    of_run = [step for run in conflict.roots.runs[:-1] for step in run.steps()]
+    theirs = f"{counted(len(steps), 'step')} of another run, up to {steps[-1]}"
+    own = f"step {max(of_run)}" if of_run else "no step"
+    if not adopts:
+        return (
+            f"{where}: {theirs}, will be retired in favour of this run, which has {own}; async-ckpt repair --unretire "
+            "commits one of them again"
+        )
+    newest = f"step {max([*steps, *of_run])}"
+    return f"{where}: {theirs}, will be adopted by this run, which has {own}; {newest} is the newest then"
+
+
+def _say(place: str, step: int) -> None:
+    print(escaped(f"step {step} is at {place}"), flush=True)
+
+
+def _say_json(place: str, step: int) -> None:
+    print(as_json_text({"version": JSON_VERSION, "kind": "moved", "place": place, "step": step}), flush=True)
