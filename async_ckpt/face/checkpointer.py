@@ -16,7 +16,7 @@ from ..core.host.loop import ask_for_exception
 from ..core.host.operations import observed
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
-from ..core.ranks.nodes import Nodes
+from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
 from ..core.runs.manifest import Archive
 from ..core.runs.naming import Naming, naming_of
@@ -107,6 +107,8 @@ class AsyncCheckpointer(RunReader):
     begins where there are several places.
     """
 
+    _is_preempted = False
+
     def __init__(
         self,
         root: Anywhere | Sequence[Anywhere],
@@ -140,7 +142,6 @@ class AsyncCheckpointer(RunReader):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
         notice = self._notice = Notice(due.signals)
-        self._is_preempted = False
         self._hears_signals = bool(due.signals)
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
         self._roots = open_roots(
@@ -156,7 +157,7 @@ class AsyncCheckpointer(RunReader):
             mesh=mesh,
         )
         writers = Writers(max_bandwidth)
-        self._ranks.nodes = Nodes(self._ranks.meeting, self._roots, partial(_send_archive, writers.pace_of))
+        self._ranks.nodes = RunNodes(self._ranks.meeting, self._roots, partial(_send_archive, writers.pace_of))
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),
             admission=Admission(max_in_flight, on_overlap),

@@ -54,6 +54,12 @@ class RunRestore:
         sharing = None if broadcast is None else Sharing(broadcast)
         if not self._ranks.world.is_one:
             self.state_dicts.take_all(self._state)
+        try:
+            return self._restore(step, sharing)
+        finally:
+            self._ranks.hang_up()
+
+    def _restore(self, step: int | None, sharing: Sharing | None) -> int | None:
         if sharing is None:
             return self._read(step, None)
         return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))

@@ -32,7 +32,7 @@ from ..spans import TIMEKEEPER, monotonic
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.node_folders import HERE, AllNodes, NodeFolder, OneOfNodes
-from ..storage.served_folders import Peer, Server, own_hosts
+from ..storage.served_folders import NodeServer, Peer, own_hosts
 from .answers import in_words
 from .meeting import Meeting
 from .shared_root import SharedRoot
@@ -50,13 +50,13 @@ class SendArchive(Protocol):
     def __call__(self, source: Storage, target: Storage, path: str, archive: Archive) -> None: ...
 
 
-class Nodes:
+class RunNodes:
     """The nodes of one checkpointer, as this rank knows them. The checkpointer creates it."""
 
     def __init__(self, meeting: Meeting, roots: Roots, send: SendArchive) -> None:
         self._meeting, self._runs, self._send = meeting, roots.runs, send
         self._has_met = False
-        self._server: Server | None = None
+        self._server: NodeServer | None = None
 
     def meet(self, root_of: Callable[[Run, int], SharedRoot]) -> None:
         """Find out, once, which places each node has for itself. All ranks call this, and wait for each other.
@@ -74,11 +74,15 @@ class Nodes:
         else:
             self._join(shared)
 
-    def close(self) -> None:
-        """End the answers to other nodes. Nothing is read from them any more."""
+    def hang_up(self) -> None:
+        """Close the connections to other nodes, which answer each with a thread; the next question opens one again."""
         for run in self._runs:
             if isinstance(run.storage, AllNodes | OneOfNodes):
                 run.storage.close()
+
+    def close(self) -> None:
+        """End the answers to other nodes. Nothing is read from them any more."""
+        self.hang_up()
         if self._server is not None:
             self._server.close()
 
@@ -180,7 +184,7 @@ class Nodes:
             storage = self._runs[n].storage
             folders[f"own/{n}"] = NodeFolder(storage.locate(""), partial(self._copy, n))
             folders[f"all/{n}"] = storage
-        self._server = Server(self._key, folders)
+        self._server = NodeServer(self._key, folders)
 
     def _copy(self, place: int, path: str, to: int, num_bytes: int, digest: str) -> None:
         """Copy an archive from the disk of this node to another place."""
@@ -192,7 +196,9 @@ class Nodes:
         return {"hosts": own_hosts(self._meeting.start.connection.address), "port": self._server.port}
 
     def _peer(self, about: Mapping[str, Any], folder: str, rank: int) -> Peer:
-        hosts = [str(host) for host in about["hosts"]]
+        hosts, store = [str(host) for host in about["hosts"]], self._meeting.start.connection.address
+        if rank == 0 and store is not None:
+            hosts.append(store[0])  # mostly on its node
         return Peer(hosts, int(about["port"]), folder, self._key, f"rank {rank} on {hosts[0]}")
 
     @property

@@ -19,7 +19,7 @@ from .answers import Answers, in_words
 from .calls import AttemptPlace, Calls, JointSave, JointState
 from .divide import Divider
 from .meeting import Meeting
-from .nodes import Nodes
+from .nodes import RunNodes
 from .one_off import OneOffFolder
 from .shared_root import SharedRoot
 from .store import quietly
@@ -73,7 +73,7 @@ class Ranks:
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self._answers = Answers(self.meeting.words, self.meeting.hear)
-        self.nodes: Nodes | None = None  # of a run at several places
+        self.nodes: RunNodes | None = None  # of a run at several places
         self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
@@ -170,6 +170,11 @@ class Ranks:
         """
         if self.nodes is not None:
             self.nodes.meet(self.root_of)
+
+    def hang_up(self) -> None:
+        """Much was read from other nodes, and nothing is for a while."""
+        if self.nodes is not None:
+            self.nodes.hang_up()
 
     def close(self) -> None:
         """No call is made any more, and no other node is answered."""

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from ...errors import (
@@ -74,7 +75,7 @@ _ERRORS: Final[Mapping[str, type[Exception]]] = {
 }
 
 
-class Server:
+class NodeServer:
     """Answers for the folders of this process. From the time it is made until `close`."""
 
     def __init__(self, key: bytes, folders: Mapping[str, Any]) -> None:
@@ -104,7 +105,7 @@ class Server:
                 connection, _ = self._socket.accept()
             except OSError:  # it was closed
                 return
-            start_thread("peer", lambda connection=connection: self._answer_all(connection), daemon=True)  # type: ignore[misc]
+            start_thread("peer", partial(self._answer_all, connection), daemon=True)
 
     def _answer_all(self, connection: socket.socket) -> None:
         with self._lock:
@@ -199,7 +200,7 @@ class Peer:
         return answer
 
     def _connected(self) -> socket.socket:
-        failure: OSError | None = None
+        failure: Exception | None = None
         for host in self._hosts:
             try:
                 connection = socket.create_connection((host, self._port), _CONNECT_SECONDS)
@@ -210,11 +211,12 @@ class Peer:
                 connection.settimeout(SMALL_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _prove(connection, self._key, is_first=False)
-            except BaseException:
+            except (OSError, EOFError, ValueError) as error:  # a name may mean another machine here
                 connection.close()
-                raise
+                failure = failure or error
+                continue
             return connection
-        raise failure or OSError(f"{self.shown} has no address")
+        raise failure or OSError("it has no address")
 
 
 class PeerReader(Reader):
@@ -325,7 +327,7 @@ def _unpacked(value: Any) -> Any:
     return [_unpacked(one) for one in value] if isinstance(value, list) else value
 
 
-_servers: set[Server] = set()
+_servers: set[NodeServer] = set()
 
 
 @in_forked_child

@@ -8,12 +8,17 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import pytest
 from rank_oracle import saved
 from states import open_run
+
+from async_ckpt import StorageUnavailableError
+from async_ckpt.core.storage.node_folders import NodeFolder
+from async_ckpt.core.storage.served_folders import NodeServer, Peer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -326,3 +331,61 @@ for step in range(begun + 1, begun + 40):
         acknowledged = max([acknowledged, *(step for one in ended for step in one.told)])
         (found,) = {tuple(one) for one in restore(worlds, tmp_path, random.choice(["aabb", "bbaa", "abba"]))}
         assert (found[0] or 0) >= acknowledged
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
+def test_an_archive_that_is_damaged_on_one_node_is_read_from_the_far_place(worlds, tmp_path, damaged, how):
+    save(worlds, tmp_path, "aabb", 1)
+    (path,) = tmp_path.glob(f"node*/run/step_00000001/rank_{damaged:05d}.*.tar")
+    if how == "deleted":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[20_000] ^= 1
+        path.write_bytes(data if how == "flipped" else data[: len(data) // 2])
+
+    assert restore(worlds, tmp_path, "aabb") == [[1]] * 4
+    assert restore(worlds, tmp_path, "bbaa") == [[1]] * 4
+
+
+def test_unchanged_groups_lie_on_the_nodes_that_have_written_them(worlds, tmp_path):
+    script = """
+ckpt = opened(keep=1)
+frozen = {"t": spread(9, 9)}
+for step in (1, 2, 3):
+    here.save(ckpt, {**small(step), "frozen": frozen}, step, unchanged=["frozen"])
+ckpt.close()
+"""
+    ended = run(worlds, tmp_path, "aabb", script)
+
+    assert [save["status"] for one in ended for save in one.saves] == ["committed"] * 12
+    assert {1, 3} <= {*steps_of(tmp_path / "nodeb")}
+    shutil.rmtree(tmp_path / "far")
+    script = """
+ckpt = opened()
+state = {**live(), "frozen": {"t": spread(9, 9, add=-1.0)}}
+here.tell(ckpt.restore(state))
+assert torch.equal(state["frozen"]["t"].full_tensor(), spread(9, 9).full_tensor())
+ckpt.close()
+"""
+    assert told(run(worlds, tmp_path, "bbaa", script)) == [[3]] * 4
+
+
+def test_a_process_that_does_not_know_the_key_is_answered_nothing(tmp_path):
+    def ask(what: str, *arguments: str, key: bytes = b"key"):
+        with closing(Peer(["localhost"], server.port, "own", key, "rank 1")) as peer:
+            return peer.ask(what, *arguments)
+
+    (tmp_path / "x").write_bytes(b"here")
+    with closing(NodeServer(b"key", {"own": NodeFolder(str(tmp_path), lambda *_: None)})) as server:
+        assert ask("names", "") == ["x"]
+        with pytest.raises(StorageUnavailableError, match="does not answer"):
+            ask("names", "", key=b"another")
+        for path in ("../x", "/etc/passwd"):
+            with pytest.raises(StorageUnavailableError, match="leads out"):
+                ask("read", path)
+        with pytest.raises(StorageUnavailableError, match="no question"):
+            ask("locate", "x")
+    with pytest.raises(StorageUnavailableError, match="does not answer"):
+        ask("names", "")
