@@ -189,10 +189,13 @@ class Crew:
         self.name = name
         self.max_threads = max_threads
         self._background = background
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # Guards all below. Threads are started and tasks are run without it; the queue has a lock of its own.
+        # Each task in a list of its own, which whoever runs it, or drops it, takes it out of. None: a thread may end.
+        self._tasks: queue.SimpleQueue[list[Task] | None] = queue.SimpleQueue()
+        # Guards all below, and the order of the queue. Threads are started and tasks are run without it.
         self._lock = threading.Lock()
         self._num_threads = 0
+        self._num_ending = 0  # threads that have not seen yet that they are to end
+        self._num_stops = 0
         self._num_waiting = 0  # tasks that are queued or running
         self._is_over = False  # the interpreter is exiting
         self._yielding: list[int] = []  # threads in the disk's idle class, as the kernel numbers them
@@ -205,13 +208,15 @@ class Crew:
         If there is no thread for it, because the system has none left or the interpreter is exiting, the task is
         dropped and `refused` is called with the error. Without `refused`, raises RuntimeError.
         """
+        queued = [task]
         with self._lock:
             self._num_waiting += 1
             start = self._num_waiting > self._num_threads and self._num_threads < self.max_threads
-            is_over = self._is_over
+            is_over, num_stops = self._is_over, self._num_stops
             if start:
                 self._num_threads += 1
                 number = self._num_threads
+            self._tasks.put(queued)  # ahead of what a `stop` puts that comes now: a thread ends after its last task
         if start:
             try:
                 if is_over:  # nothing would stop the thread any more, and the interpreter would wait for it
@@ -219,20 +224,32 @@ class Crew:
                 start_thread(f"{self.name}-{number}", self._run)
             except RuntimeError as error:
                 with self._lock:
-                    self._num_threads -= 1
+                    if self._num_stops == num_stops:
+                        self._num_threads -= 1
+                    else:
+                        self._num_ending -= 1
+                    if not queued:  # another thread has it
+                        return
+                    queued.clear()
                     self._num_waiting -= 1
                 if refused is None:
                     raise
                 refused(error)
-                return
-        self._tasks.put(task)
 
     def _run(self) -> None:
         with self._lock:
             if self._background:
                 _give_way()
                 self._yielding.append(threading.get_native_id())
-        while (task := self._tasks.get()) is not None:
+        while True:
+            queued = self._tasks.get()
+            with self._lock:
+                if queued is None and self._num_ending:
+                    self._num_ending -= 1
+                    break
+                task = queued.pop() if queued else None
+            if task is None:  # it was refused
+                continue
             try:
                 task()
             except BaseException:
@@ -304,9 +321,11 @@ class Crew:
             return
         with self._lock:
             num_threads, self._num_threads = self._num_threads, 0
+            self._num_ending += num_threads
+            self._num_stops += 1
             self._is_over = self._is_over or for_good
-        for _ in range(num_threads):
-            self._tasks.put(None)
+            for _ in range(num_threads):
+                self._tasks.put(None)
 
     def __repr__(self) -> str:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
