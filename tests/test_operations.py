@@ -1,4 +1,4 @@
-"""docs/operations.md: its sizes are those that are allocated, and its scripts, manifests, rules and recoveries work as printed."""
+"""The pages for operators: their sizes are those that are allocated, and scripts, manifests, rules and recoveries work as printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from async_ckpt.testing.servers import Server
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedulers and shells as Linux has them")
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("schedulers", "recovery", "operations"))
 BLOCKS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, flags=re.M | re.S))
 ALERTS = ["CheckpointTooOld", "CheckpointsFail", "CheckpointStallHigh", "CheckpointBandwidthLow", "StorageSpaceLow"]
 MIB = 2**20
