@@ -109,6 +109,11 @@ def losses(trainer: Any) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
 
 
+def names_in(folder: Path) -> set[str]:
+    """The files of the framework in a checkpoint, without their digests."""
+    return {path.name for path in folder.iterdir()} - {"_async_ckpt.digests.json"}
+
+
 def folders(folder: object) -> list[str]:
     """The checkpoints in a folder, and what is hidden there."""
     names = (path.name for path in Path(str(folder)).iterdir())
