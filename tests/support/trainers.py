@@ -12,7 +12,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -24,11 +23,11 @@ from async_ckpt.integrations.transformers import AsyncCheckpointing
 STEPS = 8
 
 
-class Files(AsyncCheckpointing, Trainer):
+class Files(AsyncCheckpointing):
     """Writes the files that the plain Trainer writes."""
 
 
-class Archives(AsyncCheckpointing, Trainer):
+class Archives(AsyncCheckpointing):
     """Writes an archive beside the model."""
 
     layout = "archive"

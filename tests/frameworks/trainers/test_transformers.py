@@ -203,14 +203,15 @@ _KEPT = {
 
 
 @pytest.mark.parametrize("options", _KEPT.values(), ids=[*_KEPT])
-def test_the_folders_at_the_end_are_those_of_the_plain_trainer(tmp_path, options):
+def test_the_folders_at_the_end_are_those_of_the_plain_trainer(tmp_path, monkeypatch, options):
     ends = []
+    monkeypatch.chdir(tmp_path)
     for kind in (Trainer, Files):
-        trainer = trainer_of(kind, tmp_path / kind.__name__, **options)
+        trainer = trainer_of(kind, kind.__name__, **options)
         trainer.train()
         weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         best = trainer.state.best_model_checkpoint
-        ends.append((folders(tmp_path / kind.__name__), None if best is None else Path(best).name, weights))
+        ends.append((folders(tmp_path / kind.__name__), best and best.replace(kind.__name__, "run"), weights))
     assert ends[1][:2] == ends[0][:2]
     torch.testing.assert_close(ends[1][2], ends[0][2], rtol=0, atol=0)
 
@@ -355,8 +356,14 @@ def test_two_trainers_on_one_folder_are_refused(tmp_path):
 # --- the caller's side --------------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_each_save_are_logged(whole, tmp_path):
-    trainer = trainer_of(Files, tmp_path)
+def test_three_figures_of_each_save_are_logged_and_all_of_them_if_that_is_asked_for(whole, tmp_path):
+    three = {"async_ckpt/stall_seconds", "async_ckpt/total_seconds", "async_ckpt/bandwidth"}
+    trainer = make_async(trainer_of(Trainer, tmp_path / "three", max_steps=2))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "async_ckpt/bandwidth" in row]
+    assert [{*row} - {"step", "epoch"} for row in rows] == [three]
+
+    trainer = make_async(trainer_of(Trainer, tmp_path), all_figures=True)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "async_ckpt/step" in row]
     assert [row["async_ckpt/step"] for row in rows] == [2, 4, 6, 8]
@@ -368,7 +375,7 @@ def test_the_figures_of_each_save_are_logged(whole, tmp_path):
 
 def rows_of(trainer: Any) -> list[tuple[str, int]]:
     """What each row of a log is of, and its step."""
-    marks = ("loss", "eval_loss", "async_ckpt/step", "train_runtime")
+    marks = ("loss", "eval_loss", "async_ckpt/bandwidth", "train_runtime")
     return [(next(mark for mark in marks if mark in row), row["step"]) for row in trainer.state.log_history]
 
 
@@ -391,18 +398,18 @@ def test_a_save_is_logged_at_its_step_whenever_it_ends_and_the_summary_is_last(t
                 trainer.wait_for_checkpoint()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-            if "async_ckpt/step" in logs:
-                seen.append((logs["async_ckpt/step"], state.global_step))
+            if "async_ckpt/bandwidth" in logs:
+                seen.append(state.global_step)
 
     trainer.add_callback(Seeing())
     trainer.train()
-    saves = [("async_ckpt/step", step) for step in (2, 4)]
+    saves = [("async_ckpt/bandwidth", step) for step in (2, 4)]
     evaluated = [[("loss", step), ("eval_loss", step), save] for step, save in zip((2, 4), saves, strict=True)]
     assert rows_of(trainer) == [("loss", 1), *evaluated[0], ("loss", 3), *evaluated[1], ("train_runtime", 4)]
-    assert seen == [(2, 2), (4, 4)]
+    assert seen == [2, 4]
     written = json.loads((tmp_path / saved(4) / "trainer_state.json").read_text())["log_history"]
-    assert [row["step"] for row in written if "async_ckpt/step" in row] == [2]
-    assert [row["epoch"] for row in trainer.state.log_history if "async_ckpt/step" in row] == [2 / 32, 4 / 32]
+    assert [row["step"] for row in written if "async_ckpt/bandwidth" in row] == [2]
+    assert [row["epoch"] for row in trainer.state.log_history if "async_ckpt/bandwidth" in row] == [2 / 32, 4 / 32]
 
 
 def test_a_resumed_training_has_the_log_of_a_whole_one_but_for_the_save_that_it_resumed_from(whole, tmp_path):
@@ -411,7 +418,7 @@ def test_a_resumed_training_has_the_log_of_a_whole_one_but_for_the_save_that_it_
     plain.train()
     again = trainer_of(Files, tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / saved(4)))
-    assert rows_of(again) == [row for row in rows_of(plain) if row != ("async_ckpt/step", 4)]
+    assert rows_of(again) == [row for row in rows_of(plain) if row != ("async_ckpt/bandwidth", 4)]
 
 
 def test_the_guard_holds_the_optimizer_until_all_is_copied(tmp_path):
