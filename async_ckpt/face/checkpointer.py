@@ -17,6 +17,7 @@ from ..core.host.operations import observed
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.peers import Differing, Ranks
+from ..core.ranks.world import world_of
 from ..core.runs.naming import Naming, naming_of
 from ..core.runs.record import plain_record
 from ..core.runs.roots import Roots, open_roots
@@ -104,6 +105,8 @@ class AsyncCheckpointer(RunReader):
     begins where there are several places.
     """
 
+    _owner_notes: Sequence[str] = ()  # the newest that a warning has told
+
     def __init__(
         self,
         root: Anywhere | Sequence[Anywhere],
@@ -171,6 +174,8 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._lineage.tiers.exit_timeout = self._saver.ledger.exit_timeout
+        if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
+            self._warn_of_owner(is_early=True)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -459,9 +464,7 @@ class AsyncCheckpointer(RunReader):
             seconds = operation.seconds
             operation.end(restored)
         is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
-        notes = self._roots.owner_notes() if is_first else []
-        for note in notes:
-            warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
+        notes = self._warn_of_owner() if is_first else []
         captured = self._saver.warm(state, call.state_dicts.of)
         if restored is None:
             for note in self._roots.foreign_notes():
@@ -486,6 +489,19 @@ class AsyncCheckpointer(RunReader):
     ) -> None:
         if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
+
+    def _warn_of_owner(self, *, is_early: bool = False) -> Sequence[str]:
+        """Warn, once for each, of living processes that save to the roots. Makes no request. Returns what was said.
+
+        While it `is_early`, the world is not fixed yet, and several ranks say nothing.
+        """
+        if is_early and not world_of().is_one:
+            return []
+        before, self._owner_notes = self._owner_notes, self._roots.owner_notes()
+        for note in self._owner_notes:
+            if note not in before:
+                warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=3)
+        return self._owner_notes
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool
