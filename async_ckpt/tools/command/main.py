@@ -271,8 +271,8 @@ def repair(
     targets = targets_of(places, ["run"])
     if unretire is not None and len(targets) > 1:
         raise Answer("--unretire names a step of one run; give that run alone", USAGE)
-    options = {"unretire": unretire, "apply": apply, "unattended": unattended, "as_json": as_json}
-    _each([partial(show, place, **options) for place, _ in targets])
+    mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
+    _each([partial(mend, place) for place, _ in targets])
 
 
 @app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
