@@ -97,7 +97,7 @@ check: $(VENV)/.check        ## lint, formatting, types, bandit, the site of the
 audit: $(VENV)/.audit        ## known weaknesses of the pinned packages, by a service on the network
 	$(BIN)/pip-audit --no-deps -r constraints.txt
 
-attack: $(VENV)/.attack      ## each promise of docs/guarantees.md attacked, and the tables there: an hour of it is the soak
+attack: $(VENV)/.attack      ## each promise of docs/guarantees.md attacked, and the tables of docs/evidence.md: an hour of it is the soak
 	$(BIN)/python -m tests.matrices.calls
 	$(BIN)/python -m tests.matrices.ranks
 	$(BIN)/python -m tests.matrices.objects

@@ -1,4 +1,4 @@
-"""Runs the console blocks of docs/command.md, writes their output there, and draws some of them as docs/command.svg.
+"""Runs the console blocks of docs/command.md and contents.md, writes their output there, and draws some as docs/command.svg.
 
 Run by hand when the output of a command changes: `python .ci/console.py`. `tests/tools/command/test_command_page.py` runs the
 same blocks and compares their output with the page, and the picture with the page's text.
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, PICTURE = DOCS / "command.md", DOCS / "command.svg"
+PAGES, PICTURE = [DOCS / "command.md", DOCS / "contents.md"], DOCS / "command.svg"
 BLOCK = re.compile(r'```console( title="on one machine")?\n(.*?)```', re.S)
 DRAWN = ("async-ckpt ls runs/a --best loss", "async-ckpt watch runs/a --once", "async-ckpt inspect runs/a")
 COLUMNS = 120
@@ -98,11 +98,12 @@ def drawn(page: str) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text("utf-8")
-    with tempfile.TemporaryDirectory() as folder, made_runs(page, Path(folder).resolve()):
-        page = rewritten(page)
-    PAGE.write_text(page, "utf-8")
-    PICTURE.write_text(drawn(page), "utf-8")
+    pages = [page.read_text("utf-8") for page in PAGES]
+    with tempfile.TemporaryDirectory() as folder, made_runs(pages[0], Path(folder).resolve()):
+        pages = [rewritten(page) for page in pages]
+    for path, page in zip(PAGES, pages, strict=True):
+        path.write_text(page, "utf-8")
+    PICTURE.write_text(drawn("".join(pages)), "utf-8")
 
 
 if __name__ == "__main__":

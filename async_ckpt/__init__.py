@@ -1,7 +1,7 @@
 """Asynchronous checkpoints for PyTorch training.
 
-    handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
-    state = async_ckpt.load("out/x.tar")
+    handle = async_ckpt.save(state, "out/x.ackpt.tar")      # returns at once; handle.result() when it is durable
+    state = async_ckpt.load("out/x.ackpt.tar")
 
     with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
         start = ckpt.restore({"model": model, "optimizer": optimizer})

@@ -200,10 +200,10 @@ def transformers(setting: Setting) -> dict[str, Figure]:
 
     from async_ckpt.integrations.transformers import AsyncCheckpointing
 
-    class InBackground(AsyncCheckpointing, Trainer):
+    class InBackground(AsyncCheckpointing):
         pass
 
-    class Archived(AsyncCheckpointing, Trainer):
+    class Archived(AsyncCheckpointing):
         layout = "archive"
 
     subject = Gpt2(setting)

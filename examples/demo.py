@@ -19,7 +19,7 @@ from typing import Final
 
 import async_ckpt
 from examples.picture import draw
-from examples.process import events, running
+from examples.process import command_line, events, running
 from examples.screen import Screen
 from examples.trace import Event, Trace
 
@@ -67,8 +67,8 @@ def main() -> None:
     say(f"checkpoints: {demo.root}")
     say(f"picture:     {PICTURE.resolve()}")
     say(f"time:        {time.perf_counter() - began:.0f} s")
-    if not demo.in_store:  # the store of the demo ends with it
-        say(f"look at it:  async-ckpt ls {demo.root}")
+    # The store of the demo ends with it.
+    say("next:        make demo-ranks" if demo.in_store else f"next:        {command_line()} ls {demo.root}")
 
 
 class Demo:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 import async_ckpt
-from examples.process import events, running
+from examples.process import command_line, events, running
 from examples.train_ranks import EVERY
 
 ROOT: Final = Path("demo_out/ranks")
@@ -64,7 +64,7 @@ def main() -> None:
     tensors = [value for value in state["model"].values() if isinstance(value, torch.Tensor)]
     print(f"   {len(tensors)} full tensors, {sum(tensor.numel() for tensor in tensors):,} numbers")
     print(f"\n5. {FEWER} ranks go on with what {RANKS} have saved")
-    fewer = train(FEWER, "--other-ranks", steps=MORE_STEPS)
+    fewer = train(FEWER, steps=MORE_STEPS)
     first, before = told(fewer, STEPS + 1), told(resumed, STEPS)
     print(
         f"   restored step {fewer['restored']}; loss {before:.3f} at step {STEPS} on {RANKS} ranks, {first:.3f} at the next on {FEWER},"
@@ -75,7 +75,7 @@ def main() -> None:
     if fewer["restored"] != STEPS or abs(first - before) > 0.25 * abs(told(whole, 1) - before):
         sys.exit(f"step {STEPS} should be restored, and the loss go on from there")
     print(f"\ncheckpoints: {ROOT}\ntime:        {time.perf_counter() - began:.0f} s")
-    print(f"look at it:  async-ckpt ls {ROOT}")
+    print(f"next:        {command_line()} ls {ROOT}")
 
 
 def train(ranks: int, *options: str, steps: int = STEPS, fails: bool = False) -> dict[str, Any]:

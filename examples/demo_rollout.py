@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import async_ckpt
-from examples.process import events, running
+from examples.process import command_line, events, running
 
 ROOT: Final = Path("demo_out/rollout")
 STEPS: Final = 120
@@ -71,7 +71,7 @@ def main() -> None:
         if ckpt.latest() != STEPS:
             sys.exit(f"step {STEPS} should be committed")
     print(f"\nlogits of {len(swapped)} versions equal the training's, bit for bit")
-    print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s\nlook:  async-ckpt ls {ROOT}")
+    print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s\nnext:  {command_line()} ls {ROOT}")
 
 
 @contextmanager
@@ -111,10 +111,13 @@ def show(event: Event, published: dict[int, Event]) -> None:
     begin = "an anchor" if base is None else f"version {base}"
     kind = f"{begin} and {deltas} delta{'s' * (deltas != 1)}" if deltas else begin
     kind = "from memory" if event["from_memory"] else kind
-    same = "the same" if event["logits"] == published[version]["logits"] else "OTHER"
+    logits = event["logits"][:8]
+    proof = f"logits {logits}, as in the training"
+    if event["logits"] != published[version]["logits"]:
+        proof = f"logits {logits}, NOT {published[version]['logits'][:8]} of the training"
     print(
         f"   version {version:3d}: {kind}, {event['num_bytes'] / 1e6:.2f} MB, pulled in {event['seconds'] * 1e3:.0f} ms, "
-        f"loaded {abs(latency):.2f} s {'after' if latency >= 0 else 'before'} it was durable; {same} logits: {event['text'][:34]!r}"
+        f"loaded {abs(latency):.2f} s {'after' if latency >= 0 else 'before'} it was durable; {proof}"
     )
 
 

@@ -6,7 +6,10 @@ In: a command. Out: the events that it tells. Knows nothing of: what they mean t
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +26,11 @@ def running(command: list[str], *, quiet: bool = False) -> Iterator[subprocess.P
         except BaseException:  # a Ctrl-C here must not leave a training behind
             process.kill()
             raise
+
+
+def command_line() -> str:
+    """The words by which a reader calls the command here: of an environment that is not active, its Python."""
+    return "async-ckpt" if shutil.which("async-ckpt") else f"{os.path.relpath(sys.executable)} -m async_ckpt"
 
 
 def events(process: subprocess.Popen[str]) -> Iterator[Event]:

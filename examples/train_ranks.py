@@ -4,7 +4,7 @@ In: a folder or URL. Out: one line of JSON per event of rank 0 on stdout. Knows 
 
     torchrun --nproc-per-node 4 -m examples.train_ranks demo_out/run/ranks
 
-Run it again after a Ctrl-C or a SIGKILL: it goes on from the last commit.
+Run it again after a Ctrl-C or a SIGKILL, with any number of ranks: it goes on from the last commit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ def main() -> None:
     parser.add_argument("root", nargs="?", help="where checkpoints go; without it, nothing is saved")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--die-in", type=int, default=-1, help="the step in whose save the last rank is killed")
-    parser.add_argument(
-        "--other-ranks", action="store_true", help="the checkpoint was saved by another number of ranks"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -43,23 +40,15 @@ def main() -> None:
         for _ in Training().run(arguments.steps):
             pass
     else:
-        train(
-            Training(),
-            arguments.root,
-            steps=arguments.steps,
-            die_in=arguments.die_in,
-            is_of_others=arguments.other_ranks,
-        )
+        train(Training(), arguments.root, steps=arguments.steps, die_in=arguments.die_in)
     dist.destroy_process_group()
 
 
-def train(training: Training, root: str, *, steps: int, die_in: int, is_of_others: bool) -> None:
+def train(training: Training, root: str, *, steps: int, die_in: int) -> None:
     """The example: all that `async_ckpt` adds to a loop, on every rank."""
     slowly = 2e6 if die_in >= 0 else None  # so that the kill comes in the middle of writing
     with async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer, max_bandwidth=slowly) as ckpt:
-        # Each rank saves random generators of its own. Another number of ranks keeps those that it has.
-        before = {name: value for name, value in training.state.items() if not (is_of_others and name == "rng")}
-        start = ckpt.restore(before)
+        start = ckpt.restore(training.state)  # also of another number of ranks
         training.tell("restored", step=start)
         for step in training.run(steps):
             if step % EVERY == 0:

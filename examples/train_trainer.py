@@ -18,11 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from async_ckpt.integrations.transformers import AsyncCheckpointing
-
-
-class MyTrainer(AsyncCheckpointing, Trainer):
-    """The one line that makes checkpoints asynchronous."""
+from async_ckpt.integrations.transformers import make_async
 
 
 class Told(TrainerCallback):
@@ -51,9 +47,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--layout", choices=["transformers", "archive"], default="transformers")
     given = parser.parse_args(arguments)
-    MyTrainer.layout = given.layout
     set_seed(0)
-    trainer = MyTrainer(
+    trainer = Trainer(
         model=tiny_model(),
         args=TrainingArguments(
             given.folder,
@@ -70,6 +65,7 @@ def main(arguments: Sequence[str]) -> None:
         train_dataset=texts(),
         callbacks=[Told()],
     )
+    make_async(trainer, given.layout)  # the line that makes checkpoints asynchronous
     newest = get_last_checkpoint(given.folder) if os.path.isdir(given.folder) else None  # type: ignore[no-untyped-call]
     trainer.train(resume_from_checkpoint=newest)
 

@@ -1,4 +1,4 @@
-"""docs/operations.md: its sizes are those that are allocated, and its scripts, manifests, rules and recoveries work as printed."""
+"""The pages for operators: their sizes are those that are allocated, and scripts, manifests, rules and recoveries work as printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from async_ckpt.testing.servers import Server
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedulers and shells as Linux has them")
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("schedulers", "recovery", "operations"))
 BLOCKS = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, flags=re.M | re.S))
 ALERTS = ["CheckpointTooOld", "CheckpointsFail", "CheckpointStallHigh", "CheckpointBandwidthLow", "StorageSpaceLow"]
 MIB = 2**20
@@ -220,7 +220,7 @@ def slurm_job(**env: object) -> int:
 
 
 def test_the_script_for_slurm_saves_before_the_time_limit_is_requeued_and_goes_on(here: Path) -> None:
-    """A stand-in of srun starts two ranks, and sends each the signal that the script asks for."""
+    """A stand-in of srun starts four ranks, and sends each the signal that the script asks for; two go on."""
     write_script("train.py")
     write_script("train.sbatch")
     program(here / "bin" / "srun", SRUN, sys.executable)
@@ -229,13 +229,13 @@ def test_the_script_for_slurm_saves_before_the_time_limit_is_requeued_and_goes_o
     asked = re.search(r"--signal=(\w+)@", BLOCKS["train.sbatch"])
     assert asked is not None
 
-    assert slurm_job(STEPS=10**9, SENDS=int(signal.Signals[f"SIG{asked[1]}"])) == 75
+    assert slurm_job(SLURM_NTASKS=4, STEPS=10**9, SENDS=int(signal.Signals[f"SIG{asked[1]}"])) == 75
     assert len((here / "requeued").read_text().split()) == 1
     newest = AsyncCheckpointer("runs/a").latest()
     assert newest is not None
     assert newest > 500  # of the signal, after the first that was due by its number
 
-    assert slurm_job(STEPS=newest + 501) == 0  # trains from there to the next step that is due
+    assert slurm_job(SLURM_NTASKS=2, STEPS=newest + 501) == 0  # two ranks train from there to the next step that is due
     assert len((here / "requeued").read_text().split()) == 1
     steps = AsyncCheckpointer("runs/a").steps()
     assert steps[-2:] == [newest, newest // 500 * 500 + 500]

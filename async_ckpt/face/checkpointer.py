@@ -18,6 +18,7 @@ from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
+from ..core.ranks.world import world_of
 from ..core.runs.manifest import Archive
 from ..core.runs.naming import Naming, naming_of
 from ..core.runs.record import plain_record
@@ -108,6 +109,7 @@ class AsyncCheckpointer(RunReader):
     """
 
     _is_preempted = False
+    _owner_notes: Sequence[str] = ()  # the newest that a warning has told
 
     def __init__(
         self,
@@ -178,6 +180,8 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._lineage.tiers.exit_timeout = self._saver.ledger.exit_timeout
+        if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
+            self._warn_of_owner(is_early=True)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -466,9 +470,7 @@ class AsyncCheckpointer(RunReader):
             seconds = operation.seconds
             operation.end(restored)
         is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
-        notes = self._roots.owner_notes() if is_first else []
-        for note in notes:
-            warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
+        notes = self._warn_of_owner() if is_first else []
         if is_first and not notes:
             self._roots.sweep_memory(has_ranks=not self._ranks.is_alone)
         captured = self._saver.warm(state, call.state_dicts.of)
@@ -495,6 +497,19 @@ class AsyncCheckpointer(RunReader):
     ) -> None:
         if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
+
+    def _warn_of_owner(self, *, is_early: bool = False) -> Sequence[str]:
+        """Warn, once for each, of living processes that save to the roots. Makes no request. Returns what was said.
+
+        While it `is_early`, the world is not fixed yet, and several ranks say nothing.
+        """
+        if is_early and not world_of().is_one:
+            return []
+        before, self._owner_notes = self._owner_notes, self._roots.owner_notes()
+        for note in self._owner_notes:
+            if note not in before:
+                warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=3)
+        return self._owner_notes
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool

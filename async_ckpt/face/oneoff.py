@@ -50,7 +50,7 @@ def save(
 ) -> SaveHandle:
     """Save `obj` as one tar at `path`, with the arguments of `torch.save`. Returns a handle at once.
 
-        handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
+        handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.ackpt.tar")
         report = handle.result()  # waits until the file is durable
 
     The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One
@@ -64,7 +64,7 @@ def save(
 
     Args:
         obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
-        path: a path, a URL such as "s3://bucket/x.tar", or a Place.
+        path: a path, a URL such as "s3://bucket/x.ackpt.tar", or a Place.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
         select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
@@ -181,7 +181,7 @@ def load(
 ) -> Any:
     """Read the state saved at `path`: an archive, the folder of a committed step, or a run (its newest step).
 
-        state = async_ckpt.load("out/x.tar")
+        state = async_ckpt.load("out/x.ackpt.tar")
         weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
     It also reads safetensors files, and folders of Hugging Face models, of torch.distributed.checkpoint, and of

@@ -26,6 +26,7 @@ from .. import HeldSnapshot, SaveHandle, SaveReport, load, snapshot, wrap
 from ..errors import StateMismatchError
 from ..plumbing import disk, runs, write_by_torch
 from .common.checkpoint_history import note_when_done
+from .common.file_digests import note_digests
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp_files import kind_for, sharded_parts
@@ -404,6 +405,7 @@ def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: Train
         write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
     if archive is not None:
         archive.take_into(folder)
+    note_digests(folder)
 
 
 def _object(kind: str, number: int) -> str:

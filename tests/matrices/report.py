@@ -1,4 +1,4 @@
-"""What a matrix found: a file of counts in `reports/`, and the same as a table in docs/guarantees.md, both written by its run.
+"""What a matrix found: a file of counts in `reports/`, and the same as a table in docs/evidence.md, both written by its run.
 
 In: a `Report`. Out: `reports/<name>.json`, and the table below the mark of that name. Knows nothing of: what was tried.
 """
@@ -21,7 +21,7 @@ from benchmarks import table
 
 REPOSITORY: Final = Path(__file__).parents[2]
 REPORTS: Final = Path(__file__).parent / "reports"
-GUARANTEES: Final = REPOSITORY / "docs/guarantees.md"
+EVIDENCE: Final = REPOSITORY / "docs/evidence.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def keep(report: Report, folder: Path = REPORTS) -> Path:
     return path
 
 
-def show(path: Path, page: Path = GUARANTEES) -> None:
+def show(path: Path, page: Path = EVIDENCE) -> None:
     """Replaces the table of this file's name in the docs. The page has the mark `<!-- name -->` where it belongs."""
     kept = json.loads(path.read_text())
     rows = [list(row.values()) for row in kept["rows"]]

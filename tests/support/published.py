@@ -76,9 +76,9 @@ def as_others_write(folder: Path) -> None:
     (folder.parent / "publisher.json").unlink(missing_ok=True)
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, at: int, bit: int = 0x10) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
+    data[at] ^= bit
     path.write_bytes(data)
 
 

@@ -12,7 +12,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -24,11 +23,11 @@ from async_ckpt.integrations.transformers import AsyncCheckpointing
 STEPS = 8
 
 
-class Files(AsyncCheckpointing, Trainer):
+class Files(AsyncCheckpointing):
     """Writes the files that the plain Trainer writes."""
 
 
-class Archives(AsyncCheckpointing, Trainer):
+class Archives(AsyncCheckpointing):
     """Writes an archive beside the model."""
 
     layout = "archive"
@@ -107,6 +106,11 @@ def trainer_of(
 
 def losses(trainer: Any) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+
+
+def names_in(folder: Path) -> set[str]:
+    """The files of the framework in a checkpoint, without their digests."""
+    return {path.name for path in folder.iterdir()} - {"_async_ckpt.digests.json"}
 
 
 def folders(folder: object) -> list[str]:

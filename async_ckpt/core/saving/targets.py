@@ -78,7 +78,7 @@ class FileTarget(Target):
         super().__init__(storage, name)
         self._zstd = zstd
         if not self.storage.remote and Path(self.path).is_dir():
-            example = os.path.join(self.path, "checkpoint.tar")
+            example = os.path.join(self.path, "checkpoint.ackpt.tar")
             raise IsAFolderError(f"{self.path} is a folder; give the path of a file, such as {example}")
         if not self.storage.remote:
             refuse_in_running(Path(self.path).parent)

@@ -30,7 +30,7 @@ def register_storage(scheme: str, make: Maker) -> None:
     """Have `Place("scheme://…")` use a storage of your own, everywhere in this process.
 
         register_storage("mem", lambda url, options: MyStorage(url, **(options or {})))
-        async_ckpt.save(state, "mem://folder/x.tar")
+        async_ckpt.save(state, "mem://folder/x.ackpt.tar")
 
     `async_ckpt.testing.StorageContract` tests what a storage must keep to.
 

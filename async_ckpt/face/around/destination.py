@@ -146,10 +146,14 @@ class DestinationFinder:
                 return candidates[0], self._checked(all_values[candidates[0]])
             if candidates:
                 break
-        number = "several" if candidates else "none"
+        if candidates:
+            raise TypeError(
+                f"several of the arguments of {self._name} may be the path that it writes to; "
+                'name it: wrap(fn, destination="its name")'
+            )
         raise TypeError(
-            f"{number} of the arguments of {self._name} may be the path that it writes to; "
-            'name it: wrap(fn, destination="its name")'
+            f"{self._name} was given no path to write to; write a function that takes one, such as "
+            'def save(state, path): ..., and pass the path to what wrap returns: wrap(save)(state, "out/x")'
         )
 
     def _refuse_swapped(self, parameter: str, value: Any, others: list[Any]) -> None:

@@ -59,7 +59,7 @@ def export_hf(
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
-            async_ckpt.save(snap, "x.tar")
+            async_ckpt.save(snap, "x.ackpt.tar")
             async_ckpt.export_hf(snap["model"], "hf")
 
     Args:

@@ -50,7 +50,7 @@ def merge(
 ) -> SaveReport:
     """Write a step that several ranks have saved as one archive with full tensors. Returns when it is durable.
 
-        async_ckpt.merge("runs/a", 500, "out/x.tar")
+        async_ckpt.merge("runs/a", 500, "out/x.ackpt.tar")
 
     The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and
     other programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however

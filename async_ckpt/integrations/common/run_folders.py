@@ -25,10 +25,15 @@ class LocalRun:
 
     def __init__(self, path: str) -> None:
         self.path: Final = Path(path).absolute()
+        self._given: Final = path
 
     def place(self, name: str) -> str:
         """The path of a checkpoint."""
         return str(self.path / name)
+
+    def named(self, name: str) -> str:
+        """The same below the path that was given, as frameworks name it."""
+        return os.path.join(self._given, name)
 
     def has(self, name: str) -> bool:
         """Whether a checkpoint is there and whole."""
@@ -76,6 +81,8 @@ class StoredRun:
     def place(self, name: str) -> str:
         """The URL of a checkpoint."""
         return f"{self.url}/{name}"
+
+    named = place
 
     def has(self, name: str) -> bool:
         return self._storage.exists(f"{name}/{self._mark}")

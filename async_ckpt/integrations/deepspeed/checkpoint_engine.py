@@ -27,6 +27,7 @@ from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
 from ...plumbing import disk, ledger, places, spans, threads, waits, write_by_torch
 from ..common.checkpoint_history import note_closed, note_failed, note_saved
+from ..common.file_digests import note_digests
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -370,7 +371,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         write: Callable[..., SaveHandle] = wrap(
             _write_files, destination="folder", guard=self._guard(self._engine) or None
         )
-        handle = write(files, bool(self._plain.engine.zipfile_serialization), str(folder.of_rank))
+        in_zip = bool(self._plain.engine.zipfile_serialization)
+        handle = write(files, in_zip, self._engine.global_rank, str(folder.of_rank))
         ledger.leave_warning(handle)
         return handle
 
@@ -384,13 +386,14 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         return handle
 
 
-def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
+def _write_files(files: Mapping[str, Any], in_zip: bool, rank: int, folder: str) -> None:
     """Write the files of one rank. Runs in the background."""
     with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
         refuse_full(folder, [*files.values()])
     for name, content in files.items():
         write_by_torch(content, Path(folder, name), in_zip=in_zip)
+    note_digests(folder, rank=rank)
 
 
 def _follow(save: _TagSave, *, notes: bool) -> None:

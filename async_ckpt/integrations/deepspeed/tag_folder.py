@@ -21,6 +21,7 @@ from typing import Final
 
 from ... import Place
 from ...plumbing import disk, locks, rendezvous, runs, scratches
+from ..common.file_digests import DIGESTS
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"
@@ -85,7 +86,7 @@ class TagFolder:
     def _publish(self) -> None:
         files = self._hidden / _FILES
         disk.sync_folder(files)
-        scratches.publish(files, self.target, replaced=_is_of_archives)
+        scratches.publish(files, self.target, replaced=_is_of_library)
         if self._save_latest:
             name_latest(self.save_dir / LATEST, self.tag)
 
@@ -155,10 +156,10 @@ def _below(place: Place, name: str) -> Place:
     return replace(place, url=f"{place.text.rstrip('/')}/{name}")
 
 
-def _is_of_archives(path: str) -> bool:
-    """Whether this is a file of archives in the folder of a tag, which a later save to that tag replaces."""
+def _is_of_library(path: str) -> bool:
+    """Whether this is a file of this library in the folder of a tag, which a later save to that tag replaces."""
     name = path.partition("/")[0]
-    return name in (runs.MANIFEST_NAME, _ONE_ARCHIVE) or runs.is_library_name(name)
+    return name in (runs.MANIFEST_NAME, _ONE_ARCHIVE) or runs.is_library_name(name) or name.startswith(DIGESTS)
 
 
 def _name(rank: int) -> str:

@@ -5,8 +5,9 @@ In: the calls that Lightning makes to a CheckpointIO. Out: the same, in the back
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ... import SaveReport
 from ...plumbing import spec
@@ -15,6 +16,9 @@ from .background_saves import BackgroundSaves
 from .packages import imported_packages
 from .sharded_strategies import FabricShards, TrainerShards
 from .trainer_hooks import TrainerHooks
+
+# The entry of a checkpoint that the Trainer adds, and Fabric does not.
+_OF_TRAINER: Final = "pytorch-lightning_version"
 
 
 class AsyncTarCheckpointIO:
@@ -41,6 +45,7 @@ class AsyncTarCheckpointIO:
         for fabric in fabrics:
             fabric.plugins.CheckpointIO.register(type(self))
         self._plain = fabrics[0].plugins.TorchCheckpointIO()
+        self._has_callback = False
         self._saves = BackgroundSaves(spec.whole_count("max_in_flight", max_in_flight), self._plain.remove_checkpoint)
 
     # --- what Lightning calls -------------------------------------------------------------------------------------
@@ -51,6 +56,14 @@ class AsyncTarCheckpointIO:
         """
         if storage_options is not None:
             raise TypeError("storage_options is not supported here; set the environment variables of the store instead")
+        if _OF_TRAINER in checkpoint and not self._has_callback:
+            self._has_callback = True  # so that it is said once
+            warnings.warn(
+                "the Trainer has this plugin without its callback: saves copy everything during the call, and no "
+                "logger gets their figures; pass callbacks=[checkpoints.callback()]",
+                UserWarning,
+                stacklevel=2,
+            )
         self._saves.save_file(checkpoint, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +94,7 @@ class AsyncTarCheckpointIO:
         _, pytorch = imported_packages()[0]
         if pytorch is None:
             raise ImportError("the callback is for the Trainer, which is not installed: pip install lightning")
+        self._has_callback = True
         kind = type("AsyncTarCallback", (TrainerHooks, pytorch.Callback), {"__doc__": TrainerHooks.__doc__})
         return kind(self, self._saves)
 

@@ -27,6 +27,7 @@ import torch
 
 from ...plumbing import ledger, locks, places, scratches, spans, threads, waits
 from ..common.checkpoint_history import note_failed, note_saved
+from ..common.file_digests import note_digests
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 
@@ -175,6 +176,7 @@ class _FolderSave:
         try:
             for model in self._models():
                 self._wait_for_workers(model)
+            note_digests(self._written)
             scratches.sync_all(self._written)
             scratches.publish(self._written, self.target, replaced=lambda _: True)
             name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))

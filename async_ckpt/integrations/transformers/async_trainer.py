@@ -27,7 +27,7 @@ from ...files import local_read_dir, local_work_dir
 from ...plumbing import spans
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
-from ..common.frameworks import require, require_names
+from ..common.frameworks import LOGGED_AS, require, require_names
 from ..common.joint_errors import meet
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
@@ -59,6 +59,8 @@ _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
 _LOCK: Final = "_async_ckpt.lock"
 # What the row that sums up a training has in the log, and no other row.
 _IN_SUMMARY: Final = "train_runtime"
+# The figures of a save that are logged by default.
+_FIGURES: Final = [f"{LOGGED_AS}{name}" for name in ("stall_seconds", "total_seconds", "bandwidth")]
 # Where the trainer writes by default.
 _OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
@@ -69,25 +71,27 @@ _USED: Final = (
 )  # fmt: skip
 
 
-def make_async(trainer: Any, layout: Layout = "transformers") -> Any:
+def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bool = False) -> Any:
     """Have an existing trainer, of any class, write its checkpoints in the background. Returns the same object.
 
         trainer = make_async(SFTTrainer(model, args=args, train_dataset=dataset))
 
-    Raises what the constructor of `AsyncCheckpointing` raises.
+    `all_figures` logs all figures of each save in place of three. Raises what the constructor of `AsyncCheckpointing`
+    raises.
     """
     require("transformers", oldest=_OLDEST, newest=_NEWEST)
     kind = type(trainer)
     bases = (AsyncCheckpointing,) if kind is Trainer else (kind, AsyncCheckpointing)
-    trainer.__class__ = type(kind.__name__, bases, {"layout": layout, "__module__": kind.__module__})
+    own = {"layout": layout, "all_figures": all_figures, "__module__": kind.__module__}
+    trainer.__class__ = type(kind.__name__, bases, own)
     trainer._begin_async()
     return trainer
 
 
 class AsyncCheckpointing(Trainer):  # type: ignore[misc]
-    """A Trainer whose checkpoints are written in the background. As a base, it comes after other subclasses of Trainer.
+    """A Trainer whose checkpoints are written in the background. It is the last of the base classes.
 
-        class MyTrainer(AsyncCheckpointing, Trainer): ...
+        class MyTrainer(AsyncCheckpointing): ...
         class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
 
     `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
@@ -96,7 +100,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
     writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
-    read.
+    read. `all_figures` logs all figures of each save; by default these are its stall, its whole time and its bandwidth.
 
     `output_dir` may be a URL. There a checkpoint is whole when it has its `trainer_state.json`, which is put last and
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
@@ -107,6 +111,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     """
 
     layout: Layout = "transformers"
+    all_figures: bool = False
     args: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -237,7 +242,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         So the rows have the same order in each run, however long a save takes. A save that began after the summary is
         told to the loggers alone.
         """
-        figures = {key: value for key, value in save.figures().items() if math.isfinite(value)} | save.epoch
+        figures = {key: value for key, value in save.figures().items() if math.isfinite(value)}
+        figures = {key: value for key, value in figures.items() if self.all_figures or key in _FIGURES} | save.epoch
         history = self.state.log_history
         if save.row_before is None or _IN_SUMMARY not in save.row_before:
             at = next((i for i, row in enumerate(history, 1) if row is save.row_before), 0)
@@ -371,7 +377,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if step := getattr(self.state, "best_global_step", None):
             best = f"{_PREFIX}-{step}"
             if best == name or run.has(best):
-                self.state.best_model_checkpoint = run.place(best)
+                self.state.best_model_checkpoint = run.named(best)
 
     def _note_callbacks(self) -> None:
         """Bring the states of callbacks in the trainer's state up to date."""

@@ -19,6 +19,7 @@ from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
 from ...plumbing import disk, spans, write_by_torch
 from ..common.checkpoint_history import note_when_done
+from ..common.file_digests import note_digests
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
@@ -163,6 +164,8 @@ def _write_folder(
     if archive is not None:
         archive.take_into(folder)
     trainer.state.save_to_json(os.path.join(folder, STATE))
+    if not trainer.args.push_to_hub:
+        note_digests(folder)
 
 
 def _upload_folder(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from ...plumbing import LocalStorage, disk, runs, waits
+from ..common.file_digests import note_digests
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 
@@ -78,6 +79,7 @@ class PartFolder:
             storage.replace(name, data)
         for path in self.files_of_verl():  # of an earlier save, which this one replaces
             path.unlink()
+        note_digests(self.path, but=_OF_TRAINER)
         self.unmark()
 
     def unmark(self) -> None:

@@ -254,7 +254,7 @@ def prune(
 @app.command(epilog=_example("repair runs/a --apply"))
 @with_place
 def repair(
-    place: Where,
+    places: Wheres,
     unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit again what a rollback retired.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
     unattended: Unattended = False,
@@ -263,10 +263,16 @@ def repair(
     """Rebuild a run's tracker, journal and layout files.
 
     They are made from its manifests, and what dead writers have left is deleted. Without --apply, nothing is changed.
+    A PLACE is a run, or a folder of runs.
     """
+    from .lookup import targets_of
     from .repair import show
 
-    show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
+    targets = targets_of(places, ["run"])
+    if unretire is not None and len(targets) > 1:
+        raise Answer("--unretire names a step of one run; give that run alone", USAGE)
+    mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
+    _each([partial(mend, place) for place, _ in targets])
 
 
 @app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))

@@ -8,13 +8,16 @@ read and after that, and only what was wrong both times is reported.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import typer
+import xxhash
 
 from ... import Place
 from ...errors import (
@@ -25,7 +28,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, reports, runs, spans, urls
+from ...plumbing import Reader, Storage, reports, runs, spans, spec, urls
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
@@ -37,6 +40,9 @@ from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
 
 _SHOWN_NAMES: Final = 3
+# The files that plug-ins write beside those of a framework: the digest of each.
+_DIGESTS: Final = re.compile(r"(.*/)?_async_ckpt\.digests(\.\d+)?\.json")
+_PIECE_BYTES: Final = 4 * spec.MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +228,7 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
         verification = checking.Verification(advance)
         for one in ones:
             faults = []
-            for path, call in _checks_of_files(root, one.name, verification):
+            for path, call in _checks_of_files(root, one.name, verification, advance):
                 try:
                     notes |= dict.fromkeys(call() or ())
                 except (ForeignFileError, EOFError, ValueError):
@@ -243,12 +249,25 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
 _Check = Callable[[], tuple[str, ...] | None]
 
 
-def _checks_of_files(root: Place, name: str, verification: checking.Verification) -> Iterator[tuple[str, _Check]]:
-    """The calls that verify a checkpoint, each with its path: of steps and folders of torch.distributed.checkpoint in
-    it, and of all other files.
+def _checks_of_files(
+    root: Place, name: str, verification: checking.Verification, advance: Callable[[int], object]
+) -> Iterator[tuple[str, _Check]]:
+    """The calls that verify a checkpoint, each with its path: of files whose digests were kept, of steps and folders of
+    torch.distributed.checkpoint in it, and of all other files.
     """
     storage = root.storage()
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
+    digests: dict[str, str] = {}
+    for path in filter(_DIGESTS.fullmatch, paths):
+        shown = storage.locate(path)
+        try:
+            digests |= _digests_in(storage, path)
+        except (ValueError, RecursionError) as error:
+            yield shown, partial(_raise_damaged, shown, f"it is no list of digests: {error}")
+    for path, digest in digests.items():
+        shown = storage.locate(path)
+        compare = partial(_compare_digest, storage, path, digest, verification, advance)
+        yield shown, compare if path in paths else partial(_raise_damaged, shown, "it is missing")
     folders: list[str] = []
     for path in paths:
         folder, _, last = path.rpartition("/")
@@ -257,14 +276,47 @@ def _checks_of_files(root: Place, name: str, verification: checking.Verification
             run = place_below(root, parent).storage() if parent else storage
             step = finding.CommittedStep.at(storage, folder, partial(_same, run))
             yield storage.locate(folder), partial(verification.compare_step, step)
-        elif folder and last == runs.OF_DCP:
+        elif folder and last == runs.OF_DCP and path not in digests:
             yield storage.locate(folder), partial(verification.compare_dcp, place_below(root, folder).storage())
         else:
             continue
         folders.append(f"{folder}/")
     for path in paths:
-        if not path.startswith(tuple(folders)):
+        if path not in digests and not _DIGESTS.fullmatch(path) and not path.startswith(tuple(folders)):
             yield storage.locate(path), partial(_compare_file, storage, path, verification)
+
+
+def _digests_in(storage: Storage, path: str) -> dict[str, str]:
+    """The digests that a file of a plug-in has, by the paths of files. Raises ValueError for anything else."""
+    kept = json.loads(storage.read(path)[0])
+    if not isinstance(kept, dict) or kept.keys() != {"algorithm", "files"} or kept["algorithm"] != "xxh3_128":
+        raise ValueError("it has other entries than algorithm and files")
+    if not isinstance(kept["files"], dict) or not all(isinstance(digest, str) for digest in kept["files"].values()):
+        raise ValueError("files must be names with digests")
+    below = path.rpartition("/")[0]
+    return {f"{below}/{name}": digest for name, digest in kept["files"].items()}
+
+
+def _compare_digest(
+    storage: Storage, path: str, digest: str, verification: checking.Verification, advance: Callable[[int], object]
+) -> tuple[str, ...]:
+    shown, found, piece = storage.locate(path), xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    with storage.open(path) as reader:
+        for offset in range(0, reader.num_bytes, _PIECE_BYTES):
+            part = piece[: reader.num_bytes - offset]
+            reader.read_into(offset, part)
+            found.update(part)
+            advance(len(part))
+        verification.errors[shown, ""], verification.num_bytes = None, verification.num_bytes + reader.num_bytes
+    if found.hexdigest() != digest:
+        _raise_damaged(
+            shown, "its bytes are not those of the save; it is damaged, or another program has written it anew"
+        )
+    return ("files of the framework were compared with the digests that their save has kept",)
+
+
+def _raise_damaged(path: str, why: str) -> NoReturn:
+    raise CorruptCheckpointError(f"{path}: {why}", path=path)
 
 
 def _same(storage: Storage) -> Storage:

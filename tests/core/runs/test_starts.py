@@ -451,6 +451,11 @@ def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path, nur
         assert taken.value.pid == child.pid
         with pytest.warns(RuntimeWarning, match=f"no step can be saved: .*: process {child.pid} .* is alive"):
             assert ckpt.restore(state_at(0)) == 1  # reading changes nothing
+        with pytest.warns(RuntimeWarning, match="no step can be saved: .* is alive") as warned:
+            again = open_run(tmp_path, keep=3)  # it is going to save
+        assert again.restore(state_at(0)) == 1  # without a second warning
+        assert len(warned) == 1
+        again.close()
         assert len(starts(tmp_path)) == 1
         child.send(signal.SIGKILL)
         child.ended()

@@ -81,7 +81,7 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
         (
             lambda a, b: None,
             (1, 2),
-            "none of the arguments of <lambda> may be the path that it writes to; name it",
+            "<lambda> was given no path to write to; write a function that takes one, such as def save\\(state, path\\)",
         ),
         (lambda path: None, (), "missing a required argument: 'path'"),
         (lambda path: None, ("a", "b"), "too many positional arguments"),
@@ -91,7 +91,7 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
             "given a BytesIO to write to; a wrapped function needs a path, a URL or a Place",
         ),
         (torch.save, ("text", io.BytesIO()), "given a BytesIO to write to"),
-        (lambda path: None, (b"bytes",), "none of the arguments of <lambda> may be"),
+        (lambda path: None, (b"bytes",), "<lambda> was given no path to write to"),
     ],
 )
 def test_a_destination_that_cannot_be_told_is_an_error_of_the_call(fn, arguments, message):

@@ -1,4 +1,4 @@
-"""The recipe for Ray in docs/operations.md: run as it is printed, and run again, which goes on."""
+"""The recipe for Ray in docs/schedulers.md: run as it is printed, and run again, which goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_ckpt import AsyncCheckpointer
 pytest.importorskip("ray", reason="ray is not installed: make test-frameworks")
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
 
 
 def test_the_script_trains_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def test_a_folder_is_read_by_skyrl_s_own_trainer_and_goes_on_with_the_same_losse
     losses, data = whole(worlds)
     assert trained(worlds, tmp_path / "ours", 3, "both") == [0, losses[:3], data[:6]]
     assert shown(tmp_path / "ours") == ["global_step_1", "global_step_2", "global_step_3", LATEST]
-    assert {"policy", "data.pt", "trainer_state.pt"} == {*shown(tmp_path / "ours" / "global_step_3")}
+    inside = {*shown(tmp_path / "ours" / "global_step_3")}
+    assert inside == {"policy", "data.pt", "trainer_state.pt", "_async_ckpt.digests.json"}
     assert not [path.name for path in (tmp_path / "ours").iterdir() if path.name.startswith(".")]
     for layout in ("async_ckpt", None):  # by ours, and by plain SkyRL
         assert trained(worlds, tmp_path / "ours", 5, layout)[1:] == [losses[3:5], data[6:10]]

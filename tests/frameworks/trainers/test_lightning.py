@@ -733,6 +733,13 @@ def test_options_for_the_storage_are_refused(checkpoints, tmp_path):
         checkpoints.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
 
 
+def test_the_plugin_without_its_callback_warns_once(kit, checkpoints, tmp_path):
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    with quiet(), pytest.warns(UserWarning, match=r"without its callback: .*checkpoints\.callback\(\)") as warned:
+        trainer_of(kit, tmp_path, None, saved, plugins=[checkpoints], max_steps=4).fit(kit.Model(), batches())
+    assert len([one for one in warned if "without its callback" in str(one.message)]) == 1
+
+
 def test_the_callback_without_the_plugin_is_refused(kit, checkpoints, tmp_path):
     with quiet(), pytest.raises(ValueError, match="belongs to an AsyncTarCheckpointIO that the Trainer does not have"):
         trainer_of(kit, tmp_path, None, checkpoints.callback()).fit(kit.Model(), batches())
@@ -766,6 +773,7 @@ def test_without_the_callback_the_files_are_the_same(kit, checkpoints, tmp_path)
             tmp_path / name, monitor="loss", every_n_train_steps=2, save_top_k=2, save_last=True
         )
         with quiet():
+            warnings.filterwarnings("ignore", "the Trainer has this plugin without its callback")
             trainer_of(kit, tmp_path, None, saved, plugins=plugins).fit(kit.Model(), batches())
     assert files_in(tmp_path / "ours") == files_in(tmp_path / "plain")
     for name, checkpoint in contents(tmp_path / "ours").items():

@@ -19,7 +19,20 @@ from states import MIB
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, tiny_model, trainer_of, with_adapter
+from trainers import (
+    OURS,
+    STEPS,
+    Archives,
+    At,
+    Files,
+    Kept,
+    folders,
+    losses,
+    names_in,
+    tiny_model,
+    trainer_of,
+    with_adapter,
+)
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import async_ckpt
@@ -68,7 +81,7 @@ def test_a_resumed_training_has_the_losses_of_one_that_was_never_stopped(whole, 
 
 def test_the_files_are_those_of_the_plain_trainer(whole):
     plain, ours = whole["Trainer"][1] / saved(6), whole["Files"][1] / saved(6)
-    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert names_in(ours) == names_in(plain)
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         assert (ours / name).read_bytes() == (plain / name).read_bytes()
     for name in ("optimizer.pt", "scheduler.pt"):
@@ -80,8 +93,8 @@ def test_the_files_are_those_of_the_plain_trainer(whole):
 
 def test_an_archive_stands_in_for_four_files(whole):
     plain, ours = whole["Trainer"][1] / saved(6), whole["Archives"][1] / saved(6)
-    names = {path.name for path in plain.iterdir()} - {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
-    assert {path.name for path in ours.iterdir()} == names | {"training.tar"}
+    names = names_in(plain) - {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert names_in(ours) == names | {"training.tar"}
     assert async_ckpt.verify(ours / "training.tar").num_archives == 1
     assert {*async_ckpt.load(ours / "training.tar")} == {"optimizer", "scheduler", "rng"}
 
@@ -108,7 +121,7 @@ def test_a_model_in_several_files_is_resumed(tmp_path, kind):
 def test_only_the_model_is_saved_if_that_is_asked_for(tmp_path):
     for kind in KINDS:
         trainer_of(kind, tmp_path / kind.__name__, save_only_model=True, max_steps=2).train()
-    names = [{path.name for path in (tmp_path / kind.__name__ / saved(2)).iterdir()} for kind in KINDS]
+    names = [names_in(tmp_path / kind.__name__ / saved(2)) for kind in KINDS]
     assert names[1] == names[2] == names[0]
 
 
@@ -146,7 +159,7 @@ def test_training_goes_on_while_a_folder_is_written_which_appears_as_a_whole(tmp
     trainer = trainer_of(kind, tmp_path, callbacks=[At(5, look)], processor=Kept(gate.passed), save_steps=4)
     trainer.train()
     assert seen == [[], [saved(4)]]
-    assert {"processor.json", "trainer_state.json"} <= {path.name for path in (tmp_path / saved(4)).iterdir()}
+    assert {"processor.json", "trainer_state.json"} <= names_in(tmp_path / saved(4))
 
 
 def test_the_end_of_a_training_waits_for_its_last_checkpoint(tmp_path, gate):
@@ -173,8 +186,8 @@ def test_an_exception_in_a_training_waits_for_the_checkpoint(tmp_path, gate, err
 def test_a_checkpoint_replaces_one_of_the_same_name_with_all_its_files(whole, tmp_path):
     trainer_of(Files, tmp_path, max_steps=2).train()
     trainer_of(Archives, tmp_path, max_steps=2).train()
-    names = {path.name for path in (tmp_path / saved(2)).iterdir()}
-    assert names == {path.name for path in (whole["Archives"][1] / saved(2)).iterdir()}
+    names = names_in(tmp_path / saved(2))
+    assert names == names_in(whole["Archives"][1] / saved(2))
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------
@@ -190,14 +203,15 @@ _KEPT = {
 
 
 @pytest.mark.parametrize("options", _KEPT.values(), ids=[*_KEPT])
-def test_the_folders_at_the_end_are_those_of_the_plain_trainer(tmp_path, options):
+def test_the_folders_at_the_end_are_those_of_the_plain_trainer(tmp_path, monkeypatch, options):
     ends = []
+    monkeypatch.chdir(tmp_path)
     for kind in (Trainer, Files):
-        trainer = trainer_of(kind, tmp_path / kind.__name__, **options)
+        trainer = trainer_of(kind, kind.__name__, **options)
         trainer.train()
         weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         best = trainer.state.best_model_checkpoint
-        ends.append((folders(tmp_path / kind.__name__), None if best is None else Path(best).name, weights))
+        ends.append((folders(tmp_path / kind.__name__), best and best.replace(kind.__name__, "run"), weights))
     assert ends[1][:2] == ends[0][:2]
     torch.testing.assert_close(ends[1][2], ends[0][2], rtol=0, atol=0)
 
@@ -342,8 +356,14 @@ def test_two_trainers_on_one_folder_are_refused(tmp_path):
 # --- the caller's side --------------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_each_save_are_logged(whole, tmp_path):
-    trainer = trainer_of(Files, tmp_path)
+def test_three_figures_of_each_save_are_logged_and_all_of_them_if_that_is_asked_for(whole, tmp_path):
+    three = {"async_ckpt/stall_seconds", "async_ckpt/total_seconds", "async_ckpt/bandwidth"}
+    trainer = make_async(trainer_of(Trainer, tmp_path / "three", max_steps=2))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "async_ckpt/bandwidth" in row]
+    assert [{*row} - {"step", "epoch"} for row in rows] == [three]
+
+    trainer = make_async(trainer_of(Trainer, tmp_path), all_figures=True)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "async_ckpt/step" in row]
     assert [row["async_ckpt/step"] for row in rows] == [2, 4, 6, 8]
@@ -355,7 +375,7 @@ def test_the_figures_of_each_save_are_logged(whole, tmp_path):
 
 def rows_of(trainer: Any) -> list[tuple[str, int]]:
     """What each row of a log is of, and its step."""
-    marks = ("loss", "eval_loss", "async_ckpt/step", "train_runtime")
+    marks = ("loss", "eval_loss", "async_ckpt/bandwidth", "train_runtime")
     return [(next(mark for mark in marks if mark in row), row["step"]) for row in trainer.state.log_history]
 
 
@@ -378,18 +398,18 @@ def test_a_save_is_logged_at_its_step_whenever_it_ends_and_the_summary_is_last(t
                 trainer.wait_for_checkpoint()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-            if "async_ckpt/step" in logs:
-                seen.append((logs["async_ckpt/step"], state.global_step))
+            if "async_ckpt/bandwidth" in logs:
+                seen.append(state.global_step)
 
     trainer.add_callback(Seeing())
     trainer.train()
-    saves = [("async_ckpt/step", step) for step in (2, 4)]
+    saves = [("async_ckpt/bandwidth", step) for step in (2, 4)]
     evaluated = [[("loss", step), ("eval_loss", step), save] for step, save in zip((2, 4), saves, strict=True)]
     assert rows_of(trainer) == [("loss", 1), *evaluated[0], ("loss", 3), *evaluated[1], ("train_runtime", 4)]
-    assert seen == [(2, 2), (4, 4)]
+    assert seen == [2, 4]
     written = json.loads((tmp_path / saved(4) / "trainer_state.json").read_text())["log_history"]
-    assert [row["step"] for row in written if "async_ckpt/step" in row] == [2]
-    assert [row["epoch"] for row in trainer.state.log_history if "async_ckpt/step" in row] == [2 / 32, 4 / 32]
+    assert [row["step"] for row in written if "async_ckpt/bandwidth" in row] == [2]
+    assert [row["epoch"] for row in trainer.state.log_history if "async_ckpt/bandwidth" in row] == [2 / 32, 4 / 32]
 
 
 def test_a_resumed_training_has_the_log_of_a_whole_one_but_for_the_save_that_it_resumed_from(whole, tmp_path):
@@ -398,7 +418,7 @@ def test_a_resumed_training_has_the_log_of_a_whole_one_but_for_the_save_that_it_
     plain.train()
     again = trainer_of(Files, tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / saved(4)))
-    assert rows_of(again) == [row for row in rows_of(plain) if row != ("async_ckpt/step", 4)]
+    assert rows_of(again) == [row for row in rows_of(plain) if row != ("async_ckpt/bandwidth", 4)]
 
 
 def test_the_guard_holds_the_optimizer_until_all_is_copied(tmp_path):
@@ -527,7 +547,7 @@ def test_a_trainer_of_trl_writes_the_same_files_and_is_resumed_with_the_same_los
     ours = make_async(tuner_of_trl(tmp_path / "ours"), layout)
     ours.train()
     assert losses(ours) == losses(plain)
-    files = [{path.name for path in (tmp_path / run / saved(2)).iterdir()} for run in ("plain", "ours")]
+    files = [names_in(tmp_path / run / saved(2)) for run in ("plain", "ours")]
     if layout == "archive":
         files[0] = files[0] - {"optimizer.pt", "scheduler.pt", "rng_state.pth"} | {"training.tar"}
     assert files[0] == files[1]
@@ -747,6 +767,6 @@ def test_of_an_adapted_model_the_adapter_alone_is_copied_and_written(tmp_path):
     for kind in (Trainer, Files):
         trainer_of(kind, tmp_path / kind.__name__, model=adapted, max_steps=2).train()
     ours, plain = (tmp_path / kind.__name__ / saved(2) for kind in (Files, Trainer))
-    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert names_in(ours) == names_in(plain)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (ours / name).read_bytes() == (plain / name).read_bytes()

@@ -15,6 +15,7 @@ import async_ckpt
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from trainers import names_in
 
 WARM = ("trainers", "accelerate")
 
@@ -79,7 +80,7 @@ def test_two_ranks_of_ddp_are_resumed_with_the_same_losses(worlds, tmp_path, kin
     resumed, _ = trained(worlds, 2, kind, tmp_path / "resumed", tmp_path / "ours" / "checkpoint-2")
     assert resumed == plain
     if kind == "Files":
-        names = [{path.name for path in (tmp_path / run / "checkpoint-2").iterdir()} for run in ("plain", "ours")]
+        names = [names_in(tmp_path / run / "checkpoint-2") for run in ("plain", "ours")]
         assert names[0] == names[1]
         resumed, _ = trained(worlds, 2, "Trainer", tmp_path / "again", tmp_path / "ours" / "checkpoint-2")
         assert resumed == plain
@@ -179,7 +180,7 @@ def test_the_files_under_fsdp2_are_those_of_the_plain_trainer_which_resumes_from
         losses[kind], _ = trained(worlds, 2, f"sharded({kind})", tmp_path / kind, model="untied")
     assert losses["Files"] == losses["Trainer"]
     plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
-    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert names_in(ours) == names_in(plain)
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         keys = [{*FileSystemReader(one / folder).read_metadata().state_dict_metadata} for one in (plain, ours)]
         assert keys[0] == keys[1]
@@ -196,7 +197,7 @@ def test_whole_state_dicts_under_fsdp2_are_in_the_files_of_the_plain_trainer_whi
         losses[kind], _ = trained(worlds, 2, script, tmp_path / kind, model="untied")
     assert losses["Files"] == losses["Trainer"]
     plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
-    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert names_in(ours) == names_in(plain)
     assert (ours / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
     for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
         theirs, loaded = (torch.load(one / name, weights_only=True) for one in (plain, ours))
@@ -214,8 +215,8 @@ def test_adapters_under_fsdp2_are_in_the_files_of_the_plain_trainer_which_resume
         losses[name], _ = trained(worlds, 2, kind.format(name), tmp_path / name, model="untied_with_adapter")
     assert losses["Files"] == losses["Trainer"]
     plain, ours = (tmp_path / name / "checkpoint-2" for name in losses)
-    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
-    for file in {"adapter_model.safetensors", "adapter_config.json"} & {path.name for path in plain.iterdir()}:
+    assert names_in(ours) == names_in(plain)
+    for file in {"adapter_model.safetensors", "adapter_config.json"} & names_in(plain):
         assert (ours / file).read_bytes() == (plain / file).read_bytes()
     for folder in [path.name for path in plain.iterdir() if path.is_dir()]:
         keys = [{*FileSystemReader(one / folder).read_metadata().state_dict_metadata} for one in (plain, ours)]

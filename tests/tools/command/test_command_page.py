@@ -1,4 +1,4 @@
-"""docs/command.md: its calls write what it shows, its documents have the keys that it names, and its picture is drawn from it.
+"""The pages of the command: their calls write what they show, documents have the keys that are named, and the picture is theirs.
 
 Also the example of each command's help, which is run here beside the runs of the page.
 """
@@ -21,7 +21,8 @@ from async_ckpt.testing import moto_server
 from async_ckpt.tools.command.main import app
 
 CONSOLE = runpy.run_path(str(Path(__file__).parents[3] / ".ci/console.py"))
-PAGE = CONSOLE["PAGE"].read_text("utf-8")
+PAGE = "".join(page.read_text("utf-8") for page in CONSOLE["PAGES"])
+DOCUMENTS = CONSOLE["DOCS"].joinpath("scripts.md").read_text("utf-8")
 CALLS = [
     (call, output, bool(match[1]))
     for match in CONSOLE["BLOCK"].finditer(PAGE)
@@ -91,7 +92,7 @@ def test_the_page_names_every_key_of_a_document(outputs: list[str], call: str) -
     document = json.loads(run_command(*shlex.split(call), "--json").stdout)
     assert document.pop("version") == 1
     kind = document.pop("kind")
-    (row,) = re.findall(rf"^\| `.*` \| `{kind}` \| (.*) \|$", PAGE, re.M)
+    (row,) = re.findall(rf"^\| `.*` \| `{kind}` \| (.*) \|$", DOCUMENTS, re.M)
     assert keys_of(document) - {*re.findall(r"`(\w+)`", row)} == set()
 
 

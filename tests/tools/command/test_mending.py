@@ -475,3 +475,17 @@ def test_killed_at_any_call_the_run_is_whole_and_the_same_command_ends_it(
         assert_is_run(root, end)
         assert damages(root, status=0) == {}
         shutil.rmtree(root)
+
+
+def test_a_folder_of_runs_and_several_runs_are_repaired(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        saved(tmp_path / "runs" / name, steps=1)
+        (tmp_path / "runs" / name / "latest").unlink()
+    a, c = tmp_path / "runs/a", tmp_path / "runs/c"
+
+    refused = run_command("repair", tmp_path / "runs", "--unretire", "1")
+    assert (refused.returncode, "one run" in refused.stderr) == (2, True)
+    assert run_command("repair", tmp_path / "runs").stdout.count("1 of 1 can be mended") == 3
+    assert run_command("repair", a, c, "--apply").stdout.count("1 of 1 mended") == 2
+    assert "b: nothing to mend" not in run_command("repair", tmp_path / "runs", "--apply").stdout
+    assert run_command("repair", tmp_path / "runs").stdout.count("nothing to mend") == 3

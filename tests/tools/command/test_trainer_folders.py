@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from buckets import Bucket, bucket  # noqa: F401
@@ -179,6 +181,48 @@ def test_a_training_by_transformers_has_a_history_that_all_words_show(tmp_path: 
     (run,) = documented("page", tmp_path / "run", "-o", tmp_path / "page.html")["runs"]
     assert run["num_saves"] == 4
     assert run_command("prune", tmp_path / "run", "--keep", "last=1", "--yes").returncode == 0
+
+
+def trained_by_transformers(folder: Path) -> Path:
+    from trainers import Files, trainer_of
+
+    trainer_of(Files, folder, max_steps=2, save_steps=2).train()
+    return folder / "checkpoint-2"
+
+
+def trained_by_accelerate(folder: Path) -> Path:
+    from accelerated import Training
+
+    training = Training(folder)
+    state = training.state("accelerate")
+    training.run(save=state.save_state)
+    state.wait()
+    return max((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("trained", [trained_by_transformers, trained_by_accelerate])
+def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(trained: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    checkpoint = trained(tmp_path / "run")
+    copy = tmp_path / "copy" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    told = documented("verify", copy.parent)
+    assert (told["faults"], [note for note in told["notes"] if "no checksums" in note]) == ([], [])
+    assert any("digests that their save has kept" in note for note in told["notes"])
+
+    chosen = random.Random(checkpoint.name)
+    for path in sorted(path for path in copy.rglob("*") if path.is_file()):
+        whole, is_list = path.read_bytes(), path.name.startswith("_")
+        position = chosen.randrange(8 * len(whole))
+        flip(path, position // 8, 1 << position % 8)
+        faults = documented("verify", copy.parent, status=1)["faults"]
+        assert is_list or [Path(fault["subject"]) for fault in faults] == [path]
+        if not is_list:
+            path.unlink()
+            (fault,) = documented("verify", copy.parent, status=1)["faults"]
+            assert fault["text"] == "it is missing"
+        path.write_bytes(whole)
+    assert documented("verify", copy.parent)["faults"] == []
 
 
 def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -431,6 +431,8 @@
 
   // --- the page ----------------------------------------------------------------------------------------------------
 
+  const LONGEST_TASK_MS = 200;
+
   const unpacked = async () => {
     const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (one) => one.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -446,9 +448,12 @@
   const draw = async () => {
     const { runs, pictures } = await unpacked();
     for (const place of document.querySelectorAll(".range")) addRanges(place, runs);
+    let begun = performance.now();
     for (const [number, picture] of pictures.entries()) {
       addPicture(document.getElementById(`picture${number}`), picture, runs);
-      await new Promise((resolve) => setTimeout(resolve)); // the page answers between two pictures
+      if (performance.now() - begun < LONGEST_TASK_MS) continue; // few saves are there at once, also for a screenshot
+      await new Promise((resolve) => setTimeout(resolve)); // the page answers between pictures of many saves
+      begun = performance.now();
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(({ plot }) => plot.redraw()));
     document.documentElement.dataset.drawn = Math.round(performance.now());
