@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import random as generators
     from megatron.core.transformer import TransformerConfig
@@ -58,6 +59,11 @@ def begin_on_cpu() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     generators._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     OnCpu().__enter__()
+    # It fills the steps of torch's Adam, which is here in place of the fused one, from parts that its checkpoints do not have.
+    fill = DistributedOptimizer._set_main_param_and_optimizer_states
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, parameter, parts: fill(
+        self, parameter, {"step": None, **parts}
+    )
 
 
 class Training:

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: mak
 WARM = ("megatron_runs",)
 
 STATE = """
-import argparse, fractions
+import argparse, string
 from pathlib import Path
 from megatron_runs import *
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
@@ -118,7 +118,7 @@ def error_of(call):
         return f"{type(error).__name__}: {error}"
 
 here.tell(ours.load_checkpoint(state(False), str(folder)))
-ours.save_checkpoint({**state(), "odd": fractions.Fraction(1, 3)}, str(folder), 3).result()
+ours.save_checkpoint({**state(), "odd": string.Template("x")}, str(folder), 3).result()
 dist.barrier()
 here.tell(error_of(lambda: ours.load_checkpoint(state(False), str(folder))))
 more = {**state(False), "more": ShardedTensor.from_rank_offsets("more", torch.ones(1), replica_id=here.rank)}
