@@ -12,6 +12,7 @@ In an archive, a ShardedTensor has its key as a name, and a ShardedObject its un
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from .. import SaveHandle, SaveReport, inspect, load, save
 from ..errors import StateMismatchError
-from ..plumbing import leaf_names, locks, places, threads
+from ..plumbing import locks, places, threads
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.rank_number import RankNumber
@@ -42,7 +43,8 @@ _serialization: Final[Any] = import_module("megatron.core.dist_checkpointing.ser
 _strategies: Final[Any] = import_module("megatron.core.dist_checkpointing.strategies.torch")
 _utils: Final[Any] = import_module("megatron.core.dist_checkpointing.utils")
 if TYPE_CHECKING:
-    _PlainSave = _PlainLoad = Any
+    _PlainSave: Any
+    _PlainLoad: Any
 else:
     _PlainSave, _PlainLoad = _strategies.TorchDistSaveShardedStrategy, _strategies.TorchDistLoadShardedStrategy
 _SAVES: Final = ("save", "async_save")
@@ -75,12 +77,11 @@ def use(*, trust: bool = False) -> None:
     what they have written before. `trust` unpickles values that are not plain data, such as the `args` of Megatron-LM;
     without it, a load that meets one raises UntrustedObjectError.
     """
-    LoadStrategy.trust = trust
+    LoadStrategy.trust = _PlainLoad.trust = trust
     for name in _SAVES:
         setattr(_PlainSave, name, getattr(SaveStrategy, name))
     for name in _LOADS:
         setattr(_PlainLoad, name, getattr(LoadStrategy, name))
-    _PlainLoad.trust = trust
     _package.load_common_state_dict = _serialization.load_common_state_dict = _common_state
 
 
@@ -98,12 +99,13 @@ def save_checkpoint(
     parts, common = _preprocess.save_preprocess(sharded_state_dict, validate_access_integrity=False)
     parts[_COMMON] = _mapping.ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
     storage, name = places.storage_at(save_dir), _ITERATION.format(iteration)
+    names_it = dist.get_rank() == 0
     named: Future[SaveReport] = threads.running_future()
 
     def name_iteration(handle: SaveHandle) -> None:
         try:
             report = handle.result()
-            if handle_is_of_rank_0:
+            if names_it:
                 storage.replace(f"{name}/{_package.core.CONFIG_FNAME}", json.dumps(_CONFIG).encode())
                 storage.replace(TRACKER, str(iteration).encode())
         except BaseException as error:
@@ -111,7 +113,6 @@ def save_checkpoint(
         else:
             named.set_result(report)
 
-    handle_is_of_rank_0 = dist.get_rank() == 0
     _begin(parts, f"{os.fspath(save_dir)}/{name}").add_done_callback(name_iteration)
     return named
 
@@ -188,21 +189,19 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
         super().__init__(*args, **options)
         self.trust = trust
 
-    def load(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any
-    ) -> dict[str, Any]:
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
         """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places."""
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load"](self, sharded_state_dict, checkpoint_dir, *others)
         return _filled(sharded_state_dict, archive, trust=self.trust)
 
-    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> dict[str, Any]:
+    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
         """The ShardedTensors in a checkpoint, whole and without data, by their keys."""
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load_tensors_metadata"](self, checkpoint_dir, metadata)
         return {name: part for name, part in _parts_in(archive).items() if isinstance(part, _mapping.ShardedTensor)}
 
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
         """The ShardedTensors and ShardedObjects in a checkpoint, without data."""
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load_sharded_metadata"](self, checkpoint_dir)
@@ -228,12 +227,12 @@ def _lock_during(handle: SaveHandle) -> str:
     """The path of a file that this process has locked until a save has ended."""
     descriptor, path = tempfile.mkstemp(prefix="async_ckpt-")
     os.close(descriptor)
-    held = locks.hold(Path(path))
+    held = locks.hold_if_free(Path(path))
+    assert held is not None, "nobody else knows this file"
 
     def release(_: SaveHandle) -> None:
         os.unlink(path)
-        if held is not None:
-            locks.forget(held)
+        locks.forget(held)
 
     handle.add_done_callback(release)
     return path
@@ -241,10 +240,8 @@ def _lock_during(handle: SaveHandle) -> str:
 
 def _wait_for(path: str) -> None:
     """Return when a save has ended, or the process that makes it. Megatron calls this in a process of its own."""
-    with suppress(FileNotFoundError):  # it has ended
-        held = locks.hold(Path(path))
-        if held is not None:
-            locks.forget(held)
+    with suppress(FileNotFoundError), open(path) as file:  # without the file, it has ended
+        fcntl.lockf(file, fcntl.LOCK_SH)  # a lock goes with its process
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -269,14 +266,16 @@ def _tracked(load_dir: str | os.PathLike[str]) -> int | None:
 
 
 def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None = None) -> dict[str, Any]:
-    """What is common to all ranks, in place of Megatron's `load_common_state_dict`."""
+    """The values that all ranks have in common, in place of Megatron's `load_common_state_dict`."""
     if (archive := _archive_in(checkpoint_dir)) is None:
-        return _plain_common(checkpoint_dir)
+        plain: dict[str, Any] = _plain_common(checkpoint_dir)
+        return plain
     name = _mapping.ShardedObject(_COMMON, None, (1,), (0,)).unique_key
-    return load(archive, select=name, trust=LoadStrategy.trust if trust is None else trust)[name][0]
+    (common,) = load(archive, select=name, trust=LoadStrategy.trust if trust is None else trust)[name]
+    return dict(common)
 
 
-def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) -> dict[str, Any]:
+def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) -> Any:
     _utils.force_all_tensors_to_non_fp8(sharded_state_dict)
     parts = [*_dicts.nested_values(sharded_state_dict)]
     tensors = [part for part in parts if isinstance(part, _mapping.ShardedTensor)]
@@ -286,7 +285,7 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
         if tensor.allow_shape_mismatch:
             tensor.data.zero_()  # where the saved one has nothing
     if tensors:
-        restore(dict(enumerate(tensors)), archive)
+        restore(dict(enumerate(tensors)), archive, trust=trust)
     names = {part.unique_key for part in parts if isinstance(part, _mapping.ShardedObject)}
     if missing := sorted(names.difference(_parts_in(archive))) if names else []:
         raise StateMismatchError(f"{archive} has no {missing[0]}", missing=tuple(missing))
@@ -309,7 +308,7 @@ def _parts_in(archive: str) -> dict[str, Any]:
             part = _mapping.ShardedObject.empty_from_unique_key(f"{key}{_OF_OBJECT}{offset}_{shape}")
             parts[part.unique_key] = part
         elif row.name != _RANKS:
-            dtype = leaf_names.dtype_named(row.dtype)
-            empty = torch.empty(row.shape, dtype=dtype, device="meta")
+            assert row.dtype is not None, "everything else is in a ShardedObject"
+            empty = torch.empty(row.shape or (), dtype=getattr(torch, row.dtype), device="meta")
             parts[row.name] = _mapping.ShardedTensor.from_rank_offsets(row.name, empty).without_data()
     return parts

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
@@ -69,7 +68,9 @@ def begin_on_cpu() -> None:
 class Training:
     """A training of four layers with SwiGLU. `optimizer` is "plain", or the sharding type of the distributed one."""
 
-    def __init__(self, tp: int = 1, pp: int = 1, optimizer: str = "plain", *, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(
+        self, tp: int = 1, pp: int = 1, optimizer: str = "plain", *, seed: int = 0, dropout: float = 0.0
+    ) -> None:
         begin_on_cpu()
         groups.initialize_model_parallel(tp, pp)
         torch.manual_seed(seed)
@@ -179,5 +180,3 @@ def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
     later = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     output = model(tokens[:, :-1], torch.arange(LENGTH).expand(2, LENGTH), later, labels=tokens[:, 1:])
     return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
-
-

@@ -91,7 +91,10 @@ def test_the_archive_has_the_tensors_of_megatrons_own_checkpoint_by_their_keys(w
     theirs.mkdir()
     script = f"training.train(1); training.save({str(ours)!r}).result(); training.save_theirs({str(theirs)!r})"
     run(worlds, 4, 2, 2, "fully_reshardable", script)
-    archive, plain = async_ckpt.load(ours / "iter_0000001" / "training.tar", trust=True), async_ckpt.load(theirs, trust=True)
+    archive, plain = (
+        async_ckpt.load(ours / "iter_0000001" / "training.tar", trust=True),
+        async_ckpt.load(theirs, trust=True),
+    )
 
     keys = {name for name, value in plain.items() if isinstance(value, torch.Tensor)}
     assert any("mlp.linear_fc1.weight" in key for key in keys)  # which factories have cut
