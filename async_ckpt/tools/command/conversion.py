@@ -311,6 +311,7 @@ def _plain(leaf: Any) -> Any:
 
 def _write_dcp(request: ConversionRequest) -> int:
     import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     def write(state: Any) -> int:
         if not isinstance(state, dict):
@@ -324,7 +325,7 @@ def _write_dcp(request: ConversionRequest) -> int:
                 alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
                 if _OF_MEGATRON in state:  # whose objects are one entry each
                     state = {name: value for name, value in state.items() if name != _RANKS}
-                    alone["planner"] = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)  # type: ignore[attr-defined]
+                    alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
                 torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
                 if "planner" in alone:
                     (written / "metadata.json").write_text(_MEGATRON_CONFIG)
