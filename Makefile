@@ -9,7 +9,9 @@ export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
-FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
+# Megatron-Core asks for Python 3.12.
+TOO_NEW := $(shell $(PYTHON) -c "import sys; sys.version_info < (3, 12) and print('megatron')")
+FRAMEWORKS := $(filter-out $(TOO_NEW),$(basename $(notdir $(wildcard constraints/*.txt))))
 
 .PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-cuda mutants-cuda test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 

@@ -34,6 +34,10 @@ _CLASSES: Final = frozenset(
                 "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
             )
         ),
+        *(  # the plans that Megatron keeps in it
+            f"{_CHECKPOINT}.planner.{name}"
+            for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
         f"{_CHECKPOINT}.filesystem._StorageInfo",
         f"{_CHECKPOINT}.filesystem._StoragePrefix",
         *(

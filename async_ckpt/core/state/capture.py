@@ -24,7 +24,7 @@ from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_dtenso
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
-from .megatron import MegatronTensors, refuse_others, with_megatron
+from .megatron_tensors import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, dtype_name, is_describable, selector, shown
 from .optimizers import classes_of, is_optimizer
 from .rng import RngState

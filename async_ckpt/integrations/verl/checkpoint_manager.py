@@ -27,6 +27,7 @@ from ...plumbing import ledger, spans, threads, waits
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
+from ..common.rank_number import RankNumber
 from ..common.small_files import written_by
 from ..common.step_guard import StepGuard
 from ..common.training_archive import archive_in
@@ -304,7 +305,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         }
         state = {**state, _FACTS: facts}
         if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
-            state["ranks"] = fsdp_state.RankNumber.of(self.rank, self.world_size)
+            state["ranks"] = RankNumber.of(self.rank, self.world_size)
         if exported is None:
             handles.append(save(state, folder.archive, guard=guard))
         elif "model" not in state:

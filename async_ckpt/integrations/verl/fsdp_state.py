@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -26,27 +25,6 @@ from torch.distributed.fsdp import (
 )
 
 _LORA: Final = ("lora_", ".adapter_")
-
-
-@dataclass(frozen=True)
-class RankNumber:
-    """The number of this rank as its element of a tensor, with the attributes of Megatron's ShardedTensor.
-
-    A state in which nothing else is spread over the ranks is saved by all of them with it.
-    """
-
-    data: torch.Tensor
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    key: str = "ranks"
-    local_shape: tuple[int, ...] = (1,)
-    axis_fragmentations: tuple[int, ...] | None = None
-    replica_id: int = 0
-    dtype: torch.dtype = torch.int64
-
-    @classmethod
-    def of(cls, rank: int, world_size: int) -> RankNumber:
-        return cls(torch.tensor([rank]), (world_size,), (rank,))
 
 
 def is_fsdp1(model: Any) -> bool:

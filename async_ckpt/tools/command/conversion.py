@@ -56,6 +56,10 @@ _BY_SUFFIX: Final = {
 }
 # The names that mean a step without --as: "llama-3" may be any folder.
 _STEP_FORMATS: Final = {runs.STEP_FORMAT, *(naming.step_format for naming in runs.NAMINGS.values())}
+# The entry of every checkpoint of Megatron-Core, the file by which it knows one, and an entry of ours that it has not.
+_OF_MEGATRON: Final = "common_state/shard_0_1"
+_MEGATRON_CONFIG: Final = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+_RANKS: Final = "ranks"
 _SHOWN_NAMES: Final = 5
 # The memory of a save. It waits for memory rather than take more.
 _HOST_BYTES: Final = 128 << 20
@@ -307,6 +311,7 @@ def _plain(leaf: Any) -> Any:
 
 def _write_dcp(request: ConversionRequest) -> int:
     import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     def write(state: Any) -> int:
         if not isinstance(state, dict):
@@ -317,8 +322,13 @@ def _write_dcp(request: ConversionRequest) -> int:
                 writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
                 # Torch 2.6 has no such argument: there a process without a group is alone anyway.
                 arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
-                alone = {"no_dist": True} if "no_dist" in arguments else {}
+                alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
+                if _OF_MEGATRON in state:  # whose objects are one entry each
+                    state = {name: value for name, value in state.items() if name != _RANKS}
+                    alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
                 torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
+                if "planner" in alone:
+                    (written / "metadata.json").write_text(_MEGATRON_CONFIG)
             return sum(path.stat().st_size for path in written.iterdir())
 
     return _with_state(request, write)

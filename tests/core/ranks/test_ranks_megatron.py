@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from megatron import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron_parts import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from rank_states import numbered
 from states import open_run
 
@@ -21,7 +21,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has t
 # it; each stage calls its own 0 and 1. The norm is on both ranks of a stage; the embedding on the first stage, and a copy
 # on the last. A flattened part of an optimizer's moment is no rectangle.
 STAGES = """
-from megatron import ShardedTensor
+from megatron_parts import ShardedTensor
 stage, tp = divmod(here.rank, 2)
 
 def state(add, fill=None):
@@ -105,7 +105,7 @@ def test_stages_of_megatron_are_one_state_by_its_keys_and_each_restores_its_own(
 )
 def test_copies_of_megatron_are_compared_and_what_only_copies_have_is_missed(worlds, change, told):
     script = f"""
-    from megatron import ShardedTensor
+    from megatron_parts import ShardedTensor
     part = ShardedTensor.of("w", numbered(3), replica_id=here.rank)
     {change}
     with open_run(here.root) as ckpt:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from buckets import bucket  # noqa: F401
 from dcp_states import dcp, emptied, plain, training
-from megatron import ShardedTensor
+from megatron_parts import ShardedTensor
 from states import difference, open_run
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

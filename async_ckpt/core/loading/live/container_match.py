@@ -22,7 +22,7 @@ from ...slicing.sharded import is_of_megatron
 from ...slicing.slices import Ints
 from ...spec import with_article
 from ...state.generators import SavedGenerator, copy_state, is_generator
-from ...state.megatron import keys_below
+from ...state.megatron_tensors import keys_below
 from ...state.names import Path, Selector, dotted
 from ...state.per_rank import ListItems
 from ...state.plain import (

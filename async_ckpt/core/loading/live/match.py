@@ -34,7 +34,7 @@ from ...slicing.slices import Ints
 from ...spec import Json, with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
-from ...state.megatron import name_of
+from ...state.megatron_tensors import name_of
 from ...state.names import Path, Selector, dtype_name, printable, shown
 from ...state.optimizers import is_optimizer
 from ...state.plain import SCALARS, method_of

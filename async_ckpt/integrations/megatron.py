@@ -1,0 +1,314 @@
+"""Megatron-Core's `dist_checkpointing`, with checkpoints that are archives and are written behind the training.
+
+In: sharded state dicts of all ranks. Out: an archive in the folder of each checkpoint, and state dicts filled from it,
+or from what Megatron's own strategy has written. Knows nothing of: models, optimizers, how ranks share their parts.
+
+    <save>/latest_checkpointed_iteration.txt
+    <save>/iter_0000100/metadata.json    by which Megatron knows a checkpoint
+                       /training.tar     our archive; with several ranks, a folder of archives
+
+In an archive, a ShardedTensor has its key as a name, and a ShardedObject its unique key, as in Megatron's own files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from .. import SaveHandle, SaveReport, inspect, load, save
+from ..errors import StateMismatchError
+from ..plumbing import locks, places, threads
+from .common.frameworks import require, require_names
+from .common.joint_errors import meet
+from .common.rank_number import RankNumber
+from .common.training_archive import url_in
+from .dcp import restore
+
+_core: Final = require("megatron.core", oldest="0.19", newest="0.19")
+_package: Final[Any] = import_module("megatron.core.dist_checkpointing")
+_dicts: Final[Any] = import_module("megatron.core.dist_checkpointing.dict_utils")
+_mapping: Final[Any] = import_module("megatron.core.dist_checkpointing.mapping")
+_preprocess: Final[Any] = import_module("megatron.core.dist_checkpointing.state_dict_utils")
+_serialization: Final[Any] = import_module("megatron.core.dist_checkpointing.serialization")
+_strategies: Final[Any] = import_module("megatron.core.dist_checkpointing.strategies.torch")
+_utils: Final[Any] = import_module("megatron.core.dist_checkpointing.utils")
+if TYPE_CHECKING:
+    _PlainSave: Any
+    _PlainLoad: Any
+else:
+    _PlainSave, _PlainLoad = _strategies.TorchDistSaveShardedStrategy, _strategies.TorchDistLoadShardedStrategy
+_SAVES: Final = ("save", "async_save")
+_LOADS: Final = ("load", "load_tensors_metadata", "load_sharded_metadata")
+require_names(_core, _PlainSave, _SAVES)
+require_names(_core, _PlainLoad, _LOADS)
+require_names(_core, _serialization, ["load_common_state_dict", "save_config", "CheckpointingConfig"])
+require_names(_core, _strategies, ["get_async_strategy"])
+# Megatron's own, for checkpoints that are its own; `use` replaces them.
+_plain: Final[dict[str, Any]] = {name: getattr(_PlainLoad, name) for name in _LOADS}
+_plain_common: Final = _serialization.load_common_state_dict
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+_ITERATION: Final = "iter_{:07d}"
+_CONFIG: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON: Final = "common_state"
+_OF_OBJECT: Final = "/shard_"
+"""The text between the key of a ShardedObject and its place, in its unique key."""
+_RANKS: Final = "ranks"
+"""The name of the entry that every rank has, which is none of Megatron's."""
+
+
+def use(*, trust: bool = False) -> None:
+    """Have `megatron.core.dist_checkpointing` save and load by this library in this process. Call it on every rank.
+
+        async_ckpt.integrations.megatron.use(trust=True)
+        pretrain(…)  # with --async-save as before
+
+    From then on Megatron's own strategies write archives, also where a framework makes them. They load archives, and
+    what they have written before. `trust` unpickles values that are not plain data, such as the `args` of Megatron-LM;
+    without it, a load that meets one raises UntrustedObjectError.
+    """
+    LoadStrategy.trust = _PlainLoad.trust = trust
+    for name in _SAVES:
+        setattr(_PlainSave, name, getattr(SaveStrategy, name))
+    for name in _LOADS:
+        setattr(_PlainLoad, name, getattr(LoadStrategy, name))
+    _package.load_common_state_dict = _serialization.load_common_state_dict = _common_state
+
+
+def save_checkpoint(
+    sharded_state_dict: dict[str, Any], save_dir: str | os.PathLike[str], iteration: int
+) -> Future[SaveReport]:
+    """Save a sharded state dict as an iteration, where Megatron's own training loop is not used. Every rank calls it.
+
+        future = save_checkpoint({"model": model.sharded_state_dict(), "iteration": 100}, "runs/a", 100)
+
+    Returns when the state is copied. Factories are applied in place, as `dist_checkpointing.save` does. The future has
+    this rank's report once the archives of all ranks are durable, and on rank 0 once the tracker names the iteration.
+    If any rank has failed, it has the error on all of them.
+    """
+    parts, common = _preprocess.save_preprocess(sharded_state_dict, validate_access_integrity=False)
+    parts[_COMMON] = _mapping.ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
+    storage, name = places.storage_at(save_dir), _ITERATION.format(iteration)
+    names_it = dist.get_rank() == 0
+    named: Future[SaveReport] = threads.running_future()
+
+    def name_iteration(handle: SaveHandle) -> None:
+        try:
+            report = handle.result()
+            if names_it:
+                storage.replace(f"{name}/{_package.core.CONFIG_FNAME}", json.dumps(_CONFIG).encode())
+                storage.replace(TRACKER, str(iteration).encode())
+        except BaseException as error:
+            named.set_exception(error)
+        else:
+            named.set_result(report)
+
+    _begin(parts, f"{os.fspath(save_dir)}/{name}").add_done_callback(name_iteration)
+    return named
+
+
+def load_checkpoint(
+    sharded_state_dict: dict[str, Any],
+    load_dir: str | os.PathLike[str],
+    iteration: int | None = None,
+    *,
+    trust: bool = False,
+) -> tuple[dict[str, Any], int] | None:
+    """Load an iteration, by default the one that the tracker names. Every rank calls it, on any number of ranks.
+
+        if (found := load_checkpoint({"model": model.sharded_state_dict()}, "runs/a")) is not None:
+            state, iteration = found
+            model.load_state_dict(state["model"])
+
+    Returns the state dict, with what was common to all ranks, and the iteration; None without a tracker. It also loads
+    what Megatron's own strategy has written. `trust` is as for `use`.
+
+    Raises StateMismatchError if the checkpoint lacks a key, or has it in another shape or dtype, and what `load`
+    raises; on all ranks if the tracker cannot be read.
+    """
+    if iteration is None:
+        iteration = meet(lambda: _tracked(load_dir))[0]
+        if iteration is None:
+            return None
+    folder = f"{os.fspath(load_dir)}/{_ITERATION.format(iteration)}"
+    parts, local, factories = _preprocess.load_preprocess(sharded_state_dict)
+    state = _common_state(folder, trust=trust)
+    _dicts.merge(state, local)
+    parts, _ = _utils.extract_sharded_base(parts)
+    _dicts.merge(state, LoadStrategy(trust=trust).load(parts, folder))
+    return _mapping.apply_factory_merges(state, factories), iteration
+
+
+class SaveStrategy(_PlainSave):  # type: ignore[misc]
+    """A save strategy for `megatron.core.dist_checkpointing.save`, in place of `TorchDistSaveShardedStrategy`.
+
+        checkpointing_context = {"save_strategy": SaveStrategy()}
+
+    The main replica of each part is saved. `async_save` copies everything, and returns a request for Megatron's queue,
+    which finds it done when the archives of all ranks are durable; then its finalize functions move the tracker. The
+    first of them raises the error of the save, on every rank.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Save, and wait until the archives of all ranks are durable. Raises the error of any rank on all of them."""
+        _begin(sharded_state_dict, checkpoint_dir).result()
+
+    def async_save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "nvrx",
+    ) -> Any:
+        """Copy everything, and begin to write. Returns Megatron's AsyncRequest."""
+        request: Any = _strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]
+        handle = _begin(sharded_state_dict, checkpoint_dir)
+        return request(_wait_for, (_lock_during(handle),), [handle.result])
+
+
+class LoadStrategy(_PlainLoad):  # type: ignore[misc]
+    """A load strategy for `megatron.core.dist_checkpointing.load`, in place of `TorchDistLoadShardedStrategy`.
+
+    Megatron itself reads the common state, ahead of any strategy, so `use` has to be called before. Each rank reads the
+    ranges that it needs, whatever the sizes of tensor, pipeline and data parallelism were. Checkpoints of Megatron's
+    own strategy are loaded as it does. `trust` is as for `use`.
+    """
+
+    trust = False
+
+    def __init__(self, *args: Any, trust: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trust = trust
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
+        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places."""
+        if (archive := _archive_in(checkpoint_dir)) is None:
+            return _plain["load"](self, sharded_state_dict, checkpoint_dir, *others)
+        return _filled(sharded_state_dict, archive, trust=self.trust)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
+        """The ShardedTensors in a checkpoint, whole and without data, by their keys."""
+        if (archive := _archive_in(checkpoint_dir)) is None:
+            return _plain["load_tensors_metadata"](self, checkpoint_dir, metadata)
+        return {name: part for name, part in _parts_in(archive).items() if isinstance(part, _mapping.ShardedTensor)}
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+        """The ShardedTensors and ShardedObjects in a checkpoint, without data."""
+        if (archive := _archive_in(checkpoint_dir)) is None:
+            return _plain["load_sharded_metadata"](self, checkpoint_dir)
+        return _parts_in(archive)
+
+
+# --- saving -------------------------------------------------------------------------------------------------------
+
+
+def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> SaveHandle:
+    """Copy the main replicas among the parts of this rank, and begin to write them into the folder of a checkpoint."""
+    state: dict[str, Any] = {}
+    for number, part in enumerate(_dicts.nested_values(sharded_state_dict)):
+        if _mapping.is_main_replica(part.replica_id):
+            is_object = isinstance(part, _mapping.ShardedObject)
+            state |= {part.unique_key: [part.data]} if is_object else {str(number): part}
+    if dist.get_world_size() > 1:
+        state[_RANKS] = RankNumber.of(dist.get_rank(), dist.get_world_size())
+    return save(state, url_in(os.fspath(checkpoint_dir)))
+
+
+def _lock_during(handle: SaveHandle) -> str:
+    """The path of a file that this process has locked until a save has ended."""
+    descriptor, path = tempfile.mkstemp(prefix="async_ckpt-")
+    os.close(descriptor)
+    held = locks.hold_if_free(Path(path))
+    assert held is not None, "nobody else knows this file"
+
+    def release(_: SaveHandle) -> None:
+        os.unlink(path)
+        locks.forget(held)
+
+    handle.add_done_callback(release)
+    return path
+
+
+def _wait_for(path: str) -> None:
+    """Return when a save has ended, or the process that makes it. Megatron calls this in a process of its own."""
+    with suppress(FileNotFoundError), open(path) as file:  # without the file, it has ended
+        fcntl.lockf(file, fcntl.LOCK_SH)  # a lock goes with its process
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def _archive_in(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """The archive in the folder of a checkpoint; None if there is none of ours."""
+    folder, _, name = (archive := url_in(os.fspath(checkpoint_dir))).rpartition("/")
+    return archive if name in places.storage_at(folder).names("") else None
+
+
+def _tracked(load_dir: str | os.PathLike[str]) -> int | None:
+    """The iteration that the tracker names; None if there is no tracker. Raises ValueError for another content."""
+    storage = places.storage_at(load_dir)
+    try:
+        text = storage.read(TRACKER)[0].decode()
+    except FileNotFoundError:
+        return None
+    if not text.strip().isdecimal():
+        raise ValueError(f"{storage.locate(TRACKER)} names no iteration, but has {text!r:.100}; give iteration=")
+    return int(text)
+
+
+def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None = None) -> dict[str, Any]:
+    """The values that all ranks have in common, in place of Megatron's `load_common_state_dict`."""
+    if (archive := _archive_in(checkpoint_dir)) is None:
+        plain: dict[str, Any] = _plain_common(checkpoint_dir)
+        return plain
+    name = _mapping.ShardedObject(_COMMON, None, (1,), (0,)).unique_key
+    (common,) = load(archive, select=name, trust=LoadStrategy.trust if trust is None else trust)[name]
+    return dict(common)
+
+
+def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) -> Any:
+    _utils.force_all_tensors_to_non_fp8(sharded_state_dict)
+    parts = [*_dicts.nested_values(sharded_state_dict)]
+    tensors = [part for part in parts if isinstance(part, _mapping.ShardedTensor)]
+    for tensor in tensors:
+        tensor.init_data("cpu")
+        tensor.data = tensor.data.detach()
+        if tensor.allow_shape_mismatch:
+            tensor.data.zero_()  # where the saved one has nothing
+    if tensors:
+        restore(dict(enumerate(tensors)), archive, trust=trust)
+    names = {part.unique_key for part in parts if isinstance(part, _mapping.ShardedObject)}
+    if missing := sorted(names.difference(_parts_in(archive))) if names else []:
+        raise StateMismatchError(f"{archive} has no {missing[0]}", missing=tuple(missing))
+    objects = load(archive, select=[*names], trust=trust) if names else {}
+
+    def value_of(part: Any) -> Any:
+        return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key][0]
+
+    return _dicts.dict_list_map_outplace(value_of, sharded_state_dict)
+
+
+def _parts_in(archive: str) -> dict[str, Any]:
+    """The parts of a checkpoint by name, whole and without data."""
+    parts: dict[str, Any] = {}
+    for row in inspect(archive).names:
+        key, of_object, place = row.name.partition(_OF_OBJECT)
+        if of_object:  # and perhaps a value inside of it
+            offset, _, shape = place.partition("_")
+            shape = ".".join(shape.split(".")[: offset.count(".") + 1])
+            part = _mapping.ShardedObject.empty_from_unique_key(f"{key}{_OF_OBJECT}{offset}_{shape}")
+            parts[part.unique_key] = part
+        elif row.name != _RANKS:
+            assert row.dtype is not None, "everything else is in a ShardedObject"
+            empty = torch.empty(row.shape or (), dtype=getattr(torch, row.dtype), device="meta")
+            parts[row.name] = _mapping.ShardedTensor.from_rank_offsets(row.name, empty).without_data()
+    return parts
