@@ -138,13 +138,11 @@ class AsyncCheckpointer(RunReader):
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
-        if commit is not None:
-            _refuse_rule(commit)
+        _refuse_rule(commit)
         if due is not None and not isinstance(due, Due):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
         notice = self._notice = Notice(due.signals)
-        self._hears_signals = bool(due.signals)
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
         self._roots = open_roots(
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
@@ -285,7 +283,7 @@ class AsyncCheckpointer(RunReader):
         number = whole_step(step)
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
-        leaving = self._hears_signals and self._ranks.is_leaving(asked=self._notice.is_given)
+        leaving = self._notice.hears and self._ranks.is_leaving(asked=self._notice.is_given)
 
         def answer() -> tuple[bool, bool]:
             self._is_preempted = leaving
@@ -522,8 +520,10 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _refuse_rule(commit: str) -> None:
+def _refuse_rule(commit: str | None) -> None:
     """Raise ValueError for the rule of a commit at several roots, or warn of it."""
+    if commit is None:
+        return
     if commit != "any":
         raise ValueError(
             f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
