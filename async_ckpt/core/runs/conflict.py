@@ -2,19 +2,20 @@
 
 In: the roots of a run. Out: the conflict at the last of them, and its end. Knows nothing of: who decides.
 
-To adopt such commits, their starts are listed at the nearest place as earlier than all others there: from then on the
-run descends from them, and all steps of both count. To retire them, their manifests are renamed as by a rollback.
+To adopt such commits, their starts are named as ancestors in the file of the newest start at the nearest place: from
+then on the run descends from them, and all steps of both count. To retire them, their manifests are renamed as by a
+rollback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from typing import NamedTuple
 
+from .manifest import seal
 from .roots import Roots
 from .run import Run
-from .starts import Start
+from .starts import Start, about_start, refuse_if_alive
 
 
 class Conflict(NamedTuple):
@@ -26,11 +27,15 @@ class Conflict(NamedTuple):
     strangers: Collection[Start]
 
     def adopt(self) -> None:
-        """Have the run descend from these starts."""
-        nearest = self.roots.runs[0].storage
-        for start in self.strangers:
-            with suppress(FileExistsError, FileNotFoundError):
-                nearest.put_new(Start(0, start.token, start.first).name, self.run.storage.read(start.name)[0])
+        """Have the run descend from these starts. Raises RunTakenError if its training is alive."""
+        nearest = self.roots.runs[0]
+        starts = nearest.root.relist().starts
+        refuse_if_alive(nearest.storage, starts)
+        if starts:
+            about = about_start(nearest.storage, max(starts))
+            about["ancestors"] = sorted(nearest.descent() | {start.token for start in self.strangers})
+            about.pop("digest", None)
+            nearest.storage.replace(max(starts).name, seal(about))
 
     def retire(self) -> None:
         """Take these commits back; `async-ckpt repair --unretire` commits one again.

@@ -1,7 +1,7 @@
 """The places of a run whose training is another process, or has ended.
 
-In: the runs at its places. Out: what the last one is to get next, and the right to bring it there. Knows nothing of: how
-steps are moved.
+In: the runs at its places. Out: what the last one is to get next, and the right to bring it there. Knows nothing of:
+how steps are moved.
 
 A process that brings steps to a place takes the place in the name of the start that has made them, so nobody is
 overtaken by it, and commits there count as if the training had moved them.
@@ -60,8 +60,8 @@ class Changes:
         self._run, self._version = run, ""
 
     def are_there(self) -> bool:
-        """Whether steps were committed or deleted since the last call: the journal was replaced. Then all that was known
-        is read again, as one of the steps may have been overwritten.
+        """Whether steps were committed or deleted since the last call: the journal was replaced. Then all that was
+        known is read again, as one of the steps may have been overwritten.
         """
         version = ""
         with suppress(FileNotFoundError):

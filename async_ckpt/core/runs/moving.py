@@ -1,6 +1,7 @@
 """`moving.json`: which process, beside the training, brings the steps of a run to a place.
 
-In: a place; a process that moves steps there. Out: the word of the one that does. Knows nothing of: how steps are moved.
+In: a place; a process that moves steps there. Out: the word of the one that does. Knows nothing of: how a step is
+moved.
 
 The file saves work, and nothing else depends on it: two processes that move one step write the same archives, and one
 of them commits it. A process puts the file if there is none, or in the place of one whose process has ended, and

@@ -625,6 +625,7 @@ class Mover:
                 self.moving, self._num_bytes = told.step, told.num_bytes
                 self._bell.wait(next(pauses))
                 self._bell.clear()
+                self.run.root.forget([ahead.step])  # the other process may replace it
 
     def _wait_for_follower(self) -> int | None:
         """Wait while a save copies its step there in its own pass. Returns the last such step, which comes first: its

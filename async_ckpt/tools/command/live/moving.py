@@ -45,9 +45,8 @@ class MoveRequest:
 def show(targets: Sequence[tuple[Place, str]], request: MoveRequest, *, as_json: bool) -> None:
     """Move until a signal, or with `once` until all is moved, and print each arrival.
 
-    Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left. Raises Answer for a run whose further places
-    are not known, for a conflict that is to be resolved and is not there, and if somebody said no; and the errors of
-    `tiers.json`.
+    Raises KeyboardInterrupt after Ctrl-C, typer.Exit if steps are left, and the errors of `tiers.json`. Raises Answer
+    for a run whose further places are not known, for a conflict that is not there, and if somebody said no.
     """
     told = _told(targets, request)
     if request.adopt or request.retire:
@@ -97,8 +96,8 @@ def _told(targets: Sequence[tuple[Place, str]], request: MoveRequest) -> list[tu
             runs_at(place)  # says what else is there
     if not found:
         raise Answer(
-            f"{targets[0][0].shown} has no {runs.tiers_file.NAME}, which the first save of a training with several places "
-            "writes; name the further places with --to",
+            f"{targets[0][0].shown} has no {runs.tiers_file.NAME}, which the first save of a training with several "
+            "places writes; name the further places with --to",
             USAGE,
         )
     return found
