@@ -283,7 +283,7 @@ class AsyncCheckpointer(RunReader):
         number = whole_step(step)
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
-        leaving = self._notice.hears and self._ranks.is_leaving(asked=self._notice.is_given)
+        leaving = self._notice.has_signals and self._ranks.is_leaving(asked=self._notice.is_given)
 
         def answer() -> tuple[bool, bool]:
             self._is_preempted = leaving

@@ -59,7 +59,7 @@ class Notice:
 
     def __init__(self, signals: Signals) -> None:
         self._signums = signals_of(signals)
-        self.hears = bool(self._signums)  # some signals ask the process to leave
+        self.has_signals = bool(self._signums)  # some ask the process to leave
         self._pid = os.getpid()
         self._is_open = False
         self.is_given = False  # set by a handler
