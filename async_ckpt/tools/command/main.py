@@ -414,7 +414,7 @@ def move(
     Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a training with several places writes;
     credentials are taken from where the client finds them. With --json, each arrival is a document in a line.
     """
-    from .live.moving import MoveRequest, show
+    from .live.move_steps import MoveRequest, show
     from .lookup import targets_of
 
     request = MoveRequest(to=tuple(to or ()), once=once, adopt=adopt, retire=retire, yes=yes, unattended=unattended)
