@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from ...errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
+from ...errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StepExistsError,
+    StorageUnavailableError,
+)
 from ..host.threads import run_together
 from ..runs.manifest import Archive, Manifest, Retired, missing_error
 from ..runs.receipts import archives_of, layout_name, read_beside
@@ -100,7 +106,7 @@ def copy_step(
             )
     with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
-        parcels, sends = [], []
+        parcels, sends, sent = [], [], dict[str, Archive]()
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
             path = target.root.archive_path(step, archive)
             if _is_there(target.storage, path, archive, reads_all=mends):
@@ -110,6 +116,7 @@ def copy_step(
                 on_bytes(archive.num_bytes)
             elif send := source.storage.sender(path, target.storage, archive.num_bytes, archive.digest):
                 sends.append(send)
+                sent[path] = archive
             else:
                 parcels.append(_Original(source.storage, path, step, archive, on_bytes).parcel(path))
         copy(
@@ -121,6 +128,13 @@ def copy_step(
             pace=pace,
         )
         run_together("send", [partial(send, check) for send in sends], max_threads=_SENT_AT_ONCE)
+        for path, archive in sent.items():
+            locks.callback(target.storage.hold(path))
+            if not _is_there(target.storage, path, archive, reads_all=False):
+                shown = target.storage.locate(path)
+                raise StorageUnavailableError(
+                    f"{shown}: another process has copied it, and it is not there", path=shown
+                )
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
             data = read_beside(source.storage, folder, entry, step)
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)

@@ -10,7 +10,6 @@ nodes of one run have a mark in common, by which a folder is known that another 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -56,6 +55,8 @@ class RunNodes:
     def __init__(self, meeting: Meeting, roots: Roots, send: SendArchive) -> None:
         self._meeting, self._runs, self._send = meeting, roots.runs, send
         self._has_met = False
+        self._failure: CheckpointError | None = None  # of the meeting, which no other follows
+        self._key = b""  # by which nodes prove to each other that they are of this start
         self._server: NodeServer | None = None
 
     def meet(self, root_of: Callable[[Run, int], SharedRoot]) -> None:
@@ -66,13 +67,21 @@ class RunNodes:
         world = self._meeting.world
         if self._has_met or world.is_one or len(self._runs) == 1:
             return
+        if self._failure is not None:
+            raise self._failure
         self._has_met = True
         disks = {n: run for n, run in enumerate(self._runs) if isinstance(run.storage, LocalStorage)}
-        shared = {n: root_of(run, n) for n, run in disks.items()}
-        if world.rank == 0:
-            self._lead(disks, shared)
-        else:
-            self._join(shared)
+        try:
+            shared = {n: root_of(run, n) for n, run in disks.items()}
+            if world.rank == 0:
+                self._lead(disks, shared)
+            else:
+                self._join(shared)
+        except BaseException as error:
+            self._has_met = False
+            text = f"it is not known which places each node has for itself ({error!r:.300}); start all ranks again"
+            self._failure = error if isinstance(error, CheckpointError) else PeerFailedError(text, rank=world.rank)
+            raise
 
     def hang_up(self) -> None:
         """Close the connections to other nodes, which answer each with a thread; the next question opens one again."""
@@ -92,12 +101,14 @@ class RunNodes:
         words, told = self._meeting.words(), dict[str, Any]()
         try:
             claimed = [n for n, root in shared.items() if _claims(root)]
-            words.say("nodes/claimed", json.dumps(claimed))
+            secret = secrets.token_hex(32)
+            self._key = bytes.fromhex(secret)
+            words.say("nodes/claimed", json.dumps({"claimed": claimed, "key": secret}))
             ranks = range(1, self._meeting.world.size)
             texts = self._meeting.hear([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
             others = dict(zip(ranks, map(json.loads, texts), strict=True))
-            leads = {n: {one["leads"].get(str(n), 0) for one in others.values()} - {0} for n in claimed}
-            spread = {n: sorted(ranks) for n, ranks in leads.items() if ranks}
+            spread = {n: self._leads(n, others) for n in claimed}
+            spread = {n: leads for n, leads in spread.items() if leads}
             for n in disks:
                 self._look(n, {rank: self._peer(others[rank], f"own/{n}", rank) for rank in spread.get(n, ())})
             told = {"leads": spread}
@@ -113,17 +124,36 @@ class RunNodes:
         finally:
             quietly(lambda: words.say("nodes/all", json.dumps(told)))
 
+    def _leads(self, number: int, others: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The ranks that answer for the other nodes at a place; none where all ranks see the same folder."""
+        found = {rank: one["leads"].get(str(number)) for rank, one in others.items()}
+        unable = [rank for rank, lead in found.items() if lead is None]
+        if unable:
+            self._refuse(number, f"rank {unable[0]} can neither see nor write the files of the other ranks there")
+            return []
+        return sorted({*found.values()} - {0})
+
+    def _refuse(self, number: int, why: str) -> None:
+        run = self._runs[number]
+        run.refusal = f"{run.storage.locate('')}: {why}, so no step is saved at this place"
+        _log.warning("%s", run.refusal)
+
     def _look(self, number: int, peers: Mapping[int, Peer]) -> None:
-        """Have rank 0 see the folders of all nodes at a place, without steps that are not whole."""
+        """Have rank 0 see the folders of all nodes at a place, without steps that are not whole, and without the nodes
+        that hold another run, where nothing is read or changed.
+
+        Raises StorageUnavailableError if this node is one of those.
+        """
         run = self._runs[number]
         strangers, mark = _strangers(run, peers) if peers else ((), "")
-        if HERE in strangers:
-            raise StorageUnavailableError(_refusal(run, 0), path=run.storage.locate(""))
-        nodes = AllNodes(run.storage.locate(""), peers, self._number_of, strangers)
-        nodes.marks = (mark,) if mark else ()
         if strangers:
-            run.refusal = nodes.refusal = _refusal(run, strangers[0])
-            _log.warning("%s", run.refusal)
+            rank = 0 if HERE in strangers else strangers[0]
+            self._refuse(number, f"on the node of rank {rank} the folder has checkpoints of another run; move it away")
+        if HERE in strangers:
+            raise StorageUnavailableError(run.refusal, path=run.storage.locate(""))
+        peers = {rank: peer for rank, peer in peers.items() if rank not in strangers}
+        nodes = AllNodes(run.storage.locate(""), peers, self._number_of)
+        nodes.marks = (mark,) if mark else ()
         disk = run.storage
         run.root.read_from(nodes)
         self._leave_out_broken(run, nodes)
@@ -155,7 +185,9 @@ class RunNodes:
     def _join(self, shared: Mapping[int, SharedRoot]) -> None:
         words, rank = self._meeting.words(), self._meeting.world.rank
         (text,) = self._meeting.hear(["nodes/claimed"], "the disks of rank 0")
-        leads = {n: _lead_at(shared[n]) for n in json.loads(text) if n in shared}
+        claimed = json.loads(text)
+        self._key = bytes.fromhex(claimed["key"])
+        leads = {n: _lead_at(shared[n]) for n in claimed["claimed"] if n in shared}
         own = [n for n, lead in leads.items() if lead == rank]
         if own:
             self._serve(own)
@@ -166,7 +198,7 @@ class RunNodes:
             raise PeerFailedError(f"rank 0 cannot use a place of the run: {told['error']}", rank=0)
         for n, ranks in ((int(n), ranks) for n, ranks in told["leads"].items()):
             others = {other: told["others"][str(other)] for other in (0, *ranks)}
-            peers = {
+            peers = {  # the node of rank 0 is the one that it calls its own
                 other or HERE: self._peer(about, f"own/{n}", other)
                 for other, about in others.items()
                 if other != leads[n]
@@ -196,15 +228,11 @@ class RunNodes:
         return {"hosts": own_hosts(self._meeting.start.connection.address), "port": self._server.port}
 
     def _peer(self, about: Mapping[str, Any], folder: str, rank: int) -> Peer:
+        """The folder of this name that a rank answers for, by what that rank has said about itself."""
         hosts, store = [str(host) for host in about["hosts"]], self._meeting.start.connection.address
         if rank == 0 and store is not None:
             hosts.append(store[0])  # mostly on its node
         return Peer(hosts, int(about["port"]), folder, self._key, f"rank {rank} on {hosts[0]}")
-
-    @property
-    def _key(self) -> bytes:
-        text = f"{self._meeting.start.token.result()}/{self._meeting.topic}/nodes"
-        return hashlib.blake2b(text.encode()).digest()
 
 
 def _claims(root: SharedRoot) -> bool:
@@ -215,15 +243,15 @@ def _claims(root: SharedRoot) -> bool:
     return False
 
 
-def _lead_at(root: SharedRoot) -> int:
-    """The rank that answers for the node of this one at a place; 0 also where that cannot be told."""
+def _lead_at(root: SharedRoot) -> int | None:
+    """The rank that answers for the node of this one at a place; None where that cannot be told."""
     deadline = monotonic() + SHARED_SECONDS
     with suppress(CheckpointError, OSError):
         while monotonic() < deadline:
             if root.sees() is not None:
                 return root.lead
             TIMEKEEPER.sleep(_LOOK_SECONDS)
-    return 0
+    return None
 
 
 def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
@@ -239,13 +267,6 @@ def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
         if not is_known and existing[rank]([run.root.manifest_path(step) for step in steps]):
             strangers.append(rank)
     return strangers, mark or f".async_ckpt-nodes-{secrets.token_hex(8)}"
-
-
-def _refusal(run: Run, rank: int) -> str:
-    return (
-        f"{run.storage.locate('')}: on the node of rank {rank} the folder has checkpoints of another run, so no step "
-        "is saved at this place; move that folder away, or give another place"
-    )
 
 
 def _manifests(nodes: AllNodes, path: str) -> list[tuple[int, Manifest]]:

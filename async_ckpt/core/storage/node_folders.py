@@ -9,18 +9,19 @@ to their own nodes alone. Archives are read where they lie.
 
 from __future__ import annotations
 
+import secrets
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ...errors import StorageUnavailableError
 from ..host.threads import run_together, running_future, start_thread
 from ..spans import TIMEKEEPER
 from .interface import Reader, Storage
 from .local import LocalStorage
-from .served_folders import Peer, PeerReader
+from .served_folders import Peer, PeerReader, SilentPeerError
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -38,6 +39,7 @@ class NodeFolder(LocalStorage):
     def __init__(self, root: str, send: Send) -> None:
         super().__init__(root)
         self._send, self._sent = send, dict[str, Future[None]]()
+        self._lock = threading.Lock()  # guards the table
 
     def size(self, path: str) -> int | None:
         """The size of a file; None if there is none."""
@@ -53,15 +55,21 @@ class NodeFolder(LocalStorage):
         names = [name for name in names if name in here]
         return super().sweep(folder, names, delete=delete, decided=decided, of_ranks=of_ranks)
 
-    def send(self, path: str, number: int, num_bytes: int, digest: str) -> bool:
-        """Begin to copy a file to another place, if that was not begun; whether it is there. Raises what has failed."""
-        key = f"{number}/{path}"
-        if key not in self._sent:
-            self._sent[key] = running_future()
-            start_thread("send", partial(self._run, self._sent[key], path, number, num_bytes, digest), daemon=True)
-        if not self._sent[key].done():
+    def send(self, name: str, path: str, number: int, num_bytes: int, digest: str) -> bool:
+        """Copy a file to another place in the background, once for each `name`. Returns whether it is there by now.
+
+        Raises what has failed.
+        """
+        with self._lock:
+            is_new = name not in self._sent
+            sent = self._sent.setdefault(name, running_future())
+        if is_new:
+            start_thread("send", partial(self._run, sent, path, number, num_bytes, digest), daemon=True)
+        if not sent.done():
             return False
-        self._sent.pop(key).result()
+        with self._lock:
+            self._sent.pop(name, None)
+        sent.result()
         return True
 
     def _run(self, done: Future[None], *what: Any) -> None:
@@ -82,10 +90,6 @@ class _OfNodes(LocalStorage):
         """`peers` by the ranks that answer for nodes."""
         super().__init__(root)
         self._here, self._peers = LocalStorage(root), peers
-
-    @property
-    def locks_tell(self) -> bool:
-        return self.remote or self._here.locks_tell  # each node is asked for its own files
 
     def open(self, path: str) -> Reader:  # type: ignore[override]
         try:
@@ -109,20 +113,14 @@ class _OfNodes(LocalStorage):
 class AllNodes(_OfNodes):
     """The folders of all nodes, in the process that decides. From any thread."""
 
-    def __init__(
-        self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int], strangers: Collection[int] = ()
-    ) -> None:
-        """`number_of` is that of a place of the run. What the nodes of `strangers` hold is another run's: nothing is
-        read there.
-        """
+    def __init__(self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int]) -> None:
+        """`number_of` is that of a place of the run. Without `peers`, it is the folder that all ranks share."""
         super().__init__(root, peers)
-        self.remote = bool(peers)  # without peers, it is the folder that all ranks share
+        self.remote = bool(peers)
         self._number_of = number_of
-        self._read_from = [rank for rank in peers if rank not in strangers]
         self._nodes: dict[str, int] = {}  # of archives, whose names are never given again
         self._chosen: dict[str, int] = {}
         self.left_out: dict[str, str] = {}  # manifests that do not count, and why
-        self.refusal = ""  # why nothing may be saved here
         self.marks: tuple[str, ...] = ()  # files that all nodes of the run have
 
     # --- what is there ----------------------------------------------------------------------------------------
@@ -135,21 +133,21 @@ class AllNodes(_OfNodes):
         if self._here.exists(path):
             return HERE
         if path not in self._nodes:
-            sizes = self._ask_all("size", path, ranks=self._read_from)
-            found = next((rank for rank in self._read_from if sizes[rank] is not None), None)
+            sizes = self._ask_all("size", path)
+            found = next((rank for rank in self._peers if sizes[rank] is not None), None)
             if found is None:
                 return None
             self._nodes[path] = found
         return self._nodes[path]
 
     def names(self, folder: str) -> list[str]:
-        names = {*self._here.names(folder)}.union(*self._ask_all("names", folder, ranks=self._read_from).values())
+        names = {*self._here.names(folder)}.union(*self._ask_all("names", folder).values())
         hidden = {path.rpartition("/")[2] for path in self.left_out if path.rpartition("/")[0] == folder}
         return sorted(names - hidden)
 
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        for sizes in (*self._ask_all("sizes", folder, ranks=self._read_from).values(), self._here.sizes(folder)):
+        for sizes in (*self._ask_all("sizes", folder).values(), self._here.sizes(folder)):
             found |= sizes
         return dict(sorted(found.items()))
 
@@ -161,14 +159,14 @@ class AllNodes(_OfNodes):
         found = {*self._here.existing(wanted)}
         missing = [path for path in wanted if path not in found]
         if missing:
-            found.update(*self._ask_all("existing", missing, ranks=self._read_from).values())
+            found.update(*self._ask_all("existing", missing).values())
         return [path for path in wanted if path in found]
 
     def read(self, path: str) -> tuple[bytes, str]:
         if path in self.left_out:
             raise FileNotFoundError(path)
         chosen = self._chosen.get(path, HERE)
-        for rank in dict.fromkeys((chosen, HERE, *self._read_from)):
+        for rank in dict.fromkeys((chosen, HERE, *self._peers)):
             with suppress(FileNotFoundError):
                 data, version = self.read_at(rank, path)
                 return data, f"{rank}/{version}"
@@ -181,8 +179,11 @@ class AllNodes(_OfNodes):
 
     def having(self, path: str) -> list[int]:
         """The nodes that have an object, this one first."""
-        there = self._ask_all("size", path, ranks=self._read_from)
-        return [HERE] * self._here.exists(path) + [rank for rank in self._read_from if there[rank] is not None]
+        there = self._ask_all("size", path)
+        return [HERE] * self._here.exists(path) + [rank for rank in self._peers if there[rank] is not None]
+
+    def hold(self, path: str) -> Callable[[], None]:
+        return self._here.hold(path) if self._here.exists(path) else super(LocalStorage, self).hold(path)
 
     def is_held(self, path: str) -> bool:
         return self._here.is_held(path) or any(self._ask_all("is_held", path).values())
@@ -190,8 +191,6 @@ class AllNodes(_OfNodes):
     # --- changes, at all nodes --------------------------------------------------------------------------------
 
     def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
-        if self.refusal:
-            raise StorageUnavailableError(self.refusal, path=self.locate(""))
         marks, self.marks = self.marks, ()
         for mark in marks:
             self.replace(mark, b"")
@@ -241,10 +240,10 @@ class AllNodes(_OfNodes):
     def sweep(
         self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
     ) -> list[str]:
-        options = {"delete": delete, "decided": decided, "of_ranks": of_ranks}
+        options: dict[str, Any] = {"delete": delete, "decided": decided, "of_ranks": of_ranks}
         here = {*self._here.names(folder)}
         swept = {*self._here.sweep(folder, [name for name in names if name in here], **options)}
-        swept.update(*self._ask_all("sweep", folder, names, ranks=self._read_from, **options).values())
+        swept.update(*self._ask_all("sweep", folder, names, **options).values())
         return [name for name in names if name in swept]
 
     def sender(
@@ -254,8 +253,10 @@ class AllNodes(_OfNodes):
         if rank is None or rank == HERE:
             return None
 
+        name = secrets.token_hex(8)  # what an earlier try has come to says nothing about this one
+
         def send(check: Callable[[], None]) -> None:
-            while not self._peers[rank].ask("send", path, self._number_of(to), num_bytes, digest):
+            while not self._peers[rank].ask("send", name, path, self._number_of(to), num_bytes, digest):
                 check()
                 TIMEKEEPER.sleep(_LOOK_SECONDS)
 
@@ -309,7 +310,7 @@ class OneOfNodes(_OfNodes):
         try:
             answer: A = self._decider.ask(what, argument)
             return answer
-        except StorageUnavailableError:
+        except SilentPeerError:
             return here(argument)
 
     def close(self) -> None:

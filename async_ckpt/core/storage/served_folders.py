@@ -75,6 +75,10 @@ _ERRORS: Final[Mapping[str, type[Exception]]] = {
 }
 
 
+class SilentPeerError(StorageUnavailableError):
+    """The process itself does not answer; it has not said that something has failed."""
+
+
 class NodeServer:
     """Answers for the folders of this process. From the time it is made until `close`."""
 
@@ -85,19 +89,20 @@ class NodeServer:
         family = socket.AF_INET6 if has_both else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
         self._connections: set[socket.socket] = set()
-        self._lock = threading.Lock()  # guards the set
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards both
         self.port: int = self._socket.getsockname()[1]
         _servers.add(self)
         start_thread("peers", self._accept, daemon=True)
 
     def close(self) -> None:
         _servers.discard(self)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for connection in tuple(self._connections):
+        with self._lock:
+            self._is_closed, connections = True, tuple(self._connections)
+        for one in (self._socket, *connections):
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                one.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def _accept(self) -> None:
         while True:
@@ -109,34 +114,41 @@ class NodeServer:
 
     def _answer_all(self, connection: socket.socket) -> None:
         with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
             self._connections.add(connection)
-        with suppress(OSError, EOFError, ValueError), connection:
-            connection.settimeout(SMALL_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            _prove(connection, self._key, is_first=True)
-            connection.settimeout(None)  # the next question may come late; `close` ends the wait
-            while True:
-                self._answer(connection, _receive(connection))
-        with self._lock:
-            self._connections.discard(connection)
+        try:
+            with suppress(OSError, EOFError, ValueError), connection:
+                connection.settimeout(SMALL_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                _prove(connection, self._key, is_first=True)
+                connection.settimeout(None)  # the next question may come late; `close` ends the wait
+                while True:
+                    self._answer(connection, _receive(connection))
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def _answer(self, connection: socket.socket, question: Mapping[str, Any]) -> None:
         try:
             folder, what = self._folders[question["folder"]], question["what"]
             if what not in _QUESTIONS:
                 raise StorageUnavailableError(f"{what!r:.100} is no question", path="")
-            arguments = [_unpacked(one) for one in question["arguments"]]
-            if any(isinstance(one, str) and (one.startswith("/") or ".." in one.split("/")) for one in arguments):
-                raise StorageUnavailableError("the path leads out of the folder", path="")
+            arguments, options = _unpacked(question["arguments"]), _unpacked(question["options"])
+            _refuse_paths_outside([arguments, options])
             if what == "bytes":
                 _send_bytes(connection, folder, *arguments)
                 return
-            options = {name: _unpacked(one) for name, one in question["options"].items()}
             answer: Any = getattr(folder, what)(*arguments, **options)
-        except (CheckpointError, OSError) as error:
-            kind = type(error).__name__ if type(error).__name__ in _ERRORS else "StorageUnavailableError"
-            _send(connection, {"error": kind, "text": str(error)})
+        except EOFError:  # what is missing cannot be told any more
+            raise
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+            if kind not in _ERRORS:
+                kind, text = "StorageUnavailableError", text if isinstance(error, CheckpointError) else repr(error)
+            _send(connection, {"error": kind, "text": text})
         else:
             _send(connection, {"answer": _packed(answer)})
 
@@ -155,8 +167,8 @@ class Peer:
         question = {
             "folder": self._folder,
             "what": what,
-            "arguments": [_packed(one) for one in arguments],
-            "options": {name: _packed(one) for name, one in options.items()},
+            "arguments": _packed(arguments),
+            "options": _packed(options),
         }
 
         def exchange(connection: socket.socket) -> Mapping[str, Any]:
@@ -167,7 +179,12 @@ class Peer:
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file there. Raises EOFError if the file ends too early."""
-        question = {"folder": self._folder, "what": "bytes", "arguments": [path, offset, len(target)], "options": {}}
+        question = {
+            "folder": self._folder,
+            "what": "bytes",
+            "arguments": [path, offset, len(target)],
+            "options": _packed({}),
+        }
 
         def exchange(connection: socket.socket) -> Mapping[str, Any]:
             _send(connection, question)
@@ -195,7 +212,8 @@ class Peer:
                 connection.close()
                 raise
         except (OSError, EOFError, ValueError) as error:
-            raise StorageUnavailableError(f"{self.shown} does not answer: {error}", path=self.shown) from error
+            self.close()  # the others that wait may be dead as well
+            raise SilentPeerError(f"{self.shown} does not answer: {error}", path=self.shown) from error
         self._idle.append(connection)
         return answer
 
@@ -299,6 +317,14 @@ def _send_bytes(connection: socket.socket, folder: Storage, path: str, offset: i
                 if not sent:
                     raise EOFError(f"{path} was cut while it was read")
                 offset, num_bytes = offset + sent, num_bytes - sent
+
+
+def _refuse_paths_outside(value: Any) -> None:
+    """Raise StorageUnavailableError for a text anywhere in a question that leads out of the folder."""
+    if isinstance(value, str) and (value.startswith("/") or ".." in value.split("/")):
+        raise StorageUnavailableError("the path leads out of the folder", path="")
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_paths_outside(one)
 
 
 def _answer_of(answer: Mapping[str, Any]) -> Any:

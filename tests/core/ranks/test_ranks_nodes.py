@@ -372,8 +372,51 @@ ckpt.close()
     assert told(run(worlds, tmp_path, "bbaa", script)) == [[3]] * 4
 
 
+def test_a_refusal_stays_one(worlds, tmp_path):
+    """The folder of rank 0's node is another run's: a second try does not restore from it, either."""
+    with open_run(tmp_path / "nodea" / "run") as ckpt:
+        ckpt.save({"other": 1}, 5000)
+        mark = tmp_path / "nodeb" / "run" / ".async_ckpt-nodes-0123456789abcdef"
+        mark.parent.mkdir(parents=True)
+        mark.touch()
+    script = """
+ckpt = opened()
+for _ in range(2):
+    try:
+        here.tell(ckpt.restore(live()))
+    except CheckpointError as error:
+        here.tell("another run" in str(error))
+here.save(ckpt, small(1), 1)
+"""
+    ended = run(worlds, tmp_path, "aabb", script)
+
+    assert [one.told[:2] for one in ended] == [[True, True]] * 4
+    assert all("another run" in one.saves[0]["text"] for one in ended)
+
+
+def test_a_place_that_one_rank_cannot_use_takes_no_saves(worlds, tmp_path):
+    (tmp_path / "nodeb").mkdir()
+    (tmp_path / "nodeb" / "run").symlink_to("/proc/1/nothing")
+    script = """
+from async_ckpt.core.ranks import nodes
+nodes.SHARED_SECONDS = 1.0
+ckpt = opened()
+try:
+    restored(ckpt)
+except CheckpointError as error:
+    here.tell("neither see nor write" in str(error))
+for step in (1, 2):
+    here.tell(Path(ckpt.save(small(step), step).result().path).parent.name)
+ckpt.close()
+"""
+    ended = run(worlds, tmp_path, "aabb", script)
+
+    assert told(ended) == [[True, "far", "far"]] * 4
+    assert "so no step is saved at this place" in ended[0].err
+
+
 def test_a_process_that_does_not_know_the_key_is_answered_nothing(tmp_path):
-    def ask(what: str, *arguments: str, key: bytes = b"key"):
+    def ask(what: str, *arguments: object, key: bytes = b"key"):
         with closing(Peer(["localhost"], server.port, "own", key, "rank 1")) as peer:
             return peer.ask(what, *arguments)
 
@@ -383,8 +426,12 @@ def test_a_process_that_does_not_know_the_key_is_answered_nothing(tmp_path):
         with pytest.raises(StorageUnavailableError, match="does not answer"):
             ask("names", "", key=b"another")
         for path in ("../x", "/etc/passwd"):
-            with pytest.raises(StorageUnavailableError, match="leads out"):
-                ask("read", path)
+            for what, given in (("read", path), ("existing", ["x", path]), ("delete_many", [path])):
+                with pytest.raises(StorageUnavailableError, match="leads out"):
+                    ask(what, given)
+        for what, *given in (("names",), ("names", "", ""), ("read", 5)):
+            with pytest.raises(StorageUnavailableError, match="TypeError"):
+                ask(what, *given)
         with pytest.raises(StorageUnavailableError, match="no question"):
             ask("locate", "x")
     with pytest.raises(StorageUnavailableError, match="does not answer"):
