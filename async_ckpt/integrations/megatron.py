@@ -7,14 +7,16 @@ or from what Megatron's own strategy has written. Knows nothing of: models, opti
     <save>/iter_0000100/metadata.json    by which Megatron knows a checkpoint
                        /training.tar     our archive; with several ranks, a folder of archives
 
-In an archive, a ShardedTensor has its key as a name, and a ShardedObject its unique key, as in Megatron's own files.
+In an archive, a ShardedTensor has its key as a name, and a ShardedObject, as bytes of torch.save, its unique key.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import pickle  # nosec B403 - for its error
 import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from .. import SaveHandle, SaveReport, inspect, load, save
-from ..errors import StateMismatchError
+from ..errors import StateMismatchError, UntrustedObjectError
 from ..plumbing import locks, places, threads
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
@@ -213,14 +215,24 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
 
 def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> SaveHandle:
     """Copy the main replicas among the parts of this rank, and begin to write them into the folder of a checkpoint."""
-    state: dict[str, Any] = {}
-    for number, part in enumerate(_dicts.nested_values(sharded_state_dict)):
-        if _mapping.is_main_replica(part.replica_id):
-            is_object = isinstance(part, _mapping.ShardedObject)
-            state |= {part.unique_key: [part.data]} if is_object else {str(number): part}
+    parts = filter(lambda part: _mapping.is_main_replica(part.replica_id), _dicts.nested_values(sharded_state_dict))
+    state = {str(number): _as_tensor(part) for number, part in enumerate(parts)}
     if dist.get_world_size() > 1:
         state[_RANKS] = RankNumber.of(dist.get_rank(), dist.get_world_size())
     return save(state, url_in(os.fspath(checkpoint_dir)))
+
+
+def _as_tensor(part: Any) -> Any:
+    """The part, or for a ShardedObject a ShardedTensor of the bytes of torch.save, under its unique key.
+
+    The names of tensors are known of all ranks, and those of plain values only of ranks whose tensors differ.
+    """
+    if isinstance(part, _mapping.ShardedTensor):
+        return part
+    file = io.BytesIO()
+    torch.save([part.data], file)
+    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return _mapping.ShardedTensor.from_rank_offsets(part.unique_key, data)
 
 
 def _lock_during(handle: SaveHandle) -> str:
@@ -271,8 +283,7 @@ def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None 
         plain: dict[str, Any] = _plain_common(checkpoint_dir)
         return plain
     name = _mapping.ShardedObject(_COMMON, None, (1,), (0,)).unique_key
-    (common,) = load(archive, select=name, trust=LoadStrategy.trust if trust is None else trust)[name]
-    return dict(common)
+    return dict(_objects_in(archive, [name], trust=LoadStrategy.trust if trust is None else trust)[name])
 
 
 def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) -> Any:
@@ -289,12 +300,29 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
     names = {part.unique_key for part in parts if isinstance(part, _mapping.ShardedObject)}
     if missing := sorted(names.difference(_parts_in(archive))) if names else []:
         raise StateMismatchError(f"{archive} has no {missing[0]}", missing=tuple(missing))
-    objects = load(archive, select=[*names], trust=trust) if names else {}
+    objects = _objects_in(archive, [*names], trust=trust) if names else {}
 
     def value_of(part: Any) -> Any:
-        return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key][0]
+        return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key]
 
     return _dicts.dict_list_map_outplace(value_of, sharded_state_dict)
+
+
+def _objects_in(archive: str, names: list[str], *, trust: bool) -> dict[str, Any]:
+    """Saved objects by their unique keys. Those of a converted archive are lists, and no bytes."""
+    objects = load(archive, select=names, trust=trust)
+    for name, value in objects.items():
+        if isinstance(value, torch.Tensor):
+            file = io.BytesIO(value.numpy().tobytes())
+            try:
+                value = torch.load(file, "cpu", weights_only=not trust)  # nosec B614
+            except pickle.UnpicklingError as error:
+                raise UntrustedObjectError(
+                    f"{archive}: {name} has objects of classes that were not declared safe; if you trust whoever wrote "
+                    "it, load it with trust=True"
+                ) from error
+        (objects[name],) = value
+    return dict(objects)
 
 
 def _parts_in(archive: str) -> dict[str, Any]:
