@@ -72,12 +72,12 @@ _RANKS: Final = "ranks"
 def use(*, trust: bool = False) -> None:
     """Have `megatron.core.dist_checkpointing` save and load by this library in this process. Call it on every rank.
 
-        async_ckpt.integrations.megatron.use(trust=True)
+        async_ckpt.integrations.megatron.use()
         pretrain(…)  # with --async-save as before
 
     From then on Megatron's own strategies write archives, also where a framework makes them. They load archives, and
-    what they have written before. `trust` unpickles values that are not plain data, such as the `args` of Megatron-LM;
-    without it, a load that meets one raises UntrustedObjectError.
+    what they have written before. `trust` unpickles objects of any class: without it, a load of one that Megatron has
+    not declared safe to torch raises UntrustedObjectError.
     """
     LoadStrategy.trust = _PlainLoad.trust = trust
     for name in _SAVES:
@@ -135,8 +135,8 @@ def load_checkpoint(
     Returns the state dict, with what was common to all ranks, and the iteration; None without a tracker. It also loads
     what Megatron's own strategy has written. `trust` is as for `use`.
 
-    Raises StateMismatchError if the checkpoint lacks a key, or has it in another shape or dtype, and what `load`
-    raises; on all ranks if the tracker cannot be read.
+    Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype, and
+    what `load` raises; on all ranks if the tracker cannot be read.
     """
     if iteration is None:
         iteration = meet(lambda: _tracked(load_dir))[0]
@@ -192,10 +192,16 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
         self.trust = trust
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
-        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places."""
+        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places.
+
+        Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype.
+        """
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load"](self, sharded_state_dict, checkpoint_dir, *others)
-        return _filled(sharded_state_dict, archive, trust=self.trust)
+        try:
+            return _filled(sharded_state_dict, archive, trust=self.trust)
+        except StateMismatchError as error:
+            raise _package.core.CheckpointingException(str(error)) from error
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
         """The ShardedTensors in a checkpoint, whole and without data, by their keys."""
