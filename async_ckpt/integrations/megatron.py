@@ -20,6 +20,7 @@ import pickle  # nosec B403 - for its error
 import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -301,10 +302,15 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
         tensor.data = tensor.data.detach()
         if tensor.allow_shape_mismatch:
             tensor.data.zero_()  # where the saved one has nothing
+    saved = _parts_in(archive)
+    filled = [_of_dtype(tensor, saved) for tensor in tensors]
     if tensors:
-        restore(dict(enumerate(tensors)), archive, trust=trust)
+        restore(dict(enumerate(filled)), archive, trust=trust)
+    for tensor, source in zip(tensors, filled, strict=True):
+        if source is not tensor:
+            tensor.data.copy_(source.data)
     names = {part.unique_key for part in parts if isinstance(part, _mapping.ShardedObject)}
-    if missing := sorted(names.difference(_parts_in(archive))) if names else []:
+    if missing := sorted(names.difference(saved)):
         raise StateMismatchError(f"{archive} has no {missing[0]}", missing=tuple(missing))
     objects = _objects_in(archive, [*names], trust=trust) if names else {}
 
@@ -312,6 +318,12 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
         return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key]
 
     return _dicts.dict_list_map_outplace(value_of, sharded_state_dict)
+
+
+def _of_dtype(tensor: Any, saved: dict[str, Any]) -> Any:
+    """The ShardedTensor, or one of the dtype that was saved, from which it is converted, as in Megatron."""
+    dtype = saved[tensor.key].dtype if tensor.key in saved else tensor.dtype
+    return tensor if dtype == tensor.dtype else replace(tensor, data=tensor.data.to(dtype), dtype=dtype)
 
 
 def _objects_in(archive: str, names: list[str], *, trust: bool) -> dict[str, Any]:
