@@ -148,3 +148,16 @@ here.tell(error_of(lambda: ours.load_checkpoint(state(False), str(folder), trust
         assert "[4] here and float32[3] in the checkpoint" in shape
         assert "names no iteration, but has 'release'; give iteration=" in tracker
         assert tracker.startswith("ValueError: ")
+
+
+def test_tensors_of_another_dtype_are_converted_in_a_load(worlds, tmp_path):
+    script = """
+ours.save_checkpoint(state(), str(folder), 3).result()
+dist.barrier()
+half = torch.zeros(2, 3, dtype=torch.bfloat16)
+live = {"rows": ShardedTensor.from_rank_offsets("a.rows", half, (0, here.rank, here.size))}
+rows = ours.load_checkpoint(live, str(folder))[0]["rows"]
+here.tell([str(rows.dtype), rows.tolist()])
+"""
+    for rank, (found,) in enumerate(told(worlds, 2, tmp_path, script)):
+        assert found == ["torch.bfloat16", [[float(6 * rank + 3 * row + at) for at in range(3)] for row in range(2)]]
