@@ -7,17 +7,20 @@ or from what Megatron's own strategy has written. Knows nothing of: models, opti
     <save>/iter_0000100/metadata.json    by which Megatron knows a checkpoint
                        /training.tar     our archive; with several ranks, a folder of archives
 
-In an archive, a ShardedTensor has its key as a name, and a ShardedObject its unique key, as in Megatron's own files.
+In an archive, a ShardedTensor has its key as a name, and a ShardedObject, as bytes of torch.save, its unique key.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import pickle  # nosec B403 - for its error
 import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from .. import SaveHandle, SaveReport, inspect, load, save
-from ..errors import StateMismatchError
+from ..errors import StateMismatchError, UntrustedObjectError
 from ..plumbing import locks, places, threads
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
@@ -70,12 +73,12 @@ _RANKS: Final = "ranks"
 def use(*, trust: bool = False) -> None:
     """Have `megatron.core.dist_checkpointing` save and load by this library in this process. Call it on every rank.
 
-        async_ckpt.integrations.megatron.use(trust=True)
+        async_ckpt.integrations.megatron.use()
         pretrain(…)  # with --async-save as before
 
     From then on Megatron's own strategies write archives, also where a framework makes them. They load archives, and
-    what they have written before. `trust` unpickles values that are not plain data, such as the `args` of Megatron-LM;
-    without it, a load that meets one raises UntrustedObjectError.
+    what they have written before. `trust` unpickles objects of any class: without it, a load of one that Megatron has
+    not declared safe to torch raises UntrustedObjectError.
     """
     LoadStrategy.trust = _PlainLoad.trust = trust
     for name in _SAVES:
@@ -133,8 +136,8 @@ def load_checkpoint(
     Returns the state dict, with what was common to all ranks, and the iteration; None without a tracker. It also loads
     what Megatron's own strategy has written. `trust` is as for `use`.
 
-    Raises StateMismatchError if the checkpoint lacks a key, or has it in another shape or dtype, and what `load`
-    raises; on all ranks if the tracker cannot be read.
+    Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype, and
+    what `load` raises; on all ranks if the tracker cannot be read.
     """
     if iteration is None:
         iteration = meet(lambda: _tracked(load_dir))[0]
@@ -190,10 +193,16 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
         self.trust = trust
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
-        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places."""
+        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places.
+
+        Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype.
+        """
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load"](self, sharded_state_dict, checkpoint_dir, *others)
-        return _filled(sharded_state_dict, archive, trust=self.trust)
+        try:
+            return _filled(sharded_state_dict, archive, trust=self.trust)
+        except StateMismatchError as error:
+            raise _package.core.CheckpointingException(str(error)) from error
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
         """The ShardedTensors in a checkpoint, whole and without data, by their keys."""
@@ -213,14 +222,24 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
 
 def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> SaveHandle:
     """Copy the main replicas among the parts of this rank, and begin to write them into the folder of a checkpoint."""
-    state: dict[str, Any] = {}
-    for number, part in enumerate(_dicts.nested_values(sharded_state_dict)):
-        if _mapping.is_main_replica(part.replica_id):
-            is_object = isinstance(part, _mapping.ShardedObject)
-            state |= {part.unique_key: [part.data]} if is_object else {str(number): part}
+    parts = filter(lambda part: _mapping.is_main_replica(part.replica_id), _dicts.nested_values(sharded_state_dict))
+    state = {str(number): _as_tensor(part) for number, part in enumerate(parts)}
     if dist.get_world_size() > 1:
         state[_RANKS] = RankNumber.of(dist.get_rank(), dist.get_world_size())
     return save(state, url_in(os.fspath(checkpoint_dir)))
+
+
+def _as_tensor(part: Any) -> Any:
+    """The part, or for a ShardedObject a ShardedTensor of the bytes of torch.save, under its unique key.
+
+    The names of tensors are known of all ranks, and those of plain values only of ranks whose tensors differ.
+    """
+    if isinstance(part, _mapping.ShardedTensor):
+        return part
+    file = io.BytesIO()
+    torch.save([part.data], file)
+    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return _mapping.ShardedTensor.from_rank_offsets(part.unique_key, data)
 
 
 def _lock_during(handle: SaveHandle) -> str:
@@ -271,8 +290,7 @@ def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None 
         plain: dict[str, Any] = _plain_common(checkpoint_dir)
         return plain
     name = _mapping.ShardedObject(_COMMON, None, (1,), (0,)).unique_key
-    (common,) = load(archive, select=name, trust=LoadStrategy.trust if trust is None else trust)[name]
-    return dict(common)
+    return dict(_objects_in(archive, [name], trust=LoadStrategy.trust if trust is None else trust)[name])
 
 
 def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) -> Any:
@@ -284,17 +302,45 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
         tensor.data = tensor.data.detach()
         if tensor.allow_shape_mismatch:
             tensor.data.zero_()  # where the saved one has nothing
+    saved = _parts_in(archive)
+    filled = [_of_dtype(tensor, saved) for tensor in tensors]
     if tensors:
-        restore(dict(enumerate(tensors)), archive, trust=trust)
+        restore(dict(enumerate(filled)), archive, trust=trust)
+    for tensor, source in zip(tensors, filled, strict=True):
+        if source is not tensor:
+            tensor.data.copy_(source.data)
     names = {part.unique_key for part in parts if isinstance(part, _mapping.ShardedObject)}
-    if missing := sorted(names.difference(_parts_in(archive))) if names else []:
+    if missing := sorted(names.difference(saved)):
         raise StateMismatchError(f"{archive} has no {missing[0]}", missing=tuple(missing))
-    objects = load(archive, select=[*names], trust=trust) if names else {}
+    objects = _objects_in(archive, [*names], trust=trust) if names else {}
 
     def value_of(part: Any) -> Any:
-        return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key][0]
+        return part.data if isinstance(part, _mapping.ShardedTensor) else objects[part.unique_key]
 
     return _dicts.dict_list_map_outplace(value_of, sharded_state_dict)
+
+
+def _of_dtype(tensor: Any, saved: dict[str, Any]) -> Any:
+    """The ShardedTensor, or one of the dtype that was saved, from which it is converted, as in Megatron."""
+    dtype = saved[tensor.key].dtype if tensor.key in saved else tensor.dtype
+    return tensor if dtype == tensor.dtype else replace(tensor, data=tensor.data.to(dtype), dtype=dtype)
+
+
+def _objects_in(archive: str, names: list[str], *, trust: bool) -> dict[str, Any]:
+    """Saved objects by their unique keys. Those of a converted archive are lists, and no bytes."""
+    objects = load(archive, select=names, trust=trust)
+    for name, value in objects.items():
+        if isinstance(value, torch.Tensor):
+            file = io.BytesIO(value.numpy().tobytes())
+            try:
+                value = torch.load(file, "cpu", weights_only=not trust)  # nosec B614
+            except pickle.UnpicklingError as error:
+                raise UntrustedObjectError(
+                    f"{archive}: {name} has objects of classes that were not declared safe; if you trust whoever wrote "
+                    "it, load it with trust=True"
+                ) from error
+        (objects[name],) = value
+    return dict(objects)
 
 
 def _parts_in(archive: str) -> dict[str, Any]:

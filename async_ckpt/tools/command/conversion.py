@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -60,6 +61,7 @@ _STEP_FORMATS: Final = {runs.STEP_FORMAT, *(naming.step_format for naming in run
 _OF_MEGATRON: Final = "common_state/shard_0_1"
 _MEGATRON_CONFIG: Final = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 _RANKS: Final = "ranks"
+_OF_OBJECT: Final = "/shard_"
 _SHOWN_NAMES: Final = 5
 # The memory of a save. It waits for memory rather than take more.
 _HOST_BYTES: Final = 128 << 20
@@ -324,7 +326,7 @@ def _write_dcp(request: ConversionRequest) -> int:
                 arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
                 alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
                 if _OF_MEGATRON in state:  # whose objects are one entry each
-                    state = {name: value for name, value in state.items() if name != _RANKS}
+                    state = {name: _entry(name, value, request) for name, value in state.items() if name != _RANKS}
                     alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
                 torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
                 if "planner" in alone:
@@ -332,6 +334,13 @@ def _write_dcp(request: ConversionRequest) -> int:
             return sum(path.stat().st_size for path in written.iterdir())
 
     return _with_state(request, write)
+
+
+def _entry(name: str, value: Any, request: ConversionRequest) -> Any:
+    """An entry of a checkpoint of Megatron: an object that is bytes in an archive, or the value."""
+    if _OF_OBJECT not in name or not isinstance(value, torch.Tensor):
+        return value
+    return torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=not request.trust)  # nosec B614
 
 
 @contextlib.contextmanager

@@ -98,10 +98,9 @@ def test_the_archive_has_the_tensors_of_megatrons_own_checkpoint_by_their_keys(w
 
     keys = {name for name, value in plain.items() if isinstance(value, torch.Tensor)}
     assert any("mlp.linear_fc1.weight" in key for key in keys)  # which factories have cut
-    assert {name for name, value in archive.items() if isinstance(value, torch.Tensor)} == {*keys, "ranks"}
+    assert archive.keys() == {*plain, "ranks"}
     for key in keys:
         assert torch.equal(archive[key], plain[key]), key
-    assert archive["common_state/shard_0_1"][0]["iteration"] == 1
     async_ckpt.verify(ours / "iter_0000001" / "training.tar")
 
 
