@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from ...errors import StorageUnavailableError
+from ...errors import CheckpointError, StorageUnavailableError
 from ..host.waits import LIVENESS_SECONDS, wait_for
 from ..runs.conflict import Conflict as Conflict
 from ..runs.conflict import conflict_at
@@ -143,6 +143,11 @@ class _OutsideMover(Mover):
         if self._waits_for_training and self._followed_roots.is_training():
             return Told("the training")
         return self._word.say(step, num_bytes)
+
+    def _found(self, step: int) -> None:
+        if self.elsewhere(None, 0) is None:  # else another process is at it
+            with suppress(CheckpointError):  # who moved it may have been killed ahead of the tracker
+                self.run.announce(step, in_flight=self._in_flight(self.run))
 
     def look(self) -> None:
         if self.error is not None:

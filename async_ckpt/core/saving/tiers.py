@@ -609,6 +609,7 @@ class Mover:
             if here is not None:
                 if is_news:  # it was not moved by this process
                     self._roots.check_taken(self.run)
+                    self._found(here)
                 self.arrived(here, num_wants)
             told = self.elsewhere(ahead.step, self._num_bytes)
             if told is not None and self._is_ending and ahead.step is not None and not self.run.takes(ahead.step):
@@ -681,6 +682,9 @@ class Mover:
         run.retain(step, replaced=None, in_flight=self._in_flight(run))
         self._release(step)
         run.write_events()
+
+    def _found(self, step: int) -> None:
+        """The newest step there was moved by another process, or an earlier one."""
 
     def _release(self, step: int) -> None:
         """Have the nearer places delete what they held until this step has arrived."""
