@@ -66,7 +66,9 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     layout = layout_of(accounts, known and known.root)
     name = layouts.rebuilt_name(named.attempt)
     path = f"{named.folder}/{name}" if named.folder else name
-    storage.replace(path, layouts.dump(layout, Table(layout.classes, tuple(named.per_rank))))
+    # Which values ranks of each structure have is not looked up: each structure then has some of its own.
+    of_some = {digest: (digest,) for digest in layout.classes}
+    storage.replace(path, layouts.dump(layout, Table(layout.classes, tuple(named.per_rank), of_some)))
     return storage.locate(path)
 
 

@@ -79,7 +79,8 @@ class Comparison:
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
-        divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)
+        root = self._ranks.divider.root_mesh
+        divided = StepLayout(table.classes, texts, shared, root, of_some=table.of_some)
         layout = self._exchange.put_layout(layouts.dump(divided, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))

@@ -45,7 +45,8 @@ def parse(data: bytes) -> StepLayout:
     raw = table(unseal(data))
     if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")
-    classes = Table.unpacked(raw).classes
+    of_all = Table.unpacked(raw)
+    classes = of_all.classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
     if not all(classes.values()):
         raise ValueError("a structure is that of no rank")
@@ -56,7 +57,7 @@ def parse(data: bytes) -> StepLayout:
     if root is not None:
         check_mesh(root, MAX_RANKS)
     apart = _apart(raw.get("apart", {}))
-    return StepLayout(classes, structures, shared, root, apart, items(raw.get("items", []), _item))
+    return StepLayout(classes, structures, shared, root, apart, items(raw.get("items", []), _item), of_all.of_some)
 
 
 def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:

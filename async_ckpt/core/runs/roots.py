@@ -129,7 +129,7 @@ class Roots:
                 why = f"{where}: {name} is there, but the step is not whole: {reason}"
             if why:
                 raise StorageUnavailableError(
-                    f"no place has a step that can be restored, and there may be one at {why}. To begin anew, leave that "
+                    f"no place has a step that can be restored, and one may be at {why}. To begin anew, leave that "
                     "place out, or empty the folder on all nodes",
                     path=where,
                 )

@@ -145,9 +145,8 @@ class _OutsideMover(Mover):
         return self._word.say(step, num_bytes)
 
     def _found(self, step: int) -> None:
-        if self.elsewhere(None, 0) is None:  # else another process is at it
-            with suppress(CheckpointError):  # who moved it may have been killed ahead of the tracker
-                self.run.announce(step, in_flight=self._in_flight(self.run))
+        with suppress(CheckpointError):  # who moved it may have been killed ahead of the tracker
+            self.run.announce(step, in_flight=self._in_flight(self.run))
 
     def look(self) -> None:
         if self.error is not None:

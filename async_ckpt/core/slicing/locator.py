@@ -43,7 +43,7 @@ class StepLayout(NamedTuple):
     `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
     ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
     the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
-    no such share. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
+    no such share. `of_some` are names that all ranks of a structure have, and not all others. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
     lines for all values, and no rank has all names.
     """
 
@@ -53,6 +53,7 @@ class StepLayout(NamedTuple):
     root: Mesh | None = None
     apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
     items: Sequence[StepItem] = ()
+    of_some: Mapping[str, Sequence[str]] = _NOTHING
 
 
 class _TensorLine(NamedTuple):
@@ -103,15 +104,16 @@ class ShardLocator:
         self._replicated, self._sole = cache(self._replicated_at), cache(self._sole_writers)
 
     def representatives(self, preferred: float = 0.0) -> set[int]:
-        """One rank for each set of tensors that ranks have.
+        """One rank for each set of names that ranks have.
 
         `preferred`, from 0 to less than 1, is its place among those ranks.
         """
-        alike: dict[frozenset[Any], list[int]] = {}
+        alike: dict[tuple[frozenset[Any], frozenset[str]], list[int]] = {}
         for digest, ranks in self._layout.classes.items():
             tensors = self._tensors[digest].items()
             shapes = frozenset((name, line.shape, line.is_cut) for name, line in tensors)
-            alike.setdefault(shapes, []).extend(ranks)
+            of_some = frozenset(self._layout.of_some.get(digest, ()))
+            alike.setdefault((shapes, of_some), []).extend(ranks)
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
     def naming(self, names: Iterable[str]) -> set[int]:

@@ -210,3 +210,21 @@ def test_allow_shape_mismatch_of_a_flattened_range(tmp_path):
         assert ckpt.restore({"model": {"e": part}}) == 1
 
     assert part.data.tolist() == [*saved.view(-1)[34:].tolist(), *[-1.0] * 6]
+
+
+@linux
+def test_values_that_ranks_of_one_structure_alone_have_are_loaded_of_all(worlds, tmp_path):
+    script = """
+from megatron_parts import ShardedTensor
+part = ShardedTensor.of("layers.w", torch.full((2, 3), float(here.rank)), (0, here.rank, 3))
+with open_run(here.root) as ckpt:
+    here.save(ckpt, {"model": part, f"own/{here.rank}": [[here.rank] * 3]}, 1)
+"""
+    worlds.run(3, script, root=tmp_path / "run")
+
+    for _ in range(2):
+        loaded = async_ckpt.load(tmp_path / "run")
+        assert [loaded[f"own/{rank}"] for rank in range(3)] == [[[rank] * 3] for rank in range(3)]
+        for layout in (tmp_path / "run").glob("step_*/layout.*"):
+            layout.unlink()
+        async_ckpt.files.rebuild_layout(tmp_path / "run", 1)

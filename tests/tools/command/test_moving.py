@@ -287,6 +287,9 @@ def test_what_a_training_hears_has_arrived_is_restored_from_there_whenever_mover
         assert restored is not None
         assert restored >= heard
         assert_is_state(state, restored, 9)
+    run_command(
+        "repair", "--apply", roots[1]
+    )  # of the tracker and the journal, which whoever was killed had not reached
     assert run_command("verify", roots[1]).returncode == 0
 
 
