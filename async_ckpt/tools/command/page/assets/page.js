@@ -459,8 +459,14 @@
     document.documentElement.dataset.drawn = Math.round(performance.now());
   };
 
+  // The page has loaded, and is printed or photographed, once the pictures are there: a frame that is still being written
+  // holds its load event, which waits for no promise.
+  const held = element("iframe", "", { hidden: "" });
+  document.body.append(held);
+  held.contentDocument.open();
+
   draw().catch((error) => {
     const text = `The pictures cannot be drawn: ${error.message || error}. A browser of 2023 or later can draw them.`;
     document.querySelector("main").prepend(element("p", text, { class: "error", role: "alert" }));
-  });
+  }).finally(() => { held.contentDocument.close(); held.remove(); });
 })();
