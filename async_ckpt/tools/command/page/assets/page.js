@@ -451,7 +451,7 @@
     let begun = performance.now();
     for (const [number, picture] of pictures.entries()) {
       addPicture(document.getElementById(`picture${number}`), picture, runs);
-      if (performance.now() - begun < LONGEST_TASK_MS) continue; // few saves are there at once, also for a screenshot
+      if (performance.now() - begun < LONGEST_TASK_MS) continue;
       await new Promise((resolve) => setTimeout(resolve)); // the page answers between pictures of many saves
       begun = performance.now();
     }
