@@ -30,6 +30,7 @@ from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
     REST,
     archive_path,
+    forget_listing,
     hidden_beside,
     is_link,
     path_key,
@@ -202,6 +203,8 @@ class BackgroundSaves:
         if path is None or path_key(path) in self._removals:
             self._queue_removals()
         self._queue.wait(path)
+        for saved_to in (path, *self._folders):
+            forget_listing(saved_to)
 
     def take_reports(self) -> list[SaveReport]:
         """The reports of the saves that have ended well since the last call. What is to be removed joins the queue."""

@@ -62,6 +62,15 @@ def saved_world_size(archives: Path) -> int:
     return runs.parse_manifest(manifest.read_bytes(), path=str(manifest)).world_size
 
 
+def forget_listing(path: Any) -> None:
+    """Have fsspec, by which Lightning reads, look at a URL again: its cached listing does not know of our writes."""
+    if "://" in str(path):
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        filesystem, inner = url_to_fs(str(path))
+        filesystem.invalidate_cache(inner)
+
+
 def rename(hidden: Path, path: Path) -> None:
     """Give a complete file its name, in place of a link."""
     os.replace(hidden, path)

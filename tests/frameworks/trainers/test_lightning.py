@@ -257,8 +257,14 @@ def test_a_dirpath_may_be_a_url(kit, checkpoints, s3, bucket, monkeypatch):
     begun = run_of(kit, folder, checkpoints, saved=saved, max_steps=6, default_root_dir=".").losses
     names = {name.rpartition("/")[2] for name in files.list_dir(folder)}
     assert names == {"epoch=1-step=6.ckpt", "last.ckpt", "history.jsonl"}
-    resumed = run_of(kit, folder, checkpoints, saved=saved, ckpt_path="last", default_root_dir=".").losses
+    saved["save_top_k"] = -1  # a deletion would make Lightning's client list the folder anew
+    last = f"{folder}/last.ckpt"
+    resumed = run_of(kit, folder, checkpoints, saved=saved, ckpt_path=last, default_root_dir=".").losses
+    assert min(resumed) == 6
     assert begun | resumed == whole
+    # Lightning has listed the folder before these saves were there; its client keeps listings.
+    newest = kit.Model.load_from_checkpoint(f"{folder}/epoch=2-step=12.ckpt")
+    assert difference(newest.state_dict(), kit.Model.load_from_checkpoint(last).state_dict()) is None
 
 
 # --- what the callback brings -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
@@ -396,6 +397,19 @@ def test_every_picture_is_drawn_and_has_a_key_a_readout_and_a_table(page: OpenPa
     assert page.evaluate("document.querySelectorAll('figure details table').length") == count
     heads = page.texts("[data-picture=phases] th")
     assert heads[:4] == ["step", "when", "size", "call"]
+
+
+def test_every_picture_is_there_when_the_page_has_loaded(file: Path, tmp_path: Path) -> None:
+    """As a browser without a screen takes it, which waits for nothing else."""
+    file.write_text(text_of(events_of_run(5000, num_ranks=8)), encoding="utf-8")
+    found = program()
+    if found is None:
+        pytest.skip(MISSING)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    told = subprocess.run([found, *options, file.as_uri()], capture_output=True, text=True, check=True, timeout=60)
+    names = Tags(told.stdout).names
+    assert names.count("canvas") == names.count("figure") == 12
+    assert "iframe" not in names
 
 
 def test_a_long_table_shows_the_newest_rows_and_then_all(page: OpenPage) -> None:

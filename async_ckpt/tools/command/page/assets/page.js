@@ -451,7 +451,7 @@
     let begun = performance.now();
     for (const [number, picture] of pictures.entries()) {
       addPicture(document.getElementById(`picture${number}`), picture, runs);
-      if (performance.now() - begun < LONGEST_TASK_MS) continue; // few saves are there at once, also for a screenshot
+      if (performance.now() - begun < LONGEST_TASK_MS) continue;
       await new Promise((resolve) => setTimeout(resolve)); // the page answers between pictures of many saves
       begun = performance.now();
     }
@@ -459,8 +459,14 @@
     document.documentElement.dataset.drawn = Math.round(performance.now());
   };
 
+  // The page has loaded, and is printed or photographed, once the pictures are there: a frame that is still being written
+  // holds its load event, which waits for no promise.
+  const held = element("iframe", "", { hidden: "" });
+  document.body.append(held);
+  held.contentDocument.open();
+
   draw().catch((error) => {
     const text = `The pictures cannot be drawn: ${error.message || error}. A browser of 2023 or later can draw them.`;
     document.querySelector("main").prepend(element("p", text, { class: "error", role: "alert" }));
-  });
+  }).finally(() => { held.contentDocument.close(); held.remove(); });
 })();
