@@ -1,4 +1,4 @@
-"""Whether what lies in a folder outlives a reboot of its machine.
+"""Whether what lies in a folder outlives a reboot of this machine, or the machine.
 
 In: a folder. Out: the answer of the mount table, where there is one. Knows nothing of: what lies there.
 """
@@ -12,6 +12,8 @@ from typing import Final
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+# The disks of other machines. Of FUSE, most kinds are those of stores and shared file systems.
+_ELSEWHERE: Final = re.compile(r"nfs\d?|cifs|smb3?|ceph|lustre|gpfs|beegfs|9p|afs|pvfs2|glusterfs|wekafs|fuse\..*")
 _ESCAPED: Final = re.compile(r"\\(\d{3})")
 
 _log = logging.getLogger("async_ckpt")
@@ -25,6 +27,11 @@ def is_volatile(folder: Path) -> bool:
         _warned.add(str(folder))
         _log.warning("%s lies in a layer of a container, and is gone with it; give a folder that is mounted", folder)
     return kind in _IN_MEMORY
+
+
+def is_elsewhere(folder: Path) -> bool:
+    """Whether a folder, which may not exist yet, lies on disks of other machines."""
+    return _ELSEWHERE.fullmatch(file_system(folder)) is not None
 
 
 def file_system(folder: Path) -> str:
