@@ -43,8 +43,9 @@ class StepLayout(NamedTuple):
     `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
     ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
     the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
-    no such share. `of_some` are names that all ranks of a structure have, and not all others. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
-    lines for all values, and no rank has all names.
+    no such share. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
+    lines for all values, and no rank has all names. `of_some` are names that all ranks of a structure have, and not
+    all others.
     """
 
     classes: Classes

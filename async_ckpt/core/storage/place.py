@@ -28,7 +28,7 @@ from .url import (
     shown,
     text_of,
 )
-from .volatile import is_volatile
+from .volatile import is_elsewhere, is_volatile
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
@@ -112,6 +112,13 @@ class Place:
         if self.volatile is None:
             return self.is_local and is_volatile(local_path(self.text))
         return self.volatile
+
+    @property
+    def outlives(self) -> Literal["process", "reboot", "machine"]:
+        """The worst that the steps there outlive: the end of a process, a reboot of this machine, or its loss."""
+        if self.is_volatile:
+            return "process"
+        return "reboot" if self.is_local and not is_elsewhere(local_path(self.text)) else "machine"
 
     @property
     def is_local(self) -> bool:

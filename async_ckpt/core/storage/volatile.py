@@ -1,4 +1,4 @@
-"""Whether what lies in a folder outlives a reboot of its machine, and how much room there is if it lies in memory.
+"""Whether what lies in a folder outlives a reboot of this machine, or the machine, and how much room memory has.
 
 In: a folder. Out: the answers of the mount table, where there is one, and of the machine. Knows nothing of: what lies
 there.
@@ -17,6 +17,8 @@ from .disk import free_bytes_at
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+# The disks of other machines. Of FUSE, most kinds are those of stores and shared file systems.
+_ELSEWHERE: Final = re.compile(r"nfs\d?|cifs|smb3?|ceph|lustre|gpfs|beegfs|9p|afs|pvfs2|glusterfs|wekafs|fuse\..*")
 _ESCAPED: Final = re.compile(r"\\(\d{3})")
 
 # Of the memory that is free, this much at least is left to the training: a sixteenth, or so many bytes.
@@ -50,6 +52,11 @@ def free_bytes_in(folder: Path) -> int | None:
         return free
     spare = free_memory_bytes()
     return min(free, max(0, spare - max(spare // _LEFT_FREE, _LEFT_BYTES)))
+
+
+def is_elsewhere(folder: Path) -> bool:
+    """Whether a folder, which may not exist yet, lies on disks of other machines."""
+    return _ELSEWHERE.fullmatch(file_system(folder)) is not None
 
 
 def file_system(folder: Path) -> str:

@@ -21,6 +21,7 @@ from ...errors import CheckpointError
 from ...plumbing import Storage, reports, runs, spans, threads, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
+from .run_places import DURABLE, PlaceStatus, RunPlaces
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, size_of, time_of
 from .where import place_below
@@ -43,6 +44,8 @@ class StepRow:
 
     `seconds` are those from the call of `save` until the step was committed, `stall_seconds` those that it held the
     training up, both by the history; None if that does not say. `created` is the time of the commit, or of a failure.
+    Of a run at several places, `places` are the numbers of those that have the step, from 1, and `durable` says what it
+    outlives there.
     """
 
     step: int
@@ -55,6 +58,8 @@ class StepRow:
     stall_seconds: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     marks: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    durable: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "record": dict(self.record)}
@@ -116,15 +121,19 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
         below = walk(place)
         _print_runs(place, rows_of(place, below, best), below.unseen, best, as_json=as_json)
     elif kind in ("run", "trainer") or (kind == "nothing" and with_all):
+        statuses: Sequence[PlaceStatus] = ()
         if kind == "trainer":
             rows = checkpoints_of(place, names)
         else:
             rows = steps_of(storage, names, clock=spans.wall_time, with_all=with_all, check=check)
+            everywhere = RunPlaces(place)
+            statuses = everywhere.look()
+            rows = _with_places(rows, everywhere.places, statuses)
         if not rows:
             raise nothing_at(place)
         if best is not None:
             _mark_best(rows, best)
-        _print_steps(place, rows, as_json=as_json)
+        _print_steps(place, rows, statuses, as_json=as_json)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
@@ -151,6 +160,25 @@ def steps_of(
     _mark_newest(rows, storage, names)
     if with_all:
         _add_failures(rows, events)
+    return sorted(rows, key=lambda row: (row.step, row.folder))
+
+
+def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequence[PlaceStatus]) -> list[StepRow]:
+    """The rows of a place, and of the others those of the steps that it lacks, with the places of each step."""
+    known = {row.step for row in rows if row.num_bytes is not None}
+    for place, status in zip(places, statuses, strict=True):
+        if missing := {*status.steps} - known:
+            storage = place.storage()
+            others = steps_of(storage, storage.names(""), clock=spans.wall_time)
+            rows += [row for row in others if row.step in missing]
+            known |= missing
+    for row in rows:
+        having = {number: status for number, status in enumerate(statuses, 1) if row.step in status.steps}
+        outlives = {status.outlives for status in having.values()}
+        row.places, row.durable = [*having], next((DURABLE[one] for one in reversed(DURABLE) if one in outlives), "")
+        first = next((status.steps[row.step] for status in having.values()), "")
+        row.marks += [f"another version at {n}" for n, one in having.items() if one.steps[row.step] != first]
+        row.marks += [f"passed over by {n}" for n, one in enumerate(statuses, 1) if row.step in one.passed_over]
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
@@ -472,9 +500,10 @@ def _print_runs(
         print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
 
 
-def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> None:
+def _print_steps(place: Place, rows: Sequence[StepRow], statuses: Sequence[PlaceStatus] = (), *, as_json: bool) -> None:
     if as_json:
-        print_json("steps", {"place": place.shown, "steps": [row.as_json() for row in rows]})
+        document = {"place": place.shown, "steps": [row.as_json() for row in rows]}
+        print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))
         return
     now = spans.wall_time()
     counts = Counter(
@@ -485,7 +514,19 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
     )
     metrics = sorted(heapq.nsmallest(_MOST_METRICS, counts, key=lambda key: (-counts[key], key)))
     print_table(
-        ("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics), "marks"),
+        (
+            "step",
+            "age",
+            "size",
+            "ranks",
+            "durable in",
+            "bandwidth",
+            "stall",
+            *map(escaped, metrics),
+            "at",
+            "durable",
+            "marks",
+        ),
         (
             (
                 str(row.step) if row.step >= 0 else "",
@@ -496,11 +537,15 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
                 "" if row.bandwidth is None else f"{reports.sized(row.bandwidth)}/s",
                 "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
                 *(short(row.record[key]) if key in row.record else "" for key in metrics),
+                ", ".join(map(str, row.places)),
+                row.durable,
                 ", ".join(row.marks),
             )
             for row in rows
         ),
         right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
     )
+    for number, status in enumerate(statuses, 1):
+        print_text(escaped(f"{number}: {status.described}"), "" if status.trouble else "dim")
     if len(counts) > len(metrics):
         print_text(f"{len(counts) - len(metrics):,} more entries of records are shown by --json", "dim")

@@ -31,7 +31,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from .options import AsJson, Where, with_place
-from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped
+from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
 from .where import place_like
 
 _INTERRUPTED: Final = 130
@@ -83,6 +83,7 @@ Unattended = Annotated[bool, typer.Option("--unattended", help="No process write
 Base = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
 ]
+AllPlaces = Annotated[bool, typer.Option("--all", help="At all places of the run, not only at the one given.")]
 Best = Annotated[
     str | None, typer.Option(metavar="METRIC", help="The best steps by a metric: loss, or accuracy:max:3.")
 ]
@@ -176,6 +177,7 @@ def inspect(
 @with_place
 def verify(
     places: Wheres,
+    all_: AllPlaces = False,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
@@ -184,9 +186,11 @@ def verify(
     A PLACE is an archive, a step, a run, a publication, or a folder of such things.
     """
     from .lookup import EVERYTHING, targets_of
+    from .run_places import everywhere
     from .soundness import show
 
-    _each([partial(show, place, base=base, as_json=as_json) for place, _ in targets_of(places, EVERYTHING)])
+    targets = (place for place, _ in targets_of(places, EVERYTHING))
+    _each([partial(show, place, base=base, as_json=as_json) for place in everywhere(targets, asks_all=all_)])
 
 
 @app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
@@ -211,19 +215,28 @@ def cp(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace other versions of the steps, and damaged ones.")
     ] = False,
+    all_: AllPlaces = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy a run, or some of its steps, to another root.
 
     Every byte is compared with its digest on the way. After an interruption, the same command goes on. Several runs,
-    and those in a folder, keep their names below DST.
+    and those in a folder, keep their names below DST. With --all, what one place of a run lacks comes from the next.
     """
     from .copying import show, targets_below
     from .lookup import RUNS, targets_of
+    from .run_places import everywhere
 
     copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
     pairs = targets_below(targets_of(src, RUNS), dst)
-    _each([partial(copy, source, target) for source, target in pairs])
+    _each(
+        [
+            partial(copy, one, target)
+            for source, target in pairs
+            for one in everywhere([source], asks_all=all_)
+            if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
+        ]
+    )
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
@@ -236,19 +249,22 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    all_: AllPlaces = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the steps that no rule keeps.
 
     As the retention of a training would, but shown first. The newest step always stays. In a folder of runs, the rules
-    are for each run.
+    are for each run, and with --all for each place of a run.
     """
     from .lookup import RUNS, targets_of
     from .pruning import show
+    from .run_places import everywhere
 
     delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
-    _each([partial(delete, place) for place, _ in targets_of(places, RUNS)])
+    targets = (place for place, _ in targets_of(places, RUNS))
+    _each([partial(delete, place) for place in everywhere(targets, asks_all=all_)])
 
 
 @app.command(epilog=_example("repair runs/a --apply"))
@@ -257,6 +273,7 @@ def repair(
     places: Wheres,
     unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit again what a rollback retired.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
+    all_: AllPlaces = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
@@ -267,12 +284,13 @@ def repair(
     """
     from .lookup import targets_of
     from .repair import show
+    from .run_places import everywhere
 
     targets = targets_of(places, ["run"])
     if unretire is not None and len(targets) > 1:
         raise Answer("--unretire names a step of one run; give that run alone", USAGE)
     mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
-    _each([partial(mend, place) for place, _ in targets])
+    _each([partial(mend, one) for one in everywhere([place for place, _ in targets], asks_all=all_)])
 
 
 @app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
@@ -283,13 +301,20 @@ def diff(
     select: Select = None,
     rtol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X*|b|.")] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X.")] = 0.0,
+    all_: Annotated[bool, typer.Option("--all", help="A at all places of its run, each compared with B.")] = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints name by name: shapes, dtypes, values."""
     from .comparing.diffing import show
+    from .run_places import everywhere
 
-    show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
+    def compare(one: Place) -> None:
+        if all_ and not as_json:
+            print_text(escaped(f"{one.shown}:"))
+        show(one, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
+
+    _each([partial(compare, one) for one in everywhere([a], asks_all=all_)])
 
 
 @app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))

@@ -201,8 +201,8 @@ class Contents:
         """A map of the opened file, even if its path now names another; only this process sees writes to it."""
         if not isinstance(self._reader, LocalReader):
             raise ValueError(
-                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted, or "
-                "whole at no single place; leave mmap out"
+                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; "
+                "leave mmap out"
             )
         mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
         if len(mapped) != self._reader.num_bytes:

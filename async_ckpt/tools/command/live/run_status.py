@@ -23,6 +23,7 @@ from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spans, threads
 from ..listing import checkpoints_of
 from ..lookup import USUAL_NAMINGS
+from ..run_places import PlaceStatus, RunPlaces
 from ..trainer_folders import events_at
 
 # The saves in the table, and those that the trend is of.
@@ -31,6 +32,7 @@ _IN_TREND: Final = 40
 # The folders of each naming that are looked into for a manifest: those of the newest steps.
 _LOOKED_INTO: Final = 3
 _NAMES_PER_REQUEST: Final = 1000
+_REQUESTS_PER_PLACE: Final = 4  # of a run at several, if nothing has changed there
 # The age of the newest step that is worth a warning, in usual intervals, and at least in seconds.
 _LATE: Final = 3
 _LATE_SECONDS: Final = 60.0
@@ -57,7 +59,7 @@ class RunStatus:
     is the time at which its last process has closed it, None while there may be more steps.
 
     `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
-    `usual_seconds` is the median time between two of them.
+    `usual_seconds` is the median time between two of them. `places` are those of a run that has several.
     """
 
     place: str
@@ -73,10 +75,11 @@ class RunStatus:
     bandwidths: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
     ended: float | None = None
+    places: tuple[PlaceStatus, ...] = ()
     num_requests: int = field(default=0, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "places": [one.as_json() for one in self.places]}
 
 
 class TrainerWatch:
@@ -114,18 +117,23 @@ class RunWatch:
         self._manifests: dict[str, runs.Manifest | None] = {}  # of step folders; None for a damaged one
         self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
         self._checked: tuple[runs.Manifest, str | None] | None = None  # the newest commit, and what it lacks
+        self._places: RunPlaces | None = None
         self._num_requests = 0
 
     def look(self) -> RunStatus:
         """Look at the storage once. Raises StorageUnavailableError."""
         self._num_requests = 0
         names = self._names("")
+        if self._places is None and runs.tiers_file.NAME in names:
+            self._places = RunPlaces(self._place)
+        places = () if self._places is None else tuple(self._places.look())
+        self._num_requests += _REQUESTS_PER_PLACE * len(places)
         folders = self._folders(names)
         newest, under_way = self._newest(folders)
         made = (None, None) if newest is None else (newest.step, newest.created)
         events = self._events(folders)
         status = _status(self._place, self._clock(), made, events, self._storage.free_bytes())
-        status = replace(status, under_way=under_way, num_requests=self._num_requests)
+        status = replace(status, under_way=under_way, num_requests=self._num_requests, places=places)
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
         return _with_warnings(status, self._late_seconds, damaged, broken)
@@ -264,6 +272,7 @@ def _with_warnings(
     status: RunStatus, late_seconds: float | None, damaged: Sequence[str] = (), broken: str | None = None
 ) -> RunStatus:
     found = (*_late(status, late_seconds), *_failures(status.saves), *_space(status), *_damage(damaged))
+    found += tuple(f"{one.place}: {one.trouble}" for one in status.places if one.trouble)
     if broken is not None:
         found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
     return replace(status, warnings=found)

@@ -23,6 +23,7 @@ from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, spans
 from ..lookup import kind_of, nothing_at
+from ..run_places import durable_steps
 from ..screen import (
     JSON_VERSION,
     NO,
@@ -206,6 +207,10 @@ def _newest(status: RunStatus) -> list[str]:
         every = "" if usual is None else f"; a save every {_every(usual)}"
         shown = _span(status.age_seconds) if status.age_seconds is not None else age(status.created, status.time)
         lines.append(f"step {status.step}, {shown} ago{every}")
+    if status.places:
+        durable = (f"{where}: {_of(step)}" for where, step in durable_steps(status.places).items())
+        lines.append(f"durable {', '.join(durable)}")
+        lines += [f"{_of(max(one.steps, default=None))} in {escaped(one.described)}" for one in status.places]
     if status.ended is not None:
         lines.append(f"ended {_span(max(0.0, status.time - status.ended))} ago")
     if (seen := status.under_way) is not None:
@@ -215,6 +220,10 @@ def _newest(status: RunStatus) -> list[str]:
     if status.free_bytes is not None:
         lines.append(f"{reports.sized(status.free_bytes)} free")
     return lines
+
+
+def _of(step: int | None) -> str:
+    return "no step" if step is None else f"step {step}"
 
 
 def _row(one: events.Event, now: float) -> Sequence[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
+from ..run_places import PlaceStatus
 from ..screen import counted
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
@@ -67,7 +68,8 @@ class RunColumns:
     """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
 
     `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
-    steps that are kept and cannot be loaded, as far as was looked, with what they lack.
+    steps that are kept and cannot be loaded, as far as was looked, with what they lack. `places` are those of a run
+    that has several.
     """
 
     name: str
@@ -77,6 +79,7 @@ class RunColumns:
     entries: Sequence[str]
     saves: Sequence[int]
     broken: Mapping[int, str] = field(default_factory=dict)
+    places: Sequence[PlaceStatus] = ()
 
     def rows_of(self, *kinds: str) -> tuple[int, ...]:
         """The numbers of the rows that are events of these kinds."""
@@ -93,7 +96,12 @@ class RunColumns:
         return [(row, values[row]) for row in self.saves if values[row] is not None]
 
 
-def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[int, str] | None = None) -> RunColumns:
+def columns_of(
+    name: str,
+    events: Sequence[Mapping[str, Any]],
+    broken: Mapping[int, str] | None = None,
+    places: Sequence[PlaceStatus] = (),
+) -> RunColumns:
     """The columns of a run's events."""
     broken = broken or {}
     # The pictures are drawn by steps, and a checkpoint of Fabric may have none.
@@ -119,7 +127,7 @@ def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[i
         columns[key] = Column(title, unit, [_rounded(one.get(key)) for one in events])
     groups, entries = _group_columns(events), _entry_columns(events)
     saves = [row for row, one in enumerate(events) if one["kind"] == "save"]
-    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken)
+    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken, places)
 
 
 def about(event: Mapping[str, Any]) -> str:
@@ -134,9 +142,11 @@ def about(event: Mapping[str, Any]) -> str:
         case "restore":
             return "a newer step was committed" if event["behind"] else "from the newest step"
         case "rollback":
-            return f"retired {_listed(event['retired'])}"
+            return f"retired {listed(event['retired'])}"
         case "retention":
-            return f"deleted {_listed(event['deleted'])}"
+            return f"deleted {listed(event['deleted'])}"
+        case "moved":
+            return f"to {event['place']}"
     return ""
 
 
@@ -168,6 +178,7 @@ _KINDS: Final[Mapping[str, str]] = {
     "restore": "restored",
     "rollback": "rolled back",
     "retention": "deleted",
+    "moved": "copied",
 }
 
 
@@ -235,7 +246,7 @@ def _borrowed(event: Mapping[str, Any]) -> str:
     return _shortened(", ".join(f"{group} of step {step:,}" for group, step in event.get("borrowed", {}).items()))
 
 
-def _listed(steps: Sequence[int]) -> str:
+def listed(steps: Sequence[int]) -> str:
     """Steps in few words, such as "steps 1, 2 and 98 more"."""
     shown = ", ".join(f"{step:,}" for step in steps[:8])
     more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....plumbing import spans
-from .columns import RunColumns, Value
+from ..run_places import durable_steps
+from .columns import RunColumns, Value, listed
 from .pictures import Best, Picture, comparison_of, pictures_of
 from .summary import facts_of, losses_of, title_of
 
@@ -106,8 +107,34 @@ def _run(run: RunColumns, number: int, pictures: Sequence[Picture], now: float, 
     return f"""<section class="run" id="run{number}">
 {heading}<dl class="facts">
 {facts}</dl>
-{_losses(run, 3 if several else 2)}<div class="range" data-run="{number}"></div>
+{_places(run, 3 if several else 2)}{_losses(run, 3 if several else 2)}<div class="range" data-run="{number}"></div>
 {figures}</section>
+"""
+
+
+def _places(run: RunColumns, level: int) -> str:
+    """The places of a run that has several, with what each has."""
+    if not run.places:
+        return ""
+    durable = (
+        f"{where}: {'no step' if step is None else f'step {step:,}'}"
+        for where, step in durable_steps(run.places).items()
+    )
+    heads = "".join(f"<th scope=col>{name}</th>" for name in ("place", "newest", "steps", "passed over"))
+    rows = "".join(
+        f"<tr><td class=long>{escape(one.described)}</td><td>{max(one.steps, default='')}</td>"
+        f"<td>{len(one.steps):,}</td>"
+        f"<td class=long>{escape(listed(sorted(one.passed_over)) if one.passed_over else '')}</td></tr>\n"
+        for one in run.places
+    )
+    return f"""<section class="places">
+<h{level}>Where the steps are</h{level}>
+<p>Durable {escape(", ".join(durable))}.</p>
+<div class="scroll" tabindex=0 role=region aria-label="Where the steps are">
+<table><thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}</tbody></table></div>
+</section>
 """
 
 

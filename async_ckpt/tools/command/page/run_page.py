@@ -14,6 +14,7 @@ from ....errors import NotCommittedError
 from ....plumbing import spans
 from ..listing import broken_at, parse_best
 from ..lookup import RUNS, targets_of
+from ..run_places import RunPlaces
 from ..screen import Answer, counted, escaped, print_json, print_text
 from ..trainer_folders import events_at
 from .columns import RunColumns, columns_of
@@ -58,7 +59,7 @@ def file_name(places: Sequence[Place]) -> str:
 def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
     """The run at a place. One in a folder, with a name there, is left out if it has no history."""
     try:
-        yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT))
+        yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT), RunPlaces(place).look())
     except NotCommittedError:
         told = events_at(place)
         if told:

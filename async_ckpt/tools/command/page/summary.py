@@ -30,7 +30,9 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
     """The facts by their names, with the same names for each run."""
     saves = [run.events[row] for row in run.saves]
     durable = [save for save in saves if save["kept"]]
-    newest = max(durable, key=lambda save: save["step"], default=None)
+    newest = max(
+        (save for save in durable if _is_durable(run, save["step"])), key=lambda save: save["step"], default=None
+    )
     stalls = [value for _, value in run.known("stall_seconds")]
     return {
         "last durable step": "none" if newest is None else f"{newest['step']:,}",
@@ -45,6 +47,11 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
     }
+
+
+def _is_durable(run: RunColumns, step: int) -> bool:
+    """Whether a step is at a place that a reboot leaves alone, as far as that is known."""
+    return not run.places or any(step in one.steps and one.outlives != "process" for one in run.places)
 
 
 def _steps(steps: Sequence[int]) -> str:

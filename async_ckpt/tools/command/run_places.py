@@ -1,0 +1,135 @@
+"""The places of a run, from near to far: what each of them has, and what its steps outlive.
+
+In: the place of a run, which tells the others. Out: places, and a status of each. Knows nothing of: how it is shown.
+
+A place that does not answer is a status like others; nothing is changed on storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ... import Place
+from ...errors import CheckpointError, ConflictError
+from ...plumbing import events as run_events
+from ...plumbing import runs, spans, urls
+from .where import DEADLINE_SECONDS, place_below
+
+# How durable a step is, by what it outlives at the best of its places, which comes last.
+DURABLE: Final = {"process": "no", "reboot": "on this machine", "machine": "beyond it"}
+_WORDS: Final = {"process": "memory", "reboot": "this machine", "machine": "beyond this machine"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStatus:
+    """One place of a run: the attempts of its steps, and the steps of nearer places that it was not given.
+
+    `outlives` is what the steps there outlive: "process", "reboot" or "machine". `trouble` says why nothing is copied
+    there, or nothing is known.
+    """
+
+    place: str
+    outlives: str
+    steps: Mapping[int, str] = field(default_factory=dict)
+    passed_over: Collection[int] = ()
+    trouble: str = ""
+
+    @property
+    def described(self) -> str:
+        """The place in words, with its trouble."""
+        return f"{self.place}, {_WORDS[self.outlives]}" + (f": {self.trouble}" if self.trouble else "")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "place": self.place,
+            "outlives": self.outlives,
+            "steps": [*self.steps],
+            "passed_over": [*self.passed_over],
+            "trouble": self.trouble,
+        }
+
+
+def durable_steps(statuses: Sequence[PlaceStatus]) -> dict[str, int | None]:
+    """The newest step on disks of this machine, and beyond it; None if there is none, or it is not known."""
+    return {
+        DURABLE[outlives]: max(
+            (step for one in statuses if one.outlives == outlives for step in one.steps), default=None
+        )
+        for outlives in ("reboot", "machine")
+    }
+
+
+def places_of(place: Place) -> list[Place]:
+    """The places of the run at a place, from near to far; for the folder of a step, its folder at each. A run of one
+    place, and anything else, is alone.
+
+    Raises CorruptCheckpointError and FormatVersionError for a list of places that cannot be read.
+    """
+    below = ""
+    if place.storage().exists(runs.MANIFEST_NAME):
+        parent, below = urls.parent_and_name(place.url, fs=place.fs)
+        place = replace(place, url=parent)
+    told = runs.tiers_file.read(place)
+    places = [place] if told is None else [one if one.is_local else _patient(one) for one in told.places]
+    return [place_below(one, below) for one in places] if below else places
+
+
+def everywhere(places: Iterable[Place], *, asks_all: bool) -> list[Place]:
+    """These places, and with `asks_all` all other places of their runs."""
+    return [one for place in places for one in (places_of(place) if asks_all else [place])]
+
+
+def _patient(place: Place) -> Place:
+    return replace(place, options={"deadline_seconds": DEADLINE_SECONDS, **(place.options or {})})
+
+
+class RunPlaces:
+    """All places of the run at a place, looked at again and again. From one thread."""
+
+    def __init__(self, place: Place) -> None:
+        told = runs.tiers_file.read(place)
+        self.places = [] if told is None else places_of(place)
+        self._runs = (
+            []
+            if told is None
+            else [
+                runs.Run(one.storage(), clock=spans.wall_time, step_format=told.naming.step_format, tracker=None)
+                for one in self.places
+            ]
+        )
+
+    def look(self) -> list[PlaceStatus]:
+        """The status of each place, from near to far; none for a run of one place."""
+        found: list[PlaceStatus] = []
+        events = run_events.EventLog(self._runs[0].storage, spans.wall_time).read() if self._runs else []
+        for number, (place, run) in enumerate(zip(self.places, self._runs, strict=True)):
+            status = PlaceStatus(place.shown, place.outlives)
+            try:
+                steps = {step: manifest.attempt if manifest else "" for step, manifest in run.view().items()}
+                status = replace(status, steps=steps)
+                _refuse_strangers(self._runs[:number], run)
+            except ConflictError as conflict:
+                status = replace(status, trouble=str(conflict))
+            except CheckpointError as error:
+                status = replace(status, trouble=f"it cannot be read: {error}")
+            nearer = {step for one in found for step in one.steps}
+            arrived = {one["step"] for one in events if one["kind"] == "moved" and one["place"] == place.shown}
+            found.append(replace(status, passed_over=_passed_over(nearer, status.steps, arrived, place.every or 1)))
+        return found
+
+
+def _refuse_strangers(nearer: Sequence[runs.Run], run: runs.Run) -> None:
+    """Raise ConflictError if a place has steps that nearer ones with a start have not gone on from."""
+    known = [run.descent() for run in nearer if run.root.starts]
+    if known:
+        run.refuse_strangers({token for tokens in known for token in tokens})
+
+
+def _passed_over(nearer: Collection[int], here: Collection[int], arrived: Collection[int], every: int) -> list[int]:
+    """The steps of nearer places that this one was not given before a newer one, as far back as the history tells."""
+    if not here or not arrived:
+        return []
+    between = (step for step in nearer if min(arrived) < step < max(here) and step % every == 0)
+    return sorted(step for step in between if step not in here and step not in arrived)
