@@ -31,7 +31,7 @@ class SlowQueue:
 
 @pytest.mark.parametrize("num_idle", [0, 1, 2])
 def test_a_task_that_comes_while_the_crew_is_stopped_runs(monkeypatch, num_idle: int):
-    crew, tasks, ran = Crew("test", 4), SlowQueue(), threading.Event()
+    crew, tasks, ran = Crew("ending", 4), SlowQueue(), threading.Event()
     crew._tasks = tasks  # type: ignore[assignment]
     gate = threading.Barrier(num_idle + 1)
     for _ in range(num_idle):
@@ -51,11 +51,11 @@ def test_a_task_that_comes_while_the_crew_is_stopped_runs(monkeypatch, num_idle:
     assert ran.wait(PATIENCE)
     stopping.join()
     crew.stop()
-    until(lambda: not any(one.name.startswith("async_ckpt-test") for one in threading.enumerate()))
+    until(lambda: not any(one.name.startswith("async_ckpt-ending") for one in threading.enumerate()))
 
 
 def test_tasks_go_on_after_a_thread_that_could_not_be_started_at_the_moment_of_a_stop(monkeypatch):
-    crew, ran, real = Crew("test", 1), threading.Event(), threads.start_thread
+    crew, ran, real = Crew("ending", 1), threading.Event(), threads.start_thread
 
     def none_left(*_: Any) -> None:
         crew.stop()
@@ -74,7 +74,7 @@ def test_tasks_go_on_after_a_thread_that_could_not_be_started_at_the_moment_of_a
 
 
 def test_tasks_and_stops_of_many_threads_lose_none():
-    crew, num_run, lock = Crew("test", 3), 0, threading.Lock()
+    crew, num_run, lock = Crew("ending", 3), 0, threading.Lock()
 
     def task() -> None:
         nonlocal num_run
@@ -92,4 +92,4 @@ def test_tasks_and_stops_of_many_threads_lose_none():
     for worker in workers:
         worker.join()
     until(lambda: num_run == 2000)
-    until(lambda: not any(one.name.startswith("async_ckpt-test") for one in threading.enumerate()))
+    until(lambda: not any(one.name.startswith("async_ckpt-ending") for one in threading.enumerate()))
