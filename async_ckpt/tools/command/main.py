@@ -416,7 +416,7 @@ def follow(
     show(FollowRequest(root, into, base, once, status, poll, patience), choice, as_json=as_json)
 
 
-@app.command(epilog=_example("move /nvme/runs/a"))
+@app.command(epilog=_example("move runs/a --to s3://bucket/runs/a --once"))
 @with_place
 def move(
     places: Annotated[
@@ -434,9 +434,9 @@ def move(
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the steps of a run to its further places, beside the training or after it.
+    """Bring the steps of a run to its further places.
 
-    Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a training with several places writes;
+    Beside the training, or after it. Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a training with several places writes;
     credentials are taken from where the client finds them. With --json, each arrival is a document in a line.
     """
     from .live.move_steps import MoveRequest, show
@@ -509,7 +509,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    sys.exit(status_of(sys.argv[1:] if arguments is None else arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "move" in arguments[:1]:  # the training needs the processors; the whole process gives way, and for good
+        from ...plumbing import threads
+
+        threads.give_way()
+    sys.exit(status_of(arguments))
 
 
 def status_of(arguments: Sequence[str]) -> int:

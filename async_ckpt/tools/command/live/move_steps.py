@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import typer
 
 from .... import Place
-from ....plumbing import copy_step, run_movers, runs, threads
+from ....plumbing import copy_step, run_movers, runs
 from ..pruning import refuse_writer
 from ..screen import JSON_VERSION, USAGE, Answer, as_json_text, counted, escaped, print_note
 from ..selection import runs_at
@@ -51,7 +51,6 @@ def show(targets: Sequence[tuple[Place, str]], request: MoveRequest, *, as_json:
     told = _told(targets, request)
     if request.adopt or request.retire:
         _resolve([one for _, one in told], request)
-    threads.give_way()
     left: list[str] = []
     with heard_signals() as signals:
         say = _say_json if as_json else _say
