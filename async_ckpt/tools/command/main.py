@@ -436,8 +436,9 @@ def move(
 ) -> None:
     """Bring the steps of a run to its further places.
 
-    Beside the training, or after it. Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a training with several places writes;
-    credentials are taken from where the client finds them. With --json, each arrival is a document in a line.
+    Beside the training, or after it. Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a
+    training with several places writes; credentials are taken from where the client finds them. With --json, each
+    arrival is a document in a line.
     """
     from .live.move_steps import MoveRequest, show
     from .lookup import targets_of
