@@ -213,7 +213,7 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
 
 
 # Lines of the core, and of the whole package. The numbers may only fall.
-MOST_LINES = {"core": 41_674, "": 80_116}
+MOST_LINES = {"core": 41_667, "": 80_110}
 
 
 def test_the_house_does_not_grow():

@@ -104,8 +104,9 @@ class AsyncCheckpointer(RunReader):
             written once.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
-    called from any thread. Opening, listing and reading change nothing on storage, but for the copies that `restore`
-    begins where there are several places.
+    called from any thread. Opening, listing and reading change nothing on storage. Where there are several
+    places, `restore` begins copies, deletes what killed writers have left in memory, and with several ranks puts a
+    small file at each place on disk, by which they find out whether they share it.
     """
 
     _is_preempted = False

@@ -1,7 +1,7 @@
-"""State that a forked child must not take over from its parent.
+"""This process: state that a forked child must not take over from its parent, and how others know that it has ended.
 
 In: functions that reset a module's globals. Out: their calls, in each forked child, and whether that lacks the threads
-of a tokio runtime that its parent had. Knows nothing of: the globals.
+of a tokio runtime that its parent had; the names of processes. Knows nothing of: the globals.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], None])
@@ -100,3 +102,38 @@ def _has_tokio(process: int) -> bool:
                 if file.read().startswith(b"tokio-"):
                     return True
     return False
+
+
+# --- processes of this machine ------------------------------------------------------------------------------------
+
+
+def own_process() -> str:
+    """This process, for others that ask `has_ended`: its machine, its number, and when it began."""
+    pid = os.getpid()
+    return f"{machine()} {pid} {began(pid) or 0}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process, as its own `own_process` has told it, was of this machine and has ended, by proc(5)."""
+    try:
+        where, pid, since = process.split()
+        return where == machine() != "-" and int(since) != 0 and began(int(pid)) != int(since)
+    except ValueError:
+        return False
+
+
+@cache
+def machine() -> str:
+    """This machine, and its space of process numbers; "-" where the system does not tell it."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return "-"
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in ticks since the machine's start; None if it has ended, or is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
+    return None

@@ -129,12 +129,11 @@ def copy_step(
         )
         run_together("send", [partial(send, check) for send in sends], max_threads=_SENT_AT_ONCE)
         for path, archive in sent.items():
-            locks.callback(target.storage.hold(path))
             if not _is_there(target.storage, path, archive, reads_all=False):
                 shown = target.storage.locate(path)
-                raise StorageUnavailableError(
-                    f"{shown}: another process has copied it, and it is not there", path=shown
-                )
+                why = f"{shown}: another process has copied it, and it is not there"
+                raise StorageUnavailableError(why, path=shown)
+            locks.callback(target.storage.hold(path))
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
             data = read_beside(source.storage, folder, entry, step)
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)

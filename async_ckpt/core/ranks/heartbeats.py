@@ -17,12 +17,11 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ..host.loop import get_loop
+from ..host.process import has_ended
 from ..host.waits import SILENCE_SECONDS, growing_pauses
 from ..spans import monotonic
 from .store import Connection
@@ -134,36 +133,6 @@ def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store
     return {one: value.decode() for one, value in zip(there, values, strict=True)}
 
 
-# --- processes of this machine ------------------------------------------------------------------------------------
-
-
-def own_process() -> str:
-    """This process, for `Heartbeats.note` on another rank: its machine, its number, and when it began."""
-    pid = os.getpid()
-    return f"{_machine()} {pid} {_began(pid) or 0}"
-
-
-@cache
-def _machine() -> str:
-    """This machine, and its space of process numbers."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return "-"
-
-
-def _began(pid: int) -> int | None:
-    """When a process began, in ticks since the machine's start; None if it has ended, or is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[18])
-    return None
-
-
 def _ended(process: str) -> str:
     """Why a process is lost, if it was of this machine and has ended; else an empty text."""
-    with suppress(ValueError):
-        machine, pid, began = process.split()
-        if machine == _machine() != "-" and int(began) and _began(int(pid)) != int(began):
-            return f"its process, {pid} on the same machine, has ended"
-    return ""
+    return f"its process, {process.split()[1]} on the same machine, has ended" if has_ended(process) else ""

@@ -65,10 +65,10 @@ class RunNodes:
         Raises PeerFailedError, and StorageUnavailableError where this place has the checkpoints of another run.
         """
         world = self._meeting.world
-        if self._has_met or world.is_one or len(self._runs) == 1:
-            return
         if self._failure is not None:
             raise self._failure
+        if self._has_met or world.is_one or len(self._runs) == 1:
+            return
         self._has_met = True
         disks = {n: run for n, run in enumerate(self._runs) if isinstance(run.storage, LocalStorage)}
         try:
@@ -78,7 +78,6 @@ class RunNodes:
             else:
                 self._join(shared)
         except BaseException as error:
-            self._has_met = False
             text = f"it is not known which places each node has for itself ({error!r:.300}); start all ranks again"
             self._failure = error if isinstance(error, CheckpointError) else PeerFailedError(text, rank=world.rank)
             raise
@@ -152,8 +151,7 @@ class RunNodes:
         if HERE in strangers:
             raise StorageUnavailableError(run.refusal, path=run.storage.locate(""))
         peers = {rank: peer for rank, peer in peers.items() if rank not in strangers}
-        nodes = AllNodes(run.storage.locate(""), peers, self._number_of)
-        nodes.marks = (mark,) if mark else ()
+        nodes = AllNodes(run.storage.locate(""), peers, self._number_of, mark)
         disk = run.storage
         run.root.read_from(nodes)
         self._leave_out_broken(run, nodes)
@@ -161,7 +159,7 @@ class RunNodes:
             run.root.read_from(disk)
 
     def _leave_out_broken(self, run: Run, nodes: AllNodes) -> None:
-        """Leave out the newest steps that lack an archive, as where a node was replaced, and no other place has."""
+        """Leave out the newest steps that are not whole, as where a node was replaced, unless another place has one."""
         for step in reversed(run.root.relist().steps):
             path, folder = run.root.manifest_path(step), run.folder(step)
             found = _manifests(nodes, path)

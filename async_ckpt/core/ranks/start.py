@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 
 from ...errors import PeerFailedError
 from ..host.loop import get_loop
-from ..host.process import in_forked_child, never_end
+from ..host.process import in_forked_child, never_end, own_process
 from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
-from .heartbeats import Heartbeats, own_process
+from .heartbeats import Heartbeats
 from .store import Connection, Words, count_of
 from .word_log import WordLog, longest_pause
 from .world import World

@@ -6,7 +6,7 @@ moved.
 The file saves work, and nothing else depends on it: two processes that move one step write the same archives, and one
 of them commits it. A process puts the file if there is none, or in the place of one whose process has ended, and
 repeats it every ten seconds, between the pieces that it copies. Where the same file lies for a minute, by the clock of
-who looks, its process has ended, or hangs; on the same machine, it is seen at once.
+who looks, its process has ended, or hangs; on the same machine, Linux tells it at once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ...errors import StorageUnavailableError
 from ..fields import count, table, text
+from ..host.process import has_ended, own_process
 from ..spans import monotonic
 from ..storage.interface import Storage
 from .manifest import seal, unseal
-from .starts import lives
 
 NAME: Final = "moving.json"
 _REPEAT_SECONDS: Final = 10.0
@@ -76,7 +76,9 @@ class Moving:
     def _put(self, step: int | None, num_bytes: int, version: str | None) -> Told | None:
         self._num_words += 1
         fields = {"step": step, "num_bytes": num_bytes, "token": self._token, "word": self._num_words}
-        data = seal({"version": 1, **_about_this_process(), **fields})
+        data = seal(
+            {"version": 1, "host": socket.gethostname(), "pid": os.getpid(), "process": own_process(), **fields}
+        )
         try:
             if version is None:
                 self._storage.put_new(NAME, data)
@@ -102,21 +104,7 @@ class Moving:
             told = Told(by, step, count(fields["num_bytes"]))
         except (ValueError, KeyError):
             fields, told = {}, Told("another process")
-        is_over = fields.get("token") == self._token or _has_ended(fields)
+        process = str(fields.get("process"))
+        is_own = (fields.get("host"), process) == (socket.gethostname(), own_process())
+        is_over = fields.get("token") == self._token or is_own or has_ended(process)
         return (None if is_over or monotonic() > self._heard_at + _SILENCE_SECONDS else told), version
-
-
-def _about_this_process() -> dict[str, Any]:
-    """This process; its number means something only in its namespace, of which each container has one."""
-    namespace = ""
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace}
-
-
-def _has_ended(fields: dict[str, Any]) -> bool:
-    """Whether a process was one of this machine, and has ended."""
-    own = _about_this_process()
-    pid = fields.get("pid")
-    is_here = (fields.get("host"), fields.get("namespace")) == (own["host"], own["namespace"])
-    return is_here and isinstance(pid, int) and (pid == own["pid"] or not lives(pid))

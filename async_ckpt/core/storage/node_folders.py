@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,13 +34,8 @@ _ASKED_AT_ONCE: Final = 32
 _LOOK_SECONDS: Final = 0.2  # between two questions whether a copy is done
 
 
-class NodeFolder(LocalStorage):
-    """The folder of this node, as other nodes ask for it."""
-
-    def __init__(self, root: str, send: Send) -> None:
-        super().__init__(root)
-        self._send, self._sent = send, dict[str, Future[None]]()
-        self._lock = threading.Lock()  # guards the table
+class _OwnFolder(LocalStorage):
+    """The folder of this node, with what only one node is asked."""
 
     def size(self, path: str) -> int | None:
         """The size of a file; None if there is none."""
@@ -51,9 +47,18 @@ class NodeFolder(LocalStorage):
     def sweep(
         self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
     ) -> list[str]:
-        here = {*self.names(folder)}
+        here = {*self.names(folder)}  # the names are those of all nodes
         names = [name for name in names if name in here]
         return super().sweep(folder, names, delete=delete, decided=decided, of_ranks=of_ranks)
+
+
+class NodeFolder(_OwnFolder):
+    """The folder of this node, as other nodes ask for it."""
+
+    def __init__(self, root: str, send: Send) -> None:
+        super().__init__(root)
+        self._send, self._sent = send, dict[str, Future[None]]()
+        self._lock = threading.Lock()  # guards the table
 
     def send(self, name: str, path: str, number: int, num_bytes: int, digest: str) -> bool:
         """Copy a file to another place in the background, once for each `name`. Returns whether it is there by now.
@@ -89,21 +94,22 @@ class _OfNodes(LocalStorage):
     def __init__(self, root: str, peers: Mapping[int, Peer]) -> None:
         """`peers` by the ranks that answer for nodes."""
         super().__init__(root)
-        self._here, self._peers = LocalStorage(root), peers
+        self._here, self._peers = _OwnFolder(root), peers
 
     def open(self, path: str) -> Reader:  # type: ignore[override]
         try:
             return self._here.open(path)
         except FileNotFoundError:
-            peer = self._peers.get(self.where(path))  # type: ignore[arg-type]
+            rank = self.where(path)
+            peer = None if rank is None else self._peers.get(rank)
             num_bytes = None if peer is None else peer.ask("size", path)
             if peer is None or num_bytes is None:
                 raise
             return PeerReader(peer, path, num_bytes)
 
+    @abstractmethod
     def where(self, path: str) -> int | None:
         """The node that has a file; None if none has it."""
-        raise NotImplementedError
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -113,15 +119,19 @@ class _OfNodes(LocalStorage):
 class AllNodes(_OfNodes):
     """The folders of all nodes, in the process that decides. From any thread."""
 
-    def __init__(self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int]) -> None:
-        """`number_of` is that of a place of the run. Without `peers`, it is the folder that all ranks share."""
+    def __init__(
+        self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int], mark: str = ""
+    ) -> None:
+        """`number_of` is that of a place of the run, and `mark` the name of a file that all nodes of the run get.
+        Without `peers`, it is the folder that all ranks share.
+        """
         super().__init__(root, peers)
         self.remote = bool(peers)
         self._number_of = number_of
         self._nodes: dict[str, int] = {}  # of archives, whose names are never given again
         self._chosen: dict[str, int] = {}
         self.left_out: dict[str, str] = {}  # manifests that do not count, and why
-        self.marks: tuple[str, ...] = ()  # files that all nodes of the run have
+        self._mark = mark  # until it is there
 
     # --- what is there ----------------------------------------------------------------------------------------
 
@@ -191,9 +201,9 @@ class AllNodes(_OfNodes):
     # --- changes, at all nodes --------------------------------------------------------------------------------
 
     def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
-        marks, self.marks = self.marks, ()
-        for mark in marks:
-            self.replace(mark, b"")
+        if self._mark:
+            self.replace(self._mark, b"")
+            self._mark = ""
 
     def put_new(self, path: str, data: bytes) -> None:
         if path not in self.left_out:
@@ -241,8 +251,7 @@ class AllNodes(_OfNodes):
         self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
     ) -> list[str]:
         options: dict[str, Any] = {"delete": delete, "decided": decided, "of_ranks": of_ranks}
-        here = {*self._here.names(folder)}
-        swept = {*self._here.sweep(folder, [name for name in names if name in here], **options)}
+        swept = {*self._here.sweep(folder, names, **options)}
         swept.update(*self._ask_all("sweep", folder, names, **options).values())
         return [name for name in names if name in swept]
 
@@ -252,7 +261,6 @@ class AllNodes(_OfNodes):
         rank = self.where(path)
         if rank is None or rank == HERE:
             return None
-
         name = secrets.token_hex(8)  # what an earlier try has come to says nothing about this one
 
         def send(check: Callable[[], None]) -> None:

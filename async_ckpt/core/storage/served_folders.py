@@ -164,12 +164,7 @@ class Peer:
 
     def ask(self, what: str, *arguments: Any, **options: Any) -> Any:
         """The answer of a method of the other process's folder. Raises what it raises, and StorageUnavailableError."""
-        question = {
-            "folder": self._folder,
-            "what": what,
-            "arguments": _packed(arguments),
-            "options": _packed(options),
-        }
+        question = self._question(what, *arguments, **options)
 
         def exchange(connection: socket.socket) -> Mapping[str, Any]:
             _send(connection, question)
@@ -179,12 +174,7 @@ class Peer:
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file there. Raises EOFError if the file ends too early."""
-        question = {
-            "folder": self._folder,
-            "what": "bytes",
-            "arguments": [path, offset, len(target)],
-            "options": _packed({}),
-        }
+        question = self._question("bytes", path, offset, len(target))
 
         def exchange(connection: socket.socket) -> Mapping[str, Any]:
             _send(connection, question)
@@ -200,6 +190,10 @@ class Peer:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
+
+    def _question(self, what: str, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+        packed = {"arguments": _packed(arguments), "options": _packed(options)}
+        return {"folder": self._folder, "what": what, **packed}
 
     def _talk(self, exchange: Callable[[socket.socket], Mapping[str, Any]]) -> Mapping[str, Any]:
         if os.getpid() != self._pid:  # the connections are the parent's

@@ -15,6 +15,7 @@ from racing import until
 from rank_worlds import Worlds
 from states import open_run
 
+from async_ckpt.core.host import process as processes
 from async_ckpt.core.ranks import heartbeats
 from async_ckpt.core.ranks import store as stores
 from async_ckpt.core.ranks.heartbeats import Heartbeats
@@ -265,15 +266,15 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_process_of_this_machine_is_known_by_when_it_began(clock: Clock) -> None:
     with process() as child:
         one = Heartbeats(Answering(), 0, 4, list)
-        one.note(1, f"{heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}")
-        one.note(2, f"{heartbeats._machine()} {child.pid} 1")
+        one.note(1, f"{processes.machine()} {child.pid} {processes.began(child.pid)}")
+        one.note(2, f"{processes.machine()} {child.pid} 1")
         one.note(3, f"another/1 {child.pid} 1")
         assert one.lost([1, 2, 3]) == {}  # what it has said last may still come
         clock.now += 2
         # The number of 2 is another's by now, and 3 is of another machine, or of another container.
         assert one.lost([1, 2, 3]) == {2: f"its process, {child.pid} on the same machine, has ended"}
         child.kill()
-        until(lambda: heartbeats._began(child.pid) is None)  # nobody has waited for it yet
+        until(lambda: processes.began(child.pid) is None)  # nobody has waited for it yet
         assert one.lost([1]) == {}
         clock.now += 2
         assert [*one.lost([1])] == [1]
@@ -313,11 +314,11 @@ def test_without_a_server_there_are_no_heartbeats_and_a_rank_is_lost_with_its_pr
     store = dist.HashStore() if kind == "HashStore" else dist.FileStore(str(file), 2)
     with process() as child:
         one = beating(store, 0)
-        one.note(1, f"{heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}")
+        one.note(1, f"{processes.machine()} {child.pid} {processes.began(child.pid)}")
         clock.now += 1000
         assert one.lost([1]) == {}
         child.kill()
-        until(lambda: heartbeats._began(child.pid) is None)
+        until(lambda: processes.began(child.pid) is None)
         one.lost([1])
         clock.now += 2
         assert [*one.lost([1])] == [1]
