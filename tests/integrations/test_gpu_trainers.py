@@ -21,6 +21,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 _TRAINER = """
 kind, folder, resume, options, fsdp = sys.argv[1], sys.argv[2], sys.argv[3] or None, json.loads(sys.argv[4]), sys.argv[5]
 from trainers import *
+from transformers import Trainer
 options = {"use_cpu": False, **options}
 if fsdp:
     wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": fsdp}

@@ -23,6 +23,7 @@ _TRAIN = """
 import warnings
 warnings.simplefilter("ignore")
 from trainers import *
+from transformers import Trainer
 kind = {kind}
 trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6,
     per_device_train_batch_size=8 // here.size)
@@ -52,6 +53,7 @@ def trained(
 _SLOW_RANK = """
 import time
 from trainers import *
+from transformers import Trainer
 from async_ckpt.integrations.common.run_folders import LocalRun
 begin = LocalRun.begin
 def late(run, name):
@@ -90,6 +92,7 @@ _FAILING = """
 import warnings
 warnings.simplefilter("ignore")
 from trainers import *
+from transformers import Trainer
 numbers = iter(range(1, 10))
 def fail():
     if next(numbers) == {number}:
@@ -104,6 +107,7 @@ _FULL = """
 import warnings
 warnings.simplefilter("ignore")
 from trainers import *
+from transformers import Trainer
 from async_ckpt.integrations.transformers import async_trainer
 trainer = trainer_of({kind}, {folder!r}, model={model}, max_steps=6)
 taken, calls = async_trainer.snapshot, iter(range(1, 10))

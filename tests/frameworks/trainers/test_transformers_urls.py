@@ -51,6 +51,7 @@ def test_a_training_is_resumed_from_the_newest_whole_checkpoint_of_a_store(url, 
     plain = trainer_of(Trainer, folder / "plain")
     plain.train()
     first = trainer_of(kind, url, save_total_limit=2)
+    first.all_figures = True
     first.train()
     assert losses(first) == losses(plain)
     assert names(url) == whole(url) == ["checkpoint-6", "checkpoint-8"]
@@ -58,6 +59,7 @@ def test_a_training_is_resumed_from_the_newest_whole_checkpoint_of_a_store(url, 
     assert names(f"{url}/checkpoint-6") == sorted(os.listdir(folder / "local" / "checkpoint-2"))
     files.remove(f"{url}/checkpoint-8/{MARK}")  # as if a training had been killed while it wrote there
     again = trainer_of(kind, url, save_total_limit=2)
+    again.all_figures = True
     again.train(resume_from_checkpoint=True)
     saves = [row["async_ckpt/step"] for row in again.state.log_history if "async_ckpt/step" in row]
     assert saves == [2, 4, 8]  # that of 6 was under way when 6 was saved
@@ -69,6 +71,7 @@ def test_a_training_is_resumed_from_the_newest_whole_checkpoint_of_a_store(url, 
 def test_a_checkpoint_of_the_same_name_is_replaced_with_all_its_files(url):
     for kind in (Files, Archives):
         trainer = trainer_of(kind, url, max_steps=2)
+        trainer.all_figures = True
         trainer.train()
         (logged,) = [row for row in trainer.state.log_history if "async_ckpt/num_bytes" in row]
         storage = Place(url).storage()
