@@ -1,4 +1,5 @@
-"""Runs the console blocks of docs/command.md and contents.md, writes their output there, and draws some as docs/command.svg.
+"""Runs the console blocks of docs/command.md, maintenance.md and contents.md, writes their output there, and draws some
+as docs/command.svg.
 
 Run by hand when the output of a command changes: `python .ci/console.py`. `tests/tools/command/test_command_page.py` runs the
 same blocks and compares their output with the page, and the picture with the page's text.
@@ -22,7 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES, PICTURE = [DOCS / "command.md", DOCS / "contents.md"], DOCS / "command.svg"
+PAGES = [DOCS / name for name in ("command.md", "maintenance.md", "contents.md")]
+PICTURE = DOCS / "command.svg"
 BLOCK = re.compile(r'```console( title="on one machine")?\n(.*?)```', re.S)
 DRAWN = ("async-ckpt ls runs/a --best loss", "async-ckpt watch runs/a --once", "async-ckpt inspect runs/a")
 COLUMNS = 120
