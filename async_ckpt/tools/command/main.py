@@ -56,36 +56,41 @@ def _example(words: str) -> str:
 
 Wheres = Annotated[
     list[Place],
-    typer.Argument(metavar="PLACE", help="Paths or URLs; a step as RUN@100 or RUN@latest.", show_default=False),
+    typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
 Select = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Names, beginnings of names, or patterns; may be given several times."),
+    typer.Option(metavar="NAME", help="Select names by name, prefix or pattern. Repeatable."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Unpickle what is no plain data, which may run any code.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
 As = Annotated[
     str | None,
-    typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."),
+    typer.Option(
+        "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp. By default, the name decides."
+    ),
 ]
 To = Annotated[
     str | None,
     typer.Option(
-        "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."
+        "--to",
+        "--as",
+        metavar="FORMAT",
+        help="archive, step, safetensors, hf, torch or dcp. By default, the name decides.",
     ),
 ]
 FromRank = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=RANK", help="Whose value to take where each rank has its own, such as rng=0."),
+    typer.Option(metavar="NAME=RANK", help="Take the value of this rank if ranks differ, such as rng=0. Repeatable."),
 ]
-Strip = Annotated[str, typer.Option(metavar="PREFIX", help="The beginning that names lose, such as 'model.'.")]
-Unattended = Annotated[bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")]
+Strip = Annotated[str, typer.Option(metavar="PREFIX", help="Remove this prefix from all names, such as 'model.'.")]
+Unattended = Annotated[bool, typer.Option("--unattended", help="Confirm that no process writes to the run.")]
 Base = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
+    Path | None, typer.Option(metavar="FOLDER", help="The model from which deltas start if there is no anchor.")
 ]
-AllPlaces = Annotated[bool, typer.Option("--all", help="At all places of the run, not only at the one given.")]
+AllPlaces = Annotated[bool, typer.Option("--all", help="Work on all places of the run, not only on this one.")]
 Best = Annotated[
-    str | None, typer.Option(metavar="METRIC", help="The best steps by a metric: loss, or accuracy:max:3.")
+    str | None, typer.Option(metavar="METRIC", help="Choose the best steps by a metric: loss, or accuracy:max:3.")
 ]
 
 
@@ -100,10 +105,10 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and end.")
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them.
+    """List, verify, compare, copy and convert checkpoints of async_ckpt.
 
     Name a step by its folder, or by its run: runs/a@100, runs/a@latest, runs/a@best:loss, runs/a@best:accuracy:max.
     """
@@ -113,12 +118,14 @@ def about(
 @with_place
 def ls(
     place: Where,
-    all_: Annotated[bool, typer.Option("--all", help="Also steps that are retired or not committed.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Mark steps that lack an archive.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also list steps that are retired or not committed.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Mark steps whose archives are missing or have a wrong size.")
+    ] = False,
     best: Best = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the steps of a run, the runs in a folder, or versions."""
+    """List steps of a run, runs in a folder, or published versions."""
     from .listing import show
 
     show(place, with_all=all_, check=check, best=best, as_json=as_json)
@@ -129,22 +136,24 @@ def ls(
 def page(
     places: Annotated[
         list[Place],
-        typer.Argument(metavar="RUN", help="Runs, or a folder of runs; several are compared.", show_default=False),
+        typer.Argument(metavar="RUN", help="Runs, or a folder of runs. Several runs are compared.", show_default=False),
     ],
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default="RUN.html"),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the HTML file to this path or URL.", show_default="RUN.html"
+        ),
     ] = "",
     best: Annotated[
         list[str] | None,
-        typer.Option(metavar="METRIC", help="The best steps to mark, as for ls; may be given several times."),
+        typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable."),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show whole runs as pictures and tables, in one HTML file.
+    """Draw whole runs as pictures and tables, in one HTML file.
 
-    Saves over time, stalls, bandwidth, sizes, records, and what is kept. The file needs no network.
+    The file shows saves over time, stalls, bandwidth, sizes, records, and the kept steps. It needs no network.
     """
     from .page.run_page import file_name, show
 
@@ -158,15 +167,18 @@ def inspect(
     place: Where,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Names, beginnings of names, or patterns.", show_default=False),
+        typer.Argument(metavar="NAME", help="Names, prefixes of names, or patterns.", show_default=False),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Every item: min, max, mean, std, norm, NaN, Inf.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read all items: min, max, mean, std, norm, NaN, Inf.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the names, shapes and values in a checkpoint.
 
-    A step, an archive, the newest step of a run, a safetensors file, or a folder of Hugging Face or
-    torch.distributed.checkpoint. A single tensor is printed as torch does, plain values as JSON; nothing is unpickled.
+    PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
+    torch.distributed.checkpoint. A single tensor is printed as torch prints it, plain values as JSON. Nothing is
+    unpickled.
     """
     from .inspection import show
 
@@ -181,9 +193,9 @@ def verify(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every byte with its digest, and say how to mend it.
+    """Compare every byte with its digest, and say how to mend damage.
 
-    A PLACE is an archive, a step, a run, a publication, or a folder of such things.
+    A PLACE is an archive, a step, a run, a publication, or a folder of these.
     """
     from .lookup import EVERYTHING, targets_of
     from .run_places import everywhere
@@ -202,26 +214,24 @@ def cp(
     ],
     dst: Annotated[
         Place,
-        typer.Argument(
-            metavar="DST", help="The root that the steps go to; of several runs, a folder.", show_default=False
-        ),
+        typer.Argument(metavar="DST", help="The destination root; for several runs, a folder.", show_default=False),
     ],
     steps: Annotated[
         list[str] | None,
-        typer.Option(metavar="STEP|FIRST:LAST", help="May be given several times; both ends belong to it."),
+        typer.Option(metavar="STEP|FIRST:LAST", help="Copy only these steps; a range includes both ends. Repeatable."),
     ] = None,
-    latest: Annotated[bool, typer.Option("--latest", help="The newest step only.")] = False,
+    latest: Annotated[bool, typer.Option("--latest", help="Copy only the newest step.")] = False,
     best: Best = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace other versions of the steps, and damaged ones.")
+        bool, typer.Option("--overwrite", help="Replace damaged steps and other versions of steps.")
     ] = False,
     all_: AllPlaces = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy a run, or some of its steps, to another root.
 
-    Every byte is compared with its digest on the way. After an interruption, the same command goes on. Several runs,
-    and those in a folder, keep their names below DST. With --all, what one place of a run lacks comes from the next.
+    Every byte is compared with its digest on the way. After an interruption, run the same command again. Several runs,
+    and runs in a folder, keep their names below DST. With --all, steps that one place of a run lacks come from the next.
     """
     from .copying import show, targets_below
     from .lookup import RUNS, targets_of
@@ -245,9 +255,9 @@ def prune(
     places: Wheres,
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULE", help="last=3, every=1000, best=loss:min:2 or seconds=86400; each once."),
+        typer.Option(metavar="RULE", help="Keep by last=3, every=1000, best=loss:min:2 or seconds=86400. Each once."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
@@ -255,8 +265,8 @@ def prune(
 ) -> None:
     """Delete the steps that no rule keeps.
 
-    As the retention of a training would, but shown first. The newest step always stays. In a folder of runs, the rules
-    are for each run, and with --all for each place of a run.
+    The rules are those of a training's retention, and the command shows the steps first. The newest step always stays.
+    In a folder of runs, the rules apply to each run, and with --all to each place of a run.
     """
     from .lookup import RUNS, targets_of
     from .pruning import show
@@ -271,16 +281,18 @@ def prune(
 @with_place
 def repair(
     places: Wheres,
-    unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit again what a rollback retired.")] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
+    unretire: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Commit a step again that a rollback retired.")
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Make the repairs. Without it, nothing is changed.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a run's tracker, journal and layout files.
 
-    They are made from its manifests, and what dead writers have left is deleted. Without --apply, nothing is changed.
-    A PLACE is a run, or a folder of runs.
+    The files are made from the run's manifests and archives, and leftovers of dead writers are deleted. Without --apply,
+    nothing is changed. A PLACE is a run, or a folder of runs.
     """
     from .lookup import targets_of
     from .repair import show
@@ -297,11 +309,11 @@ def repair(
 @with_place
 def diff(
     a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
-    b: Annotated[Place, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    b: Annotated[Place, typer.Argument(metavar="B", help="Another checkpoint.", show_default=False)],
     select: Select = None,
-    rtol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X*|b|.")] = 0.0,
-    atol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X.")] = 0.0,
-    all_: Annotated[bool, typer.Option("--all", help="A at all places of its run, each compared with B.")] = False,
+    rtol: Annotated[float, typer.Option(metavar="X", help="Count items as equal if |a-b| <= X*|b|.")] = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
+    all_: Annotated[bool, typer.Option("--all", help="Compare A at each place of its run with B.")] = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -322,7 +334,7 @@ def diff(
 def extract(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
     select: Select = None,
-    to: Annotated[str, typer.Option(metavar="PLACE", help="The file or folder written.", show_default=False)] = "",
+    to: Annotated[str, typer.Option(metavar="PLACE", help="The file or folder to write.", show_default=False)] = "",
     as_: As = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -330,11 +342,11 @@ def extract(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write some names of a checkpoint to a file or folder."""
+    """Write selected tensors and values to a file or folder."""
     from .conversion import ConversionRequest, show
 
     if not to:
-        raise Answer("--to says where the names go: F.safetensors, F.pt, F.tar, or a folder", USAGE)
+        raise Answer("--to is missing: name the file or folder to write, such as F.safetensors, F.pt or F.tar", USAGE)
     request = ConversionRequest(
         src, place_like(src, to), tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())
     )
@@ -345,12 +357,12 @@ def extract(
 @with_place
 def convert(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(metavar="DST", help="A file or folder.", show_default=False)],
+    dst: Annotated[Place, typer.Argument(metavar="DST", help="The file or folder to write.", show_default=False)],
     as_: To = None,
     config: Annotated[
         str,
         typer.Option(
-            metavar="FOLDER|ID", help="The model that a folder for from_pretrained is of.", show_default=False
+            metavar="FOLDER|ID", help="For --to hf: the model that has the config and tokenizer.", show_default=False
         ),
     ] = "",
     select: Select = None,
@@ -362,8 +374,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    A step that several ranks have saved becomes one state. With --to hf --config, the folder has the config and the
-    tokenizer of the model, too, and the names of the weights are compared with those of the model.
+    A step of several ranks becomes one state. With --to hf --config, the folder also gets the config and the tokenizer
+    of the model, and the names of the weights are compared with those of the model.
     """
     from .conversion import ConversionRequest, show
 
@@ -375,40 +387,45 @@ def convert(
 @with_place
 def follow(
     root: Annotated[
-        Place, typer.Argument(metavar="ROOT", help="Where a Publisher puts its versions.", show_default=False)
+        Place, typer.Argument(metavar="ROOT", help="The root where a Publisher puts its versions.", show_default=False)
     ],
     into: Annotated[
-        str, typer.Option(metavar="FOLDER", help="The folder that they are pulled into.", show_default=False)
+        str, typer.Option(metavar="FOLDER", help="Pull versions into this folder.", show_default=False)
     ] = "",
-    sglang: Annotated[str | None, typer.Option(metavar="URL", help="The server of SGLang that is told.")] = None,
+    sglang: Annotated[
+        str | None, typer.Option(metavar="URL", help="Tell this server of SGLang to load each version.")
+    ] = None,
     vllm: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The server of vLLM that is told; it needs VLLM_SERVER_DEV_MODE=1."),
+        typer.Option(metavar="URL", help="Tell this server of vLLM, which needs VLLM_SERVER_DEV_MODE=1."),
     ] = None,
     exec_: Annotated[
-        str | None, typer.Option("--exec", metavar="CMD", help="A program that is run for each version.")
+        str | None, typer.Option("--exec", metavar="CMD", help="Run this program for each version.")
     ] = None,
-    post: Annotated[str | None, typer.Option(metavar="URL", help="A server that gets a POST for each version.")] = None,
+    post: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send a POST to this server for each version.")
+    ] = None,
     abort_requests: Annotated[
-        bool, typer.Option("--abort-requests", help="Abort the engine's requests rather than wait for them.")
+        bool, typer.Option("--abort-requests", help="Abort the engine's open requests instead of waiting for them.")
     ] = False,
     answer_within: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long the engine may take to load a version.")
     ] = 600.0,
-    poll: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks at the root.")] = 1.0,
+    poll: Annotated[float, typer.Option(metavar="SECONDS", help="Look for a new version this often.")] = 1.0,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long the root may be gone before the command fails.")
+        float, typer.Option(metavar="SECONDS", help="How long the root may be unreachable before the command fails.")
     ] = 1800.0,
     status: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A JSON file that is written at each look at the root.")
+        Path | None, typer.Option(metavar="FILE", help="Write the status to this JSON file at each look at the root.")
     ] = None,
     base: Base = None,
-    once: Annotated[bool, typer.Option("--once", help="End when the engine has the newest version.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit once the engine has the newest version.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pull each new version into a folder, and have an engine load it.
 
-    A sidecar for one engine: SIGTERM ends it between two versions. With --json, each event is a document in a line.
+    This is a sidecar for one engine; SIGTERM ends it between two versions. With --json, each event is one line with a
+    document.
     """
     from .live.sidecar import EngineChoice, FollowRequest, show
 
@@ -425,20 +442,29 @@ def move(
     ],
     to: Annotated[
         list[str] | None,
-        typer.Option(metavar="PLACE", help="A further place, from near to far; by default those of the run."),
+        typer.Option(
+            metavar="PLACE", help="Copy to this place; from near to far if repeated. By default, the run's places."
+        ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="End when every place has the newest step; 75 if not.")] = False,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Go on from what another run has saved at a place.")] = False,
-    retire: Annotated[bool, typer.Option("--retire", help="Take back what another run has saved at a place.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="Exit once every place has the newest step; the status is 75 if one lacks it."),
+    ] = False,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Go on from the steps that another run has saved at a place.")
+    ] = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Retire the steps that another run has saved at a place.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Adopt or retire without asking.")] = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the steps of a run to its further places.
+    """Copy the steps of a run to its further places.
 
-    Beside the training, or after it. Follows the run until Ctrl-C or SIGTERM. The places are in tiers.json, which a
-    training with several places writes; credentials are taken from where the client finds them. With --json, each
-    arrival is a document in a line.
+    The command follows the run until Ctrl-C or SIGTERM, during the training or after it. The places are in tiers.json,
+    which a training with several places writes. The client finds credentials in its usual sources. With --json, each
+    arrival is one line with a document.
     """
     from .live.move_steps import MoveRequest, show
     from .lookup import targets_of
@@ -451,21 +477,19 @@ def move(
 @with_place
 def watch(
     places: Wheres,
-    once: Annotated[
-        bool, typer.Option("--once", help="Look a single time; exit with 1 if there is a warning.")
-    ] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Look this often.")] = 2.0,
     older: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="The age of the newest step that is worth a warning, such as 90s or 2h."),
+        typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the status of a run, and go on until Ctrl-C.
+    """Show the status of a run until Ctrl-C.
 
-    The newest step and its age, the next one under way, the last saves and their trend, warnings; of several runs, and
-    of those in a folder, a line each. It only reads, and asks a store at most twice a second. With --json, each look is
-    a document in a line.
+    The status is the newest step and its age, the step under way, the last saves with their trend, and warnings.
+    Several runs, and runs in a folder, have one line each. The command only reads, and sends a store at most two
+    requests per second. With --json, each look is one line with a document.
     """
     from .live.watch import show
     from .lookup import RUNS, targets_of
@@ -481,12 +505,12 @@ def bench(
         Place | None, typer.Argument(metavar="ROOT", help="A folder or URL to write to.", show_default="here")
     ] = None,
     size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of the state that is saved, such as 1GB or 512MiB.")
+        str, typer.Option(metavar="SIZE", help="The size of the state to save, such as 1GB or 512MiB.")
     ] = "1GB",
-    tensors: Annotated[int, typer.Option(metavar="N", help="The number of its tensors.")] = 300,
+    tensors: Annotated[int, typer.Option(metavar="N", help="The number of tensors in the state.")] = 300,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a disk or store, and saves and restores beside it."""
+    """Measure a disk or store, and saves and restores there."""
     from .bench import BenchRequest, show, size_of
 
     show(BenchRequest(root or Place("."), size_of(size), tensors), as_json=as_json)
@@ -496,11 +520,11 @@ def bench(
 @with_place
 def doctor(
     root: Annotated[
-        Place | None, typer.Argument(metavar="ROOT", help="A root that checkpoints are to go to.", show_default=False)
+        Place | None, typer.Argument(metavar="ROOT", help="A root where checkpoints will be saved.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine has for checkpoints, and what it lacks."""
+    """Check what this machine has, and lacks, for checkpoints."""
     from .doctor import show
 
     show(root, as_json=as_json)
@@ -567,8 +591,8 @@ def _status_of(call: Callable[[], object]) -> int:
         if os.environ.get("ASYNC_CKPT_TRACEBACK"):
             raise
         return _said(
-            f"this should not happen: {type(error).__name__}: {error!s:.200}; please report it, with what "
-            "ASYNC_CKPT_TRACEBACK=1 in the environment adds",
+            f"internal error: {type(error).__name__}: {error!s:.200}; please report it with the traceback that "
+            "ASYNC_CKPT_TRACEBACK=1 in the environment prints",
             _FAULT,
         )
 

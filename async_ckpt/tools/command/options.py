@@ -18,17 +18,18 @@ from .where import DEADLINE_SECONDS, is_local, place_of
 
 # A parameter of this type is an argument that says where; `with_place` makes it one.
 Where = Annotated[
-    Place, typer.Argument(metavar="PLACE", help="A path or URL; a step as RUN@100 or RUN@latest.", show_default=False)
+    Place,
+    typer.Argument(metavar="PLACE", help="A path or URL. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
 # The options of a store: their types, defaults and flags.
 _OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
-    "endpoint": (str, None, "The endpoint of the store, if it is not the provider's own."),
+    "endpoint": (str, None, "The URL of the store, if not the provider's own."),
     "region": (str, None, "The region of the store."),
-    "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
-    "anonymous": (bool, False, "Ask the store without credentials."),
-    "deadline": (float, DEADLINE_SECONDS, "How long a store may take to answer a request."),
+    "profile": (str, None, "The profile in ~/.aws that has the credentials."),
+    "anonymous": (bool, False, "Send requests without credentials."),
+    "deadline": (float, DEADLINE_SECONDS, "How long the store may take to answer a request."),
 }
 _METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
 # The types of parameters that are places, and those of their texts on the command line.
@@ -76,7 +77,7 @@ def _store_options(place: str) -> list[inspect.Parameter]:
         full, annotation = name, kind if default is not None else kind | None
         if place:
             full, default, annotation = f"{place}_{name}", None, kind | None
-            text = f"The same for {place.upper()}, if it differs."
+            text = f"--{name} for {place.upper()}, if different."
         flag = f"--{full.replace('_', '-')}"
         option = typer.Option(flag, help=text, metavar=None if kind is bool else _METAVARS[name])
         parameter = inspect.Parameter(full, _KEYWORD, default=default, annotation=Annotated[annotation, option])
