@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "page.png"
 WIDTH, HEIGHT, SCALE = 900, 820, 1.5
-SAVES_EVERY, STARTS, START_SECONDS, PAUSE_SECONDS = 20, 2, 12.0, 3.0
+SAVES_EVERY, STARTS, START_SECONDS, PAUSE_SECONDS = 20, 2, 6.0, 2.0
 
 
 def train(seconds: float) -> None:

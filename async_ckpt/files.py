@@ -361,7 +361,7 @@ def _check_target(target: Path, paths: Collection[str]) -> None:
     """Check, before files are fetched, that they can be put into a folder."""
     for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
         if folder.exists() and not folder.is_dir():
-            raise NotAFolderError(f"{folder} is a file where a folder should be; remove it, or choose another folder")
+            raise NotAFolderError(f"{folder} is a file, but should be a folder; remove it, or choose another folder")
     for path in paths:
         if (target / path).is_dir():
             raise IsAFolderError(f"{target / path} is a folder where a file should be; remove it first")

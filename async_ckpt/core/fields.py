@@ -26,7 +26,7 @@ def parsed(data: str | bytes) -> Any:
 def text(value: object) -> str:
     """A text that can be written as UTF-8: one with a lone surrogate names no file."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.100} is not a text")
+        raise ValueError(f"{value!r:.100} is not text")
     value.encode()
     return value
 

@@ -89,11 +89,11 @@ class AsyncState:
             raise ValueError(f'layout must be "archive" or "accelerate", got {layout!r}')
         kind = accelerator.distributed_type
         if kind in (utils.DistributedType.DEEPSPEED, utils.DistributedType.MEGATRON_LM, utils.DistributedType.XLA):
-            raise NotImplementedError(f"AsyncState does not serve {kind.value}; use accelerator.save_state")
+            raise NotImplementedError(f"AsyncState does not support {kind.value}; use accelerator.save_state")
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         self._is_sharded = plugin is not None
         if plugin is not None and plugin.fsdp_version != 2:
-            raise NotImplementedError("AsyncState serves FSDP2 only; set fsdp_version=2")
+            raise NotImplementedError("AsyncState supports only FSDP2; set fsdp_version=2")
         self._accelerator, self._layout = accelerator, layout
         self._guard = StepGuard()
         self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None

@@ -65,7 +65,7 @@ class RayCheckpointer(AsyncCheckpointer):
         require_names(ray, train, _USED)
         for name, where in _DECIDED.items():
             if name in others:
-                raise TypeError(f"{name}= is not taken here: {where}")
+                raise TypeError(f"{name}= is not accepted here: {where}")
         context = train.get_context()
         storage = context.get_storage()
         require_names(ray, storage, ("storage_filesystem", "experiment_fs_path"))

@@ -253,8 +253,8 @@ def _sglang() -> _Sglang:
         if error.name is not None and not error.name.startswith("sglang"):
             raise
         raise RuntimeError(
-            f"sglang {getattr(package, '__version__', '')} has no module {error.name}, which async_ckpt needs; install "
-            "a version that was tested with it, which its page in docs/ names"
+            f"sglang {getattr(package, '__version__', '')} has no module {error.name}, which async_ckpt needs; "
+            "install a version that its page in docs/ lists as tested"
         ) from error
     require_names(package, tensor_bucket, ["FlattenedTensorBucket"])
     bucket = tensor_bucket.FlattenedTensorBucket

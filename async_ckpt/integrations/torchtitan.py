@@ -326,7 +326,7 @@ def _values_of_this_rank(
 
 def _explain(error: StateMismatchError, step: int) -> None:
     if _base.OPTIMIZER in error.missing:
-        error.add_note(f"step {step} may have the model alone, by last_save_model_only; give load_step= an earlier one")
+        error.add_note(f"step {step} may have only the model, by last_save_model_only; give load_step= an earlier one")
 
 
 def _rank() -> int:

@@ -94,7 +94,7 @@ class ConfinedFolder:
     def _refusal(self, path: Path) -> StorageUnavailableError:
         kind = "a link" if path.is_symlink() else "not a regular file"
         return StorageUnavailableError(
-            f"{path} is {kind}, and only files below {self.folder} are changed; move it away, or use another folder",
+            f"{path} is {kind}, but only files in {self.folder} may change; move it away, or use another folder",
             path=str(path),
         )
 

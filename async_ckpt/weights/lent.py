@@ -111,7 +111,7 @@ def parse_lent(data: memoryview, sizes: list[int]) -> LentVersion:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"the table of a lent version cannot be read ({error!r:.200})") from error
     if not is_sound:
-        raise ValueError("the table of a lent version tells of bytes that are not there")
+        raise ValueError("the table of a lent version names bytes that do not exist")
     return lent
 
 

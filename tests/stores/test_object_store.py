@@ -349,7 +349,7 @@ def test_an_upload_whose_memory_was_needed_elsewhere_is_not_sent_again(far, prox
     until(lambda: sink.relieve() or not sink.retryable)  # at once, or as soon as one has been sent
     fault = proxy.answer("SlowDown", kind="complete_multipart_upload")
     archive.write(sink, 2)
-    with pytest.raises(StorageUnavailableError, match=r"503 SlowDown.*memory was needed elsewhere"):
+    with pytest.raises(StorageUnavailableError, match=r"503 SlowDown.*another save needed the memory"):
         sink.finish()
     sink.abort()
 

@@ -119,7 +119,7 @@ def test_a_commit_is_not_acknowledged_while_nobody_can_see_whether_another_proce
         held.clear()
         error = handle.exception()
         assert isinstance(error, StorageUnavailableError)
-        assert error.__notes__ == ["The manifest of step 2 is there: look at what is committed"]
+        assert error.__notes__ == ["The manifest of step 2 exists: check which steps are committed"]
         obstore.proxy.clear()
         assert ckpt.steps() == [1, 2]
         ckpt.save(state_at(3), step=3).result()
@@ -352,7 +352,7 @@ def test_an_upload_that_fails_for_good_is_taken_back(far):
 def test_without_the_memory_to_send_it_again_an_upload_that_fails_says_so(obstore):
     with obstore.run(options=NO_RETRIES, host_bytes=4 * PART) as ckpt, obstore.unharmed(ckpt):
         fault = obstore.proxy.answer("SlowDown", kind="complete_multipart_upload", times=1)
-        failure(lambda: ckpt.save(state_at(2, 45), step=2).result(), "memory was needed elsewhere")
+        failure(lambda: ckpt.save(state_at(2, 45), step=2).result(), "another save needed the memory")
         assert fault.hits == 1
 
 

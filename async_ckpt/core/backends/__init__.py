@@ -56,7 +56,7 @@ def _backend(kind: str) -> Backend | None:
         return backend
     if lacking:
         _log.info(
-            "torch.%s has no %s: its tensors are copied while save waits, and guard= defers none of them",
+            "torch.%s has no %s: save waits while its tensors are copied, and guard= defers none of them",
             kind,
             ", ".join(lacking),
         )

@@ -165,7 +165,7 @@ class _MetadataReader:
         blobs: dict[str, Blob] = {}
         for name, metadata in _pairs(fields["state_dict_metadata"]):
             if type(name) is not str or name in tensors or name in blobs:
-                raise ValueError(f"{_brief(name)} is not the name of one thing")
+                raise ValueError(f"{_brief(name)} is not a single name")
             if metadata.name == f"{_METADATA_MODULE}BytesStorageMetadata":
                 blobs[name] = blobs_by_key[name, None]
             else:
@@ -175,7 +175,7 @@ class _MetadataReader:
     def _spend(self, num_items: int) -> None:
         self._left -= num_items
         if self._left < 0:
-            raise ValueError("it names the same things again and again")
+            raise ValueError("it repeats the same references without end")
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
         """The attributes of an instance of one of torch's classes."""
@@ -214,7 +214,7 @@ class _MetadataReader:
     def _tensor(self, name: str, fields: Mapping[str, Any], blobs: Mapping[Any, Blob]) -> StoredTensor:
         properties = fields["properties"]
         if properties.name != f"{_METADATA_MODULE}TensorProperties":
-            raise ValueError(f"{properties.name} are no properties")
+            raise ValueError(f"{properties.name} are not tensor properties")
         state = properties.state  # a tuple of five, or six from torch 2.15 on
         dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
         shape = self._ints(fields["size"])
@@ -300,7 +300,7 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     else:
         raise ValueError(f"it is made by {record.name}")
     if any(more):
-        raise TorchOnlyError("it is a view that is computed when it is read, such as a conjugate")
+        raise TorchOnlyError("it is a view that torch computes on reading, such as a conjugate")
     word, kind, key, _, _ = storage
     if word != "storage" or type(key) is not str:
         raise ValueError("it has no storage")
@@ -338,7 +338,7 @@ class _Window(io.RawIOBase):
     def at(self, offset: int, length: int) -> bytes:
         length = max(0, min(length, self.length - offset))
         if length > _MAX_RECORD:
-            raise ValueError("it has more beside its bytes than a tensor has")
+            raise ValueError("it has more parts than a tensor has")
         for begin, data in self._known.items():
             if begin <= offset and offset + length <= begin + len(data):
                 return data[offset - begin :][:length]
@@ -439,12 +439,12 @@ class _DcpMachine(PickleMachine):
 
     def call(self, function: Any, arguments: Any) -> _CallRecord:
         if not isinstance(function, _GlobalName) or not isinstance(arguments, tuple):
-            raise ValueError("it calls what cannot be called")
+            raise ValueError("it calls an object that is not a function")
         return _CallRecord(function.name, arguments)
 
     def set_state(self, record: Any, state: Any) -> None:
         if not isinstance(record, _CallRecord):
-            raise ValueError("it gives a state to what has none")
+            raise ValueError("it sets the state of an object that has none")
         record.state = state
 
     def persistent_load(self, key: Any) -> Any:

@@ -346,12 +346,12 @@ def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None
 
 def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
     if ranks is None:
-        raise _InconsistentError("a tensor is spread over ranks, but the index lists none")
+        raise _InconsistentError("a tensor is sharded, but the index lists no ranks")
     cuts, mesh, held = raw
     if cuts is None:
         return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
     if _count(mesh) >= len(ranks.meshes):
-        raise _InconsistentError(f"a tensor is spread over mesh {mesh!r:.50}, which does not exist")
+        raise _InconsistentError(f"a tensor is sharded over mesh {mesh!r:.50}, which does not exist")
     counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
     num_dims = len(ranks.meshes[mesh].shape)
     if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts):
@@ -379,7 +379,7 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
     if member >= len(members) or begin + length > members[member].data.length:
         raise _InconsistentError(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
-        raise _InconsistentError(f"tensor {path!r:.200} has a name that is no text, {name!r:.200}")
+        raise _InconsistentError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
     if path and name == path[-1]:
         name = path[-1]  # one text for both
     offsets, sizes = _AT_BEGIN[len(shape)], shape

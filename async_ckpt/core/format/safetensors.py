@@ -72,7 +72,7 @@ def header(
 ) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
-    `at` is the file offset of the first byte returned. With `of_model`, the file is no part of an archive, and has all
+    `at` is the file offset of the first byte returned. With `of_model`, the file is not part of an archive, and has all
     codes.
     """
     table: dict[str, object] = {RESERVED_NAME: dict(metadata)}
@@ -174,7 +174,7 @@ def _refuse_unwritable(texts: Iterable[str]) -> None:
     try:
         "".join(texts).encode()
     except (TypeError, UnicodeEncodeError) as error:
-        raise ValueError("safetensors header: its names and metadata are not all texts of UTF-8") from error
+        raise ValueError("safetensors header: not all of its names and metadata are UTF-8 text") from error
 
 
 def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
@@ -182,7 +182,7 @@ def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
     at = 0
     for begin, end in sorted(row[1:] for row in table.rows.values()):
         if begin != at or end < begin:
-            raise ValueError("its tensors overlap, or have bytes between them that are of none")
+            raise ValueError("its tensors overlap, or leave bytes between them")
         at = end
     if at > num_bytes:
         raise ValueError(f"it is cut off: its tensors end at {at:,} of {num_bytes:,} bytes")

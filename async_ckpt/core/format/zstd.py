@@ -114,7 +114,7 @@ class Follower:
             elif magic == _MAGIC:
                 yield from self._follow_frame()
             else:
-                raise ValueError("a frame is followed by bytes that begin no frame")
+                raise ValueError("a frame is followed by bytes that are not a frame")
 
     def _follow_frame(self) -> Generator[int, bytes, None]:
         descriptor = (yield 1)[0]

@@ -160,7 +160,7 @@ class Listening:
             self._queue.put(ended)
         elif not self._has_dropped:
             self._has_dropped = True
-            _log.error("%r does not return; it is not told of operations until it does", self)
+            _log.error("%r does not return; it hears of no more operations until it does", self)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the listener was called with all operations that ended before. False after `timeout` seconds."""
@@ -187,7 +187,7 @@ class Listening:
                 self._listener(item)
             except Exception:
                 if not self._has_failed:
-                    _log.exception("%r raised; no save is affected, and its later errors are not logged", self)
+                    _log.exception("%r raised; saves are not affected, and its later errors are not logged", self)
                 self._has_failed = True
             del item  # its context must not live until the next operation comes
 

@@ -119,7 +119,7 @@ def _close(fd: int) -> None:
 def make_shared(num_bytes: int) -> tuple[Any, int]:
     """New memory, and its descriptor, which is closed with it. Raises OSError where there is no memory of this kind."""
     if not CAN_SHARE or fcntl is None:
-        raise OSError(errno.ENOSYS, "this system has no memory that other processes can map by a descriptor")
+        raise OSError(errno.ENOSYS, "this system cannot share memory between processes by a descriptor")
     num_bytes = align_up(max(1, num_bytes), _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE)
     fd = os.memfd_create("async_ckpt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     _fds.add(fd)

@@ -127,7 +127,7 @@ def _deadline(timeout: float | None) -> float | None:
     try:
         return TIMEKEEPER.now() + timeout
     except TypeError:
-        raise TypeError(f"timeout must be a number of seconds, or None, got {timeout!r:.100}") from None
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r:.100}") from None
 
 
 def wait_for_all(

@@ -57,7 +57,7 @@ def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) 
 
 def _no_checksums(path: str, kind: str, why: str) -> ForeignFileError:
     return ForeignFileError(
-        f"{path}: async_ckpt has not written it, and it has no checksums, so it cannot be verified: {why}",
+        f"{path}: async_ckpt has not written it, and it has no checksums to verify: {why}",
         path=path,
         kind=kind,
     )

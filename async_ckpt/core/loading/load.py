@@ -163,7 +163,7 @@ def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
     except Exception as error:  # each kind of device raises its own errors
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f'map_location={map_location!r:.100} is no device that torch can use here ({why:.200}); give "cpu", or '
+            f'map_location={map_location!r:.100} is not a device that torch can use here ({why:.200}); give "cpu", or '
             "leave it out"
         ) from error
 

@@ -59,7 +59,7 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     manifest = committed.read()
     if manifest.ranks is None:
         saver = "one rank" if len(manifest.archives) == 1 else "torch.distributed.checkpoint"
-        raise ValueError(f"step {step} was saved by {saver}, which needs no layout")
+        raise ValueError(f"step {step} was saved by {saver}, which does not need a layout")
     named = committed.archives(manifest)[0]
     accounts = _read_accounts(named)
     known = layouts.read(storage, named.folder, named.attempt)

@@ -44,7 +44,7 @@ class Sharing:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("broadcast= is a process group, and none is initialised")
+            raise ValueError("broadcast= needs an initialised process group")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "broadcast must be a process group, such as mesh.get_group('replicate') or dist.group.WORLD, got "

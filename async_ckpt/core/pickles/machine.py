@@ -91,7 +91,7 @@ class PickleMachine:
 
     def append(self, into: Any, items: list[Any]) -> None:
         if type(into) is not list:
-            raise ValueError("it appends to what is not a list")
+            raise ValueError("it appends to an object that is not a list")
         into += items
 
     # --- the stack --------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _global(machine: PickleMachine, program: bytes, at: int) -> int:
 def _stack_global(machine: PickleMachine) -> Any:
     module, name = machine.pop(2)
     if type(module) is not str or type(name) is not str:
-        raise ValueError("it names what has no name")
+        raise ValueError("it refers to an object without a name")
     return machine.find_global(module, name)
 
 

@@ -33,13 +33,13 @@ def object_digests(data: bytes) -> Callable[[int], str]:
     try:
         objects = Recorder().follow(contents["data.pkl"])
         if type(objects) is not list:
-            raise ValueError("it is no list of objects")
+            raise ValueError("it is not a list of objects")
         digests = _Digests(contents)
         return [digests.of(value).hex() for value in objects].__getitem__
     except (RecursionError, UnknownInstructionError):
         return lambda _: _digest([data]).hex()
     except LookupError as error:
-        raise ValueError(f"it is no pickle: {error!r}") from error
+        raise ValueError(f"it is not a pickle: {error!r}") from error
 
 
 def object_digest(data: bytes) -> str:

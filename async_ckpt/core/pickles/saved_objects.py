@@ -248,7 +248,7 @@ class _Survey(PickleMachine):
     def spend(self, num_items: int) -> None:
         self._items_left -= num_items
         if self._items_left < 0:
-            raise ValueError("it makes far more than it holds")
+            raise ValueError("it builds far more data than it contains")
 
     def spend_on_tensor(self, num_items: int) -> None:
         self._tensor_items_left -= num_items
@@ -271,7 +271,7 @@ class _Survey(PickleMachine):
 
     def set_items(self, into: Any, items: list[Any]) -> None:
         if not isinstance(into, _Dict):
-            raise ValueError("it sets items of what is not a dict")
+            raise ValueError("it sets items of an object that is not a dict")
         for key in items[::2]:
             self.hash(key)
         into += items[::2]
@@ -296,7 +296,7 @@ class _Survey(PickleMachine):
         word, kind, name, _, num_items = key
         item_bytes = _ITEM_BYTES[kind.name]
         if word != "storage" or not isinstance(name, str) or not name.isdecimal() or type(num_items) is not int:
-            raise ValueError("it refers to something else than a storage")
+            raise ValueError("it refers to an object that is not a storage")
         num_bytes = len(self._records[f"data/{name}"])
         if num_items * item_bytes != num_bytes:
             raise ValueError(f"a storage of {num_items} items of {item_bytes} bytes has {num_bytes} bytes")
@@ -305,7 +305,7 @@ class _Survey(PickleMachine):
     def set_state(self, target: Any, state: Any) -> None:
         """Count a dict of attributes, or a pair of dicts, which loading copies."""
         if isinstance(target, _Tensor | _PickledStorage):
-            raise ValueError("it gives a tensor a state")
+            raise ValueError("it sets the state of a tensor")
         self.spend_on_dicts(state)
 
     def spend_on_dicts(self, state: Any) -> None:
@@ -314,7 +314,7 @@ class _Survey(PickleMachine):
 
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(function, _Global) or not isinstance(arguments, tuple):
-            raise ValueError("it calls what cannot be called")
+            raise ValueError("it calls an object that is not a function")
         self.spend(len(arguments))
         rule = _RULES.get(function.name)
         if rule is not None:
@@ -370,7 +370,7 @@ def _dict(survey: _Survey, *arguments: Any) -> _Dict:
 
 def _size(survey: _Survey, sizes: Any = ()) -> tuple[Any, ...]:
     if not isinstance(sizes, list | tuple):
-        raise ValueError("it makes a size of what is not a sequence")
+        raise ValueError("it makes a size from an object that is not a sequence")
     survey.spend(len(sizes))
     return survey.make_tuple(sizes)
 
@@ -393,7 +393,7 @@ def _bytearray(survey: _Survey, *arguments: Any) -> _Opaque:
     if len(arguments) == 2:
         arguments = (_encode(survey, *arguments),)
     if not all(isinstance(argument, _Bytes) for argument in arguments):
-        raise ValueError("it makes a bytearray of something else than bytes")
+        raise ValueError("it makes a bytearray from an object that is not bytes")
     survey.spend(sum(argument.num_items for argument in arguments))
     return _OPAQUE
 
@@ -419,7 +419,7 @@ def _tensor_of_dtype(
 def _tensor_within(storage: Any, item_bytes: int, offset: Any, size: Any, stride: Any) -> _Tensor:
     """Allow a tensor that lies within its storage: torch would enlarge one that is too small."""
     if not isinstance(storage, _PickledStorage) or len(size) != len(stride) or len(size) > _MAX_DIMS:
-        raise ValueError("it makes a tensor of something else")
+        raise ValueError("it makes a tensor from an object that is not a storage")
     if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *size, *stride)):
         raise ValueError("a tensor has an absurd shape")
     num_items = math.prod(size)
@@ -450,7 +450,7 @@ def _tensor_conversion(survey: _Survey, *arguments: Any) -> _Opaque:
 
 def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
     if not isinstance(data, _Tensor | _Opaque):
-        raise ValueError("it makes a parameter of something else than a tensor")
+        raise ValueError("it makes a parameter from an object that is not a tensor")
     for state in more:
         survey.spend_on_dicts(state)
     return data

@@ -59,8 +59,8 @@ class Comparison:
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
-                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as after saves that "
-                "only some of them have called; call save alike on every rank",
+                f"{self._joint.what} is not committed: its ranks disagree on who writes which data, as after a save "
+                "that only some ranks called; make the same calls of save on every rank",
                 rank=0,
             )
         covered = Table(classes).digest
@@ -123,8 +123,8 @@ class Comparison:
                 if gone:
                     name = json.loads(min(gone))[0].replace("\x1f", ".")
                     raise UnsupportedStateError(
-                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; "
-                        "have every rank change what it saves at the same step, and save again",
+                        f"rank {rank} no longer has {name} in the form that other ranks expect; change the state on "
+                        "every rank at the same step, and save again",
                         path=name,
                     )
 
@@ -200,8 +200,8 @@ class Comparison:
             alone = lacking(alike, alike[0].plain) or lacking(alike[:1], {name for one in alike for name in one.plain})
             if alone:
                 raise UnsupportedStateError(
-                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, "
-                    "or name what each has for itself in per_rank=",
+                    f"only some ranks have {', '.join(alone[:5])}; save the same entries on all ranks, or name the "
+                    "entries of each rank in per_rank=",
                     path=alone[0],
                 )
         common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
@@ -215,16 +215,15 @@ class Comparison:
         exchange = self._exchange
         if names and not self._ranks.may_differ:
             raise UnsupportedStateError(
-                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in "
-                "per_rank=, or allow "
-                'it with differing="keep"',
+                f"not the same on all ranks: {', '.join(names[:5])}; name the values of each rank in "
+                'per_rank=, or allow differences with differing="keep"',
                 path=names[0],
             )
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             _log.warning(
-                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= "
-                "if that is meant; declare shards of larger tensors by async_ckpt.sharded",
+                "%s: not the same on all ranks, so the step keeps one for each rank: %s%s. Name them in per_rank= if "
+                "that is intended; declare shards of larger tensors by async_ckpt.sharded",
                 exchange.storage.locate(exchange.folder),
                 ", ".join(names[:5]),
                 more,
@@ -235,7 +234,7 @@ class Comparison:
             text = self._exchange.details_of(receipts[rank]).get("structure")
             if isinstance(text, str):
                 return text
-        raise CheckpointError(f"ranks {mates} do not say how their states look")
+        raise CheckpointError(f"ranks {mates} do not describe their states")
 
 
 def _tensors(text: str) -> set[str]:

@@ -86,7 +86,7 @@ class Heartbeats:
                 reasons[rank] = f"nothing was heard of it for {silent:.0f} s"
             elif silent > _SAID_SECONDS and rank not in self._said:
                 self._said |= {rank}
-                _log.warning("nothing was heard of rank %s for %.0f s; it is waited for", rank, silent)
+                _log.warning("rank %s has been silent for %.0f s; still waiting for it", rank, silent)
         return reasons
 
     def not_called(self, ranks: Iterable[int], call: str) -> list[int]:

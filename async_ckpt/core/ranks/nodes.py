@@ -171,7 +171,7 @@ class RunNodes:
                     return
             if why:
                 nodes.left_out[path] = why
-                _log.warning("%s: step %d is left out, since it is not whole: %s", nodes.locate(""), step, why)
+                _log.warning("%s: step %d is skipped because it is not whole: %s", nodes.locate(""), step, why)
             elif nodes.exists(path):  # it is damaged
                 return
 

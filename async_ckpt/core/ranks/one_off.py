@@ -68,13 +68,13 @@ class OneOffFolder:
     def check(self) -> tuple[Manifest, str] | None:
         """The manifest that a save here replaces, and its version. Raises ValueError for a run, and a step of one."""
         if self.storage.exists(self._named(JOURNAL)):
-            raise ValueError(f"{self.path} is a run; save a step of it by an AsyncCheckpointer, or give another path")
+            raise ValueError(f"{self.path} is a run; save a step with an AsyncCheckpointer, or give another path")
         replaced = self._manifest()
         is_step = parse_step_name(self._name) is not None and self.storage.exists(JOURNAL)
         if is_step or (replaced is not None and replaced[0].start):
             raise ValueError(
-                f"{self.path} is, or looks like, a step of the run {self.storage.locate('')}, whose readers would take "
-                "it for one; save it by an AsyncCheckpointer, or give another path"
+                f"{self.path} is, or looks like, a step of the run {self.storage.locate('')}, so readers of the run "
+                "would take it for a step; save it with an AsyncCheckpointer, or give another path"
             )
         return replaced
 
@@ -113,7 +113,7 @@ class OneOffFolder:
                 self.storage.replace(path, manifest.dump(), version=replaces[1])
         except FileExistsError as error:
             raise StepExistsError(
-                f"{self.path}: another writer has committed a checkpoint there meanwhile, which was kept; save again",
+                f"{self.path}: another writer has meanwhile committed a checkpoint there, which was kept; save again",
                 step=STEP,
             ) from error
         return manifest
@@ -130,7 +130,7 @@ class OneOffFolder:
         self.storage.delete_many([self._named(name) for name in (replaced.own_names if replaced else ())])
         manifest = self._manifest()
         if manifest is None:
-            raise NotCommittedError(f"{self.path} was deleted this moment", path=self.path, step=None)
+            raise NotCommittedError(f"{self.path} was deleted just now", path=self.path, step=None)
         named = {MANIFEST, *manifest[0].own_names}
         names = self.storage.names(self._name)
         left = [name for name in names if (is_library_name(name) or is_claim(name)) and name not in named]

@@ -120,7 +120,7 @@ class Rendezvous:
             waited = monotonic() - since
             if not is_told and waited > _SAID_SECONDS:
                 is_told = True
-                _log.warning("rank 0 has made no call for %s for %.0f s; it is waited for", joint.what, waited)
+                _log.warning("rank 0 has made no call for %s for %.0f s; still waiting for it", joint.what, waited)
             why = self._lost_rank_0()
             if not why and waited > PEER_SECONDS:
                 why = f"after {waited:.0f} s rank 0 has made no call for it. {self._meeting.advised}"
@@ -189,7 +189,7 @@ class Rendezvous:
                 if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
                     tells_at = math.inf
                     _log.warning(
-                        "%s: %s had made no call for it after %.0f s; it is waited for",
+                        "%s: %s had made no call for it after %.0f s; still waiting",
                         self._joint.what,
                         _named(late),
                         looked - begun,

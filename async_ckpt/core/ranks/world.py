@@ -44,7 +44,7 @@ def world_of(given: tuple[int, int] | None = None, store: Any = None) -> World:
             )
         return World(rank, size, store if size > 1 else None, is_given=True)
     if store is not None:
-        raise ValueError("store= belongs to ranks=(rank, world_size); a process group needs none")
+        raise ValueError("store= goes with ranks=(rank, world_size); leave it out if there is a process group")
     if _group() is None:
         _check_environment()
     return world_of_group()
@@ -103,7 +103,8 @@ def _check_environment() -> None:
         raise ValueError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
     if not 0 <= rank < size:
         raise ValueError(
-            f"RANK={rank} and WORLD_SIZE={size} in the environment cannot be: the ranks of {size} processes are 0 to "
+            f"RANK={rank} and WORLD_SIZE={size} in the environment contradict each other: the ranks of {size} "
+            "processes are 0 to "
             f"{size - 1}"
         )
 

@@ -80,8 +80,8 @@ def _check_marks(classes: Mapping[str, Sequence[int]], marks: Mapping[str, Mappi
     if len({frozenset(borrowed.get(digest, ())) for digest in classes}) > 1:
         groups = sorted({group for lent in borrowed.values() for group, _ in lent})
         raise UnsupportedStateError(
-            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every "
-            "rank, and have all of them restore the same step",
+            f"not all ranks borrow {', '.join(groups)} from the same step; pass the same unchanged= on every rank, "
+            "and restore the same step on all",
             path=groups[0],
         )
     first, *others = classes
@@ -112,8 +112,8 @@ def _check_per_rank(
                 group = next(group for group in missing[slices.structure] if is_within(shown, {group}))
                 rank = next(ranks[0] for digest, ranks in classes.items() if group in own_by_structure[digest])
                 raise UnsupportedStateError(
-                    f"{group} is each rank's own on rank {rank}, and not on rank {slices.ranks[0]}, which "
-                    f"shares {shown}; give the same per_rank= on every rank",
+                    f"{group} is in per_rank= on rank {rank}, but not on rank {slices.ranks[0]}, which shares "
+                    f"{shown}; give the same per_rank= on every rank",
                     path=shown,
                 )
 
@@ -166,14 +166,14 @@ def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
     if len(by_look) > 1:
         looks = "; ".join(f"{look} on {_shown_ranks(ranks)}" for look, ranks in list(by_look.items())[:5])
         raise UnsupportedStateError(
-            f"{name} is not spread alike over its ranks, and they do not have all of it: it is {looks}; give it the "
+            f"{name} is sharded differently on its ranks, so parts of it are missing: it is {looks}; give it the "
             "same placements and mesh on every rank",
             path=name,
         )
     ranks = [rank for slices in held for rank in slices.ranks]
     raise UnsupportedStateError(
-        f"{name} is spread over ranks of which not all have saved it: only {_shown_ranks(ranks)} did; have every "
-        "rank save the same state",
+        f"{name} is sharded, but not all of its ranks saved it: only {_shown_ranks(ranks)} did; save the same state "
+        "on every rank",
         path=name,
     )
 

@@ -441,7 +441,6 @@ def _is_of(data: bytes, path: str, attempt: str) -> bool:
 def overtaken_error(shown: str) -> StorageUnavailableError:
     """The error of a reader that has come too late `TRIES` times."""
     return StorageUnavailableError(
-        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep "
-        "more steps (keep=)",
+        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; raise keep= of the writer",
         path=shown,
     )

@@ -129,8 +129,8 @@ class Roots:
                 why = f"{where}: {name} is there, but the step is not whole: {reason}"
             if why:
                 raise StorageUnavailableError(
-                    f"no place has a step that can be restored, and one may be at {why}. To begin anew, leave that "
-                    "place out, or empty the folder on all nodes",
+                    f"no place has a step to restore, but there may be one at {why}. To start over, leave that place "
+                    "out, or empty the folder on all nodes",
                     path=where,
                 )
 
@@ -325,8 +325,8 @@ class Roots:
             raise errors[0]
         if errors and not any(answer for _, answer in answers):  # a training must not begin anew by mistake
             raise StorageUnavailableError(
-                "no step is committed at the roots that answer, and there may be one where this is refused: "
-                f"{errors[0]}. Try again once that root answers; to begin anew without it, leave it out of the roots",
+                "no step is committed at the roots that answer, and there may be one at a root that does not answer: "
+                f"{errors[0]}. Try again once that root answers; to start over without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]
         for refusal in errors if says else ():

@@ -398,7 +398,7 @@ class Run:
                 self._tenure.refuse_if_later(self.storage, own, later, put=manifest.step)
         except StorageUnavailableError as error:
             if start is not None:
-                error.add_note(f"The manifest of step {manifest.step} is there: look at what is committed")
+                error.add_note(f"The manifest of step {manifest.step} exists: check which steps are committed")
                 raise
             raise self._tenure.unknown_error(self.storage, manifest.step, error) from error
         finally:
@@ -532,8 +532,8 @@ class Run:
         where, about = self.storage.locate(""), about_start(self.storage, stranger)
         error = ConflictError(
             f"{where}: step {step} there was saved by process {about.get('pid')} on {about.get('host')!a:.200}, which "
-            "went on from another step than this run did; nothing is copied there. Restore from that place to go on "
-            "with its steps, give this run another place, or decide with async-ckpt move --adopt or --retire"
+            "went on from another step than this run did; nothing is copied there. Restore from that place to "
+            "continue from its steps, give this run another place, or decide with async-ckpt move --adopt or --retire"
         )
         error.path, error.step = where, step
         return error
@@ -830,4 +830,4 @@ class Run:
 
 
 def _exists(step: int) -> StepExistsError:
-    return StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)
+    return StepExistsError(f"step {step} is already committed; pass overwrite=True to replace it", step=step)

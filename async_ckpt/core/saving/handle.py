@@ -103,7 +103,7 @@ class SaveHandle(Future[SaveReport]):
         for another place, and UsageError on another rank.
         """
         if self.places is None:
-            raise ValueError(f"{self.path}: this save is of one place; handle.result() waits for it")
+            raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")
         return self.places.at(place, self)
 
     @property

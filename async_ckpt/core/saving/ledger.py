@@ -171,7 +171,7 @@ class Ledger:
             await asyncio.wrap_future(promise)
         except Exception as error:
             self._num_failed += 1
-            error.add_note(f"async_ckpt: {name_of(handle)} is committed at {report.path} alone, which a reboot loses")
+            error.add_note(f"async_ckpt: {name_of(handle)} is committed only at {report.path}, which a reboot erases")
             handle.set_exception(error)
         else:
             handle.set_result(report)

@@ -336,8 +336,8 @@ class UnchangedGroups:
             is_entry = isinstance(state, Mapping | SnapshotView) and name in state
             if is_entry and _is_plain(_entry(state, name)):
                 raise ValueError(
-                    f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left "
-                    "out: a dict, a module, an optimizer; put it in a dict"
+                    f"unchanged={name!r}: this entry is a tensor or value, but only groups (dicts, modules, "
+                    "optimizers) can be unchanged; put it in a dict"
                 )
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
@@ -361,7 +361,7 @@ class UnchangedGroups:
             borrowed += known.borrowed
         absent = {b.group for b in borrowed}
         if len(absent) == len(state):
-            raise ValueError("every group is said to be unchanged; there would be nothing to save")
+            raise ValueError("unchanged= names every group, so there is nothing to save")
         return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
 
     def forget(self, step: int | None) -> None:

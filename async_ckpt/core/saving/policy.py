@@ -195,9 +195,7 @@ class SavePolicy:
         is no rule, and nothing else.
         """
         if self.is_arithmetic and self._due.every is None:
-            raise ValueError(
-                "should_save has no rule to go by: give due=Due(every=…, seconds=…, deadline=… or signals=True)"
-            )
+            raise ValueError("should_save needs a rule: pass due=Due(every=…, seconds=…, deadline=… or signals=True)")
         seconds_left = self._deadline.seconds_left()
         with self._lock:
             self._take_starts()

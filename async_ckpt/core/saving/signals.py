@@ -50,7 +50,7 @@ def _number_of(given: str | int) -> int:
     if number is None or number not in signal.valid_signals():
         raise ValueError(f'this system has no signal {given!r}; the names are as in "SIGTERM"')
     if _name_of(number) in _NOT_DEFERRABLE:
-        raise ValueError(f"{_name_of(number)} ends the process at once; give a signal that asks it to leave")
+        raise ValueError(f"{_name_of(number)} ends the process at once; name a signal that can be handled")
     return int(number)
 
 
@@ -132,8 +132,8 @@ def _install(signum: int) -> None:
         return
     if before is None or (before is signal.SIG_DFL and _is_caught(signum)):
         warnings.warn(
-            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is "
-            "left alone, and this signal makes no save due; name others with Due(signals=…)",
+            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). "
+            "async_ckpt leaves it in place, so this signal makes no save due; name other signals with Due(signals=…)",
             RuntimeWarning,
             stacklevel=4,
         )

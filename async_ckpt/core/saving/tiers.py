@@ -335,7 +335,7 @@ class Places:
         number = next((number for number, run in enumerate(runs) if run.storage.locate("") == wanted), None)
         if number is None:
             given = ", ".join(run.storage.locate("") for run in runs)
-            raise ValueError(f"{place_of(place).shown} is no place of this run, which is at {given}")
+            raise ValueError(f"{place_of(place).shown} is not a place of this run, whose places are {given}")
         arrived: Future[int] = running_future()
 
         def follow(ended: Future[int]) -> None:
@@ -579,7 +579,7 @@ class Mover:
             if error is None:
                 pauses = growing_pauses(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS)
             elif is_news and not isinstance(error, _Stopped):
-                _log.warning("%s is not brought up to date: %s", self.shown, error)
+                _log.warning("%s is not up to date: %s", self.shown, error)
             if isinstance(error, ConflictError):
                 self._give_up(error)
             if tries_again:

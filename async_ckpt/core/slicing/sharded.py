@@ -65,7 +65,7 @@ def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch
     """
     if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
         raise TypeError(
-            f"only a plain tensor is declared, got {type(tensor).__qualname__}; a DTensor knows its shards itself"
+            f"only plain tensors can be declared, got {type(tensor).__qualname__}; a DTensor knows its shards itself"
         )
     mesh_of(mesh)
     dims = [one.dim for one in placements if one.is_shard()]
@@ -252,9 +252,7 @@ class Slicer:
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
         whole, _ = self._local_of(shard.of, name)
         if whole.cuts is None or whole.mesh is None:
-            raise _refused(
-                name, "a wrapped tensor is saved by its cuts, and its mesh numbers the ranks otherwise than this save"
-            )
+            raise _refused(name, "the mesh of a wrapped tensor numbers the ranks differently from this save")
         cuts, local = whole.cuts, shard.inner.detach()
         if shard.whole is None:
             cuts = tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts))
@@ -262,7 +260,7 @@ class Slicer:
         slices = Slices.at(whole.coordinate, global_shape=shard.shape, cuts=cuts, mesh=whole.mesh)
         if slices.local_shape not in (None, tuple(local.shape)) and local.numel():
             raise _refused(
-                name, f"{tuple(local.shape)} of {slices.global_shape} are in this shard, whose cut is uneven"
+                name, f"{tuple(local.shape)} of {slices.global_shape} are in this shard, and the shards are uneven"
             )
         return LocalShards(slices, _parts(local, slices.rectangles))
 
@@ -390,7 +388,7 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
     for rectangle in rectangles:
         if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
-            raise _refused(name, f"{rectangle} is not inside of its shape {tuple(tensor.shape)}")
+            raise _refused(name, f"{rectangle} is not inside its shape {tuple(tensor.shape)}")
     return LocalShards(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
@@ -444,7 +442,7 @@ def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: s
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
-            raise _refused(name, f"{rectangle} is not inside of the global shape {shape}")
+            raise _refused(name, f"{rectangle} is not inside the global shape {shape}")
     ordered = sorted(rectangles)
     for number, rectangle in enumerate(ordered, start=1):
         for other in itertools.islice(ordered, number, None):

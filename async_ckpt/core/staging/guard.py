@@ -271,6 +271,6 @@ def refuse_guard(completions: Collection[object], guard: Any) -> None:
     """Raises ValueError for a guard beside held snapshots, which are copied already."""
     if completions and guard:
         raise ValueError(
-            "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot "
-            "is only a part of the state"
+            "guard= belongs in the call of snapshot(), which is already done; leave it out here, even if the "
+            "snapshot is only a part of the state"
         )

@@ -235,7 +235,7 @@ class BufferPool:
                 return HostBuffer.near(device, num_bytes, shared=True)
             except OSError as error:
                 _log.warning(
-                    "%s of memory that other processes of this host could map are refused (%s); their readers take "
+                    "%s of memory that other processes of this host can map are not available (%s); their readers take "
                     "versions from the root",
                     sized(num_bytes),
                     error,

@@ -204,7 +204,7 @@ def _put(generator: Any, tree: Json, seed: Json = None) -> None:
     if isinstance(generator, random.Random):
         gauss = state[2]
         if gauss is not None and not isinstance(gauss, float):  # setstate accepts anything, and gauss() fails later
-            raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() has kept")
+            raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
         generator.setstate(state)
         return
     import numpy.random

@@ -48,8 +48,8 @@ class MegatronTensors:
             if self._slicer is None:
                 raise _refused(
                     path,
-                    "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every "
-                    "rank with an AsyncCheckpointer, in a process group",
+                    "each rank has only a part of a ShardedTensor; save it on every rank with an AsyncCheckpointer, "
+                    "in a process group",
                 )
             self._tensors.setdefault(name_of(value, path), {})[path] = value
             return True

@@ -100,7 +100,7 @@ def _put_python(state: Any) -> None:
     version, internal, gauss = state
     # setstate accepts anything here, and gauss() fails later.
     if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() has kept")
+        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
     random.setstate((version, tuple(internal), gauss))
 
 

@@ -688,7 +688,7 @@ class _ContextDecoder(_Decoder):
 def _sizes(value: Json) -> tuple[int | None, ...]:
     """The sizes, or strides, of a wrapped tensor."""
     if len(value) > MAX_DIMS or not all(size is None or (type(size) is int and 0 <= size < 2**63) for size in value):
-        raise ValueError(f"{value!r:.100} is no size of a tensor")
+        raise ValueError(f"{value!r:.100} is not the size of a tensor")
     return tuple(value)
 
 

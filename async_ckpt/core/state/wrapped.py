@@ -242,7 +242,7 @@ def _of_subclass(tensor: Any, name: str) -> tuple[Wrapper, dict[str, Any]]:
     for inner, part in parts.items():
         if not isinstance(inner, str) or not isinstance(part, torch.Tensor):
             raise UnsupportedStateError(
-                f"{name}: __tensor_flatten__ of {kind.__qualname__} names {inner!r:.50}, which is no tensor but "
+                f"{name}: __tensor_flatten__ of {kind.__qualname__} names {inner!r:.50}, which is not a tensor but "
                 f"{type(part).__qualname__}; save the plain tensors that it wraps; nothing was written",
                 path=name,
             )

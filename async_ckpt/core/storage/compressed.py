@@ -57,7 +57,7 @@ class Zstd:
         if not 1 <= self.level <= _MAX_LEVEL:
             raise ValueError(f"level must be from 1 to {_MAX_LEVEL}, got {self.level}")
         if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}; leave it out for all but one")
+            raise ValueError(f"threads must be at least 1, got {self.threads}; leave it out to use all cores but one")
 
     @property
     def num_threads(self) -> int:
@@ -73,7 +73,9 @@ def promises_zstd(name: str, path: str, *, may_mislead: bool = False) -> bool:
     """
     name = (name.partition("?")[0] if "://" in path else name).lower()
     if name.endswith(_OTHERS) and not may_mislead:
-        raise ValueError(f"{path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
+        raise ValueError(
+            f"{path}: only zstd can be written; use a name that ends in .tar.zst, or .tar for a plain archive"
+        )
     return name.endswith(".zst")
 
 
@@ -85,7 +87,9 @@ def refuse_archive_name(path: str) -> None:
     except ValueError:
         is_archive = True
     if is_archive:
-        raise ValueError(f"{path}: this is the name of a compressed archive, and none is written; give another name")
+        raise ValueError(
+            f"{path}: this is the name of a compressed archive, but this archive is plain; give another name"
+        )
 
 
 def refuse_if_missing() -> None:

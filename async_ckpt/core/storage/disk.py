@@ -230,7 +230,7 @@ def _refuse_kind(path: Path, mode: int) -> None:
     }
     kind = kinds.get(stat.S_IFMT(mode), "something else")
     raise StorageUnavailableError(
-        f"{path} is {kind} where a file should be; move it away, or use another place", path=str(path)
+        f"{path} is {kind}, but should be a file; move it away, or use another place", path=str(path)
     )
 
 
@@ -246,7 +246,7 @@ def make_folder(folder: Path) -> None:
         with suppress(FileNotFoundError):  # it was removed since: `create_locked` makes it again
             if not stat.S_ISDIR(os.lstat(folder).st_mode) and not folder.is_dir():
                 raise NotADirectoryError(
-                    errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
+                    errno.ENOTDIR, f"{folder} is a file, but should be a folder", str(folder)
                 ) from None
     try:
         sync_folder(folder.parent)

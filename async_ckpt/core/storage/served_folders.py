@@ -135,7 +135,7 @@ class NodeServer:
         try:
             folder, what = self._folders[question["folder"]], question["what"]
             if what not in _QUESTIONS:
-                raise StorageUnavailableError(f"{what!r:.100} is no question", path="")
+                raise StorageUnavailableError(f"{what!r:.100} is not a request", path="")
             arguments, options = _unpacked(question["arguments"]), _unpacked(question["options"])
             _refuse_paths_outside([arguments, options])
             if what == "bytes":
@@ -276,10 +276,10 @@ def _send(connection: socket.socket, what: Mapping[str, Any]) -> None:
 def _receive(connection: socket.socket) -> Mapping[str, Any]:
     (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
     if length > _MAX_BYTES:
-        raise ValueError("what was received is no question")
+        raise ValueError("the request cannot be understood")
     what = json.loads(_received(connection, length))
     if not isinstance(what, dict):
-        raise ValueError("what was received is no question")
+        raise ValueError("the request cannot be understood")
     return what
 
 

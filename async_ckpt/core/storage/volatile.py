@@ -34,7 +34,7 @@ def is_volatile(folder: Path) -> bool:
     kind = file_system(folder)
     if kind == "overlay" and str(folder) not in _warned:
         _warned.add(str(folder))
-        _log.warning("%s lies in a layer of a container, and is gone with it; give a folder that is mounted", folder)
+        _log.warning("%s lies in a layer of a container and vanishes with it; give a mounted folder", folder)
     return kind in _IN_MEMORY
 
 

@@ -134,9 +134,8 @@ def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
     if model is None and look_wrapped(tensors):
         name = next(iter(tensors))
         warnings.warn(
-            f"names such as {name!a} are written as they are, and look like those of a wrapped model, which "
-            "`from_pretrained` does not load; export the model itself, whose names are then those of the plain model, "
-            "or rename them",
+            f"names such as {name!a} are written as they are, but `from_pretrained` does not load such names of a "
+            "wrapped model; export the model itself, or rename the weights",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -157,7 +157,7 @@ def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None
     example = f"from_ranks={{{names[0]!r}: {min(by_rank[0].values)}}}"
     raise StateMismatchError(
         f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its "
-        f"own; say whose to take, such as {example}",
+        f"own value; choose a rank, such as {example}",
         mismatched=tuple(names),
     )
 

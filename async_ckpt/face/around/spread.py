@@ -101,8 +101,8 @@ class OtherRanks:
         said = start.connection.ask(partial(self._said, "spread"))
         if wait_for(said, _LOOK_SECONDS) and not said.exception() and said.result():
             error = UnsupportedStateError(
-                "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
-                "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of this "
+                "none of this rank's weights is sharded, but other ranks export sharded weights to the same folder; "
+                "nothing was written: make DTensors of this rank's weights, if need be on a mesh of this "
                 "rank alone, or give another folder",
                 path="",
             )
@@ -114,8 +114,8 @@ class OtherRanks:
         if self._whole:
             rank = int(self._whole.split()[0])
             raise PeerFailedError(
-                f"{self.path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
-                "DTensors of them, if need be on a mesh of that rank alone",
+                f"{self.path}: nothing was exported: none of the weights of rank {rank} is sharded; make DTensors of "
+                "them, if need be on a mesh of that rank alone",
                 rank=rank,
             )
 

@@ -187,10 +187,7 @@ def _refuse_uncallable(fn: Any) -> None:
             "wrap(torch.save)(state, path)"
         )
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"{name_of(fn)} does not write when it is called, but when it is awaited or iterated; "
-            "wrap a plain function that does that"
-        )
+        raise TypeError(f"{name_of(fn)} writes only when it is awaited or iterated; wrap a plain function that does so")
 
 
 _busy: dict[str, SaveHandle | None] = {}  # by destination; None while a call begins

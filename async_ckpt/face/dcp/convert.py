@@ -115,7 +115,7 @@ def to_dcp(
     storage = written_at(destination).storage()
     for name in (OF_DCP, MANIFEST):
         if storage.exists(name):
-            raise FileExistsError(f"{storage.locate('')}: there is a checkpoint already; give another folder")
+            raise FileExistsError(f"{storage.locate('')}: a checkpoint already exists; give another folder")
 
     def write(parts: Sequence[Part]) -> None:
         with _DcpFolder(storage) as folder:

@@ -119,8 +119,8 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     for value in inside:
         if isinstance(value, ValuesByRank):
             raise ValueError(
-                f"{shown((name,))} was saved by each rank for itself, and there is none for this rank in a world of "
-                f"this size; say whose to take, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
+                f"{shown((name,))} was saved by each rank for itself, and has no value for this rank in a world of "
+                f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
             )
     file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]
     objects = file.objects(stored, trust=trust)

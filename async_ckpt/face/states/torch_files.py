@@ -87,7 +87,7 @@ def _loaded(local: str, path: str, kind: ForeignFile, *, trust: bool) -> TorchFi
     is_script, is_zip = kind.kind == "torchscript", kind.kind != "legacy torch"
     if is_script and not trust:
         raise UntrustedObjectError(
-            f"{path} is {kind.words}, so that reading it may run that; pass --trust if you know where it comes from",
+            f"{path} is {kind.words}, so reading it may run its code; pass --trust if you know where it comes from",
             path=path,
         )
     try:
@@ -112,8 +112,8 @@ def _refusal(path: str, error: Exception, *, trust: bool) -> Exception:
         return error
     if isinstance(error, pickle.UnpicklingError) and not trust:
         return UntrustedObjectError(
-            f"{path} has more than weights, so that reading it runs code from the file; pass --trust if you know where "
-            f"it comes from ({why})",
+            f"{path} has more than weights, so reading it runs code from the file; pass --trust if you know where it "
+            f"comes from ({why})",
             path=path,
         )
     if trust and isinstance(error, ImportError | AttributeError):

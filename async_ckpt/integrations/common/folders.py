@@ -68,7 +68,7 @@ class FolderHold:
             facts |= json.loads(locks.read_held(self._path))
         return RunTakenError(
             f"{self._path.parent}: another trainer (process {facts['pid']} on {facts['host']}) writes its checkpoints "
-            "there; wait for its end, or give another folder",
+            "there; wait until it ends, or give another folder",
             path=str(self._path.parent),
             **facts,
         )

@@ -46,8 +46,8 @@ def require_names(package: ModuleType, owner: Any, names: Iterable[str]) -> None
     if missing:
         where = getattr(owner, "__name__", None) or type(owner).__name__
         raise RuntimeError(
-            f"{package.__name__} {version_of(package)} has no {where}.{missing[0]}, which async_ckpt needs; install a "
-            "version that was tested with it, which its page in docs/ names"
+            f"{package.__name__} {version_of(package)} has no {where}.{missing[0]}, which async_ckpt needs; install "
+            "a version that its page in docs/ lists as tested"
         )
 
 

@@ -67,7 +67,7 @@ class SnapshotWeights:
         missing, unexpected = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
         named = [*missing, *unexpected, *mismatched]
         raise StateMismatchError(
-            f"the snapshot is of another model than the engine was told of ({', '.join(named[:5])!a:.300}); begin a "
+            f"the snapshot is of another model than the engine expects ({', '.join(named[:5])!a:.300}); begin a "
             "transfer of its own for it",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
@@ -132,8 +132,8 @@ def _described(weights: hf_weights.Weights) -> list[HeldTensor]:
         return [HeldTensor(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in published.items()]
     if published.keys() != weights.tensors.keys():
         raise UnsupportedStateError(
-            "this model is spread over ranks, and has other tensors in memory than in its checkpoints; export it with "
-            "export_hf instead",
+            "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
+            "instead",
             path="",
         )
     spread: dict[str, Any] = weights.tensors

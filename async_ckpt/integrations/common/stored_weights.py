@@ -118,8 +118,8 @@ class StoredWeights:
         if after != state:
             version = "none" if after is None else after.version
             raise StorageUnavailableError(
-                f"{folder} was brought from version {state.version} to {version} while its weights were read; load "
-                "them again, and let engines of different versions have folders of their own",
+                f"{folder} changed from version {state.version} to {version} while its weights were read; load them "
+                "again, and let engines of different versions have folders of their own",
                 path=str(folder),
             )
 
@@ -138,7 +138,8 @@ class StoredWeights:
             return False
         path = storage.locate("")
         raise NotCommittedError(
-            f"{path}: version {self.version} is not there, nor any other; give the root of a Publisher",
+            f"{path}: version {self.version} does not exist, and there are no other versions; give the root of a "
+            "Publisher",
             path=path,
             step=self.version,
         )
@@ -151,7 +152,7 @@ class StoredWeights:
         if version is None or version not in numbers:
             advice = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none is complete"
             raise NotCommittedError(
-                f"{self}: the version is not there; {advice}", path=self.place().shown, step=self.version
+                f"{self}: the version does not exist; {advice}", path=self.place().shown, step=self.version
             )
         return version
 
@@ -168,7 +169,7 @@ class StoredWeights:
         state = _state_of(folder)
         if state is None or state.version != report.version:
             raise StorageUnavailableError(
-                f"{folder} was brought to another version than {report.version} meanwhile; load it again, and let "
+                f"{folder} has meanwhile changed from version {report.version} to another; load it again, and let "
                 "engines of different versions have folders of their own",
                 path=str(folder),
             )

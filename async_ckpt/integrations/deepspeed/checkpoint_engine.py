@@ -94,11 +94,11 @@ def _refuse(engine: Any) -> None:
             f"the engine's config has it save by {type(engine.checkpoint_engine).__name__}; remove that from the config"
         )
     if engine.zero_nvme_offload_optimizer():
-        raise NotImplementedError("an optimizer that is offloaded to NVMe is not served; use plain DeepSpeed there")
+        raise NotImplementedError("an optimizer that is offloaded to NVMe is not supported; use plain DeepSpeed there")
     if engine.use_node_local_storage():
         raise NotImplementedError("all ranks must save into one folder: set use_node_local_storage to false")
     if getattr(engine, "zenflow", False):
-        raise NotImplementedError("ZenFlow steps behind the training, and is not served; use plain DeepSpeed there")
+        raise NotImplementedError("ZenFlow steps behind the training, and is not supported; use plain DeepSpeed there")
 
 
 @dataclass(frozen=True)

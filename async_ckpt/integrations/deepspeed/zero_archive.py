@@ -62,10 +62,12 @@ def refuse(engine: Any) -> None:
     if engine.zero_optimization_stage() == 0:
         raise NotImplementedError("without ZeRO, DeepSpeed's own files are loaded on any number of ranks; use these")
     if not any(hasattr(engine.optimizer, name) for name in _FLATS):
-        raise NotImplementedError(f'{type(engine.optimizer).__name__} is not served with layout="archive"')
+        raise NotImplementedError(f'{type(engine.optimizer).__name__} is not supported with layout="archive"')
     sizes = {torch.distributed.get_world_size(group=engine.optimizer.dp_process_group), engine.seq_dp_world_size}
     if engine.has_moe_layers or sizes != {torch.distributed.get_world_size()}:
-        raise NotImplementedError('layout="archive" serves ZeRO over all ranks, without model parallelism and experts')
+        raise NotImplementedError(
+            'layout="archive" supports only ZeRO over all ranks, without model parallelism and experts'
+        )
 
 
 def tensors_of(engine: Any) -> dict[str, dict[str, Any]]:

@@ -103,7 +103,7 @@ class TrainerHooks:
         if saves_shards(strategy) or "DeepSpeedStrategy" in kinds:
             raise ValueError(
                 f"{type(strategy).__name__} writes its checkpoints by itself; if it is a ModelParallelStrategy or an "
-                "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); others are not served"
+                "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); other strategies are not supported"
             )
 
     def _tell_when_durable(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:

@@ -136,10 +136,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
         if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
             raise NotImplementedError(
-                "AsyncCheckpointing does not serve DeepSpeed and XLA; use the plain Trainer there"
+                "AsyncCheckpointing does not support DeepSpeed and XLA; use the plain Trainer there"
             )
         if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
+            raise NotImplementedError("AsyncCheckpointing supports only FSDP2; set fsdp_config={'version': 2}")
         self._pending: TrainerSave | None = None
         self._run: LocalRun | StoredRun | None = None  # of the newest save
         self._url: str | None = None

@@ -128,8 +128,8 @@ class ReceiverLine:
                     self._learn(await asyncio.get_running_loop().sock_recv(self._socket, _READ_BYTES))
         except TimeoutError:
             raise PeerFailedError(
-                f"rank 0 of the training has sent no weights for {self._timeout_seconds:g} s; see what it does, or "
-                "raise timeout_seconds",
+                f"rank 0 of the training has sent no weights for {self._timeout_seconds:g} s; see what it is doing, "
+                "or raise timeout_seconds",
                 rank=0,
             ) from None
         except OSError as error:

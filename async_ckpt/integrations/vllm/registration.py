@@ -78,5 +78,5 @@ def _module(package: Any, name: str) -> Any:
             raise  # of another package, which vLLM needs
         raise RuntimeError(
             f"{package.__name__} {getattr(package, '__version__', '')} has no module {name}, which async_ckpt needs; "
-            "install a version that was tested with it, which its page in docs/ names"
+            "install a version that its page in docs/ lists as tested"
         ) from error

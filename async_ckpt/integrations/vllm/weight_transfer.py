@@ -124,7 +124,7 @@ class StoredWeightsEngine(WeightTransferEngine):  # type: ignore[misc]
             try:
                 self._give_up()
             except Exception as failure:
-                error.add_note(f"async_ckpt: the layers are not as they were: {failure}; start the engine again")
+                error.add_note(f"async_ckpt: the layers have changed: {failure}; start the engine again")
             raise
 
     def _load(self, update_info: StoredUpdate) -> None:

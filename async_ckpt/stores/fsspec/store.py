@@ -234,7 +234,7 @@ class FsspecStorage(Storage):
                     if now - self._modified_seconds(paths[name], now) > store_facts.ORPHAN_SECONDS
                 ]
         except StorageUnavailableError as error:  # without the store's clock there is no proof
-            _log.debug("nothing was swept: %s", error)
+            _log.debug("no leftovers were deleted: %s", error)
             return []
         if delete:
             for name in dead:

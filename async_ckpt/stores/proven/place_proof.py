@@ -69,7 +69,7 @@ def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
     if replaced and (num_bytes != len(_NEW) or part == _OLD[begin:end]):
         raise _useless(storage, "an object that was replaced still has its old content")
     if part != _NEW[begin:end]:
-        raise _useless(storage, "when a part of an object is read, other bytes come")
+        raise _useless(storage, "reading a part of an object returns other bytes")
 
 
 def _prove_listing(storage: Storage, name: str, timer: spans.Timekeeper) -> None:

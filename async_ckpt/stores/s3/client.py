@@ -107,7 +107,7 @@ class Client:
         except StuckError as error:
             refusal = StorageUnavailableError(
                 f"{self.locate(path)}: a request has not ended for {call.stuck_seconds:.0f} s, long after its own "
-                "timeout: obstore's threads are stuck, or its credential provider is; start this process again",
+                "timeout: obstore's threads or its credential provider are stuck; restart this process",
                 path=self.locate(path),
             )
             refusal.__cause__ = error

@@ -271,8 +271,8 @@ class ObjectStorage(Storage):
         )
         if new_version is None:
             self._warn_once(
-                "the store refuses every put that is to replace one version only, so two writers could overwrite each "
-                "other; let only one write"
+                "the store refuses every put that is to replace one version only, so two writers could overwrite "
+                "each other; use only one writer"
             )
         return new_version
 
@@ -297,8 +297,8 @@ class ObjectStorage(Storage):
             self._conditional = self._try_conditions()
             if not self._conditional:
                 self._warn_once(
-                    "the store has no conditional puts, so two writers that commit one step in the same moment are not "
-                    "told apart; let only one write"
+                    "the store has no conditional puts, so it cannot keep two writers from committing the same step; "
+                    "use only one writer"
                 )
         return self._conditional
 

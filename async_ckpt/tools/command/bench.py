@@ -147,7 +147,7 @@ def size_of(text: str) -> int:
 
 def _refuse(request: BenchRequest) -> None:
     if request.num_tensors < 1 or request.num_bytes < 4 * request.num_tensors:
-        raise Answer("--size and --tensors must give each tensor a number of four bytes at least", USAGE)
+        raise Answer("--size must be at least 4 bytes for each of the --tensors", USAGE)
     free = limits.free_memory_bytes()
     if request.num_bytes * _STATES_IN_MEMORY > free:
         raise Answer(

@@ -103,7 +103,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     """
     name = format_name or _format_of(request.target)
     if request.config and name != "hf":
-        raise Answer(f"--config is for a folder of Hugging Face, and this is {name}; pass --to hf", USAGE)
+        raise Answer(f"--config is only for a folder of Hugging Face, but this is {name}; pass --to hf", USAGE)
     if name not in FORMATS:
         raise Answer(f"--as takes {', '.join(FORMATS)}, not {name!r}", USAGE)
     if name not in ("archive", "step", "safetensors") and not request.target.is_local:
@@ -133,7 +133,7 @@ def _format_of(target: Place) -> str:
     if "." not in name:
         return "hf"
     raise Answer(
-        f"{target.shown}: the name does not say which format is meant; pass --as {', '.join(FORMATS)}, or a name that "
+        f"{target.shown}: the name does not show the format; pass --as {', '.join(FORMATS)}, or a name that "
         f"ends in {', '.join(_BY_SUFFIX)}; a name without a suffix is a folder of safetensors files, as hf",
         USAGE,
     )
@@ -317,7 +317,7 @@ def _write_dcp(request: ConversionRequest) -> int:
 
     def write(state: Any) -> int:
         if not isinstance(state, dict):
-            raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is none")
+            raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is not a dict")
         with _LocalTarget(request) as written, _refused_by("torch.distributed.checkpoint"):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -374,7 +374,9 @@ def _stripped(state: Any, prefix: str) -> Any:
     """The state below the dotted name that ends in `prefix`."""
     for key in filter(None, prefix.rstrip(".").split(".")):
         if not isinstance(state, dict) or key not in state or len(state) > 1:
-            raise Answer(f"--strip {prefix!r}: not all names begin with it; choose them with --select", USAGE)
+            raise Answer(
+                f"--strip {prefix!r}: not all names have this prefix; choose those that do with --select", USAGE
+            )
         state = state[key]
     return state
 
@@ -404,7 +406,7 @@ class _LocalTarget:
 def _refuse_existing(request: ConversionRequest) -> None:
     storage, name = request.target.object()
     if not request.overwrite and (storage.exists(name) or storage.names(name)):
-        raise Answer(f"{request.target.shown} is there; pass --overwrite to replace it, or give another name")
+        raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
 
 
 _WRITERS: Final[dict[str, Callable[[ConversionRequest], int]]] = {

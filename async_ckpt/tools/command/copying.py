@@ -123,11 +123,11 @@ def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[t
     for source, name in sources:
         folder = source.text.rstrip("/").removesuffix(name)
         if name and f"{target.text.rstrip('/')}/".startswith(folder):
-            raise Answer(f"{target.shown} is inside the folder that is copied; give another one", USAGE)
+            raise Answer(f"{target.shown} is inside the source folder; give another destination", USAGE)
     names = [name or source.text.rstrip("/").rpartition("/")[2] for source, name in sources]
     for name, times in Counter(names).items():
         if times > 1:
-            raise Answer(f"{times} sources are called {name}; copy them one by one", USAGE)
+            raise Answer(f"{times} sources have the name {name}; copy them one by one", USAGE)
     return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
 
 

@@ -38,7 +38,8 @@ def folder_of(config: str) -> Path:
             folder = Path(fetch(config, allow_patterns=[*_BESIDE]))
         except (OSError, ValueError) as error:
             raise Answer(
-                f"--config takes the folder of a model or its id on the hub; {config} is no folder, and the hub says: "
+                f"--config takes the folder of a model or its id on the hub; {config} is not a folder, and the hub "
+                "says: "
                 f"{str(error).splitlines()[0]:.200}"
             ) from error
     if not (folder / _CONFIG).is_file():

@@ -41,7 +41,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True
     )
     if patterns and not rows:
-        raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
+        raise Answer(f"{place.shown}: no name in it matches {', '.join(patterns)}")
     if as_json:
         print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
         return

@@ -124,7 +124,7 @@ def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Pl
             continue
         names = walk(place).of(kinds)
         if not names:
-            raise Answer(f"{place.shown}: there is no run below it; async-ckpt ls shows what there is", USAGE)
+            raise Answer(f"{place.shown}: there is no run in it; async-ckpt ls shows its content", USAGE)
         targets += [(place_below(place, name), name) for name in names]
     return targets
 

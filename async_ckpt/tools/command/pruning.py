@@ -36,7 +36,9 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     """
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise Answer("nobody can be asked here: pass --yes to delete, or --dry-run to look", USAGE)
+        raise Answer(
+            "stdin is not a terminal, so the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE
+        )
     shown: Sequence[_Shown | ShownCheckpoints]
     broken: dict[int, str] = {}
     if kind_of(place) == "trainer":
@@ -107,7 +109,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
     for rule in rules:
         name, _, text = rule.partition("=")
         if name in values:
-            raise Answer(f"--keep {name}=… is given twice; one rule of a kind is used", USAGE)
+            raise Answer(f"--keep {name}=… is given twice; pass each kind of rule once", USAGE)
         try:
             if name in ("last", "every"):
                 values[name] = int(text)
@@ -120,7 +122,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
         except ValueError as error:
             raise Answer(f"--keep takes {_RULES}, not {rule!r}", USAGE) from error
     if not values:
-        raise Answer(f"say which steps stay: --keep {_RULES}; the newest always does", USAGE)
+        raise Answer(f"--keep is missing: say which steps to keep by --keep {_RULES}; the newest always stays", USAGE)
     return Keep(**values)
 
 
@@ -144,13 +146,13 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     when = f", which began at {spans.shown_time(float(since))}" if isinstance(since, int | float) else ""
     if host == socket.gethostname() and isinstance(pid, int) and runs.lives(pid):
         raise Answer(
-            f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or "
-            "pass --unattended if it saves elsewhere by now"
+            f"{run.storage.locate('')}: {writer}{when}, is alive on this machine and saves there; end it first, or "
+            "pass --unattended if it now saves elsewhere"
         )
     if host != socket.gethostname():
         raise Answer(
-            f"{run.storage.locate('')}: {writer}{when}, saved there last. A store has no locks, so whether it is alive "
-            "cannot be seen from here; make sure that it has ended, and pass --unattended"
+            f"{run.storage.locate('')}: {writer}{when}, saved there last. A store has no locks, so the command "
+            "cannot see whether it is alive; make sure that it has ended, and pass --unattended"
         )
 
 

@@ -100,7 +100,7 @@ def damages_of(
         broken = broken_steps(run, commits)
         for step, manifest in commits.items():
             if step in broken:
-                yield Damage(f"step {step}", f"{broken[step]}; copy it again from where it is whole, or save it anew")
+                yield Damage(f"step {step}", f"{broken[step]}; copy it again from an intact copy, or save it again")
             if manifest is None:
                 text = "does not match its digest; copy the step again from where it is whole, or save it anew"
                 yield Damage(f"{run.folder(step)}/{runs.MANIFEST_NAME}", text)
@@ -171,7 +171,7 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
         run, folder = one.run, one.run.folder(step)
         names = run.storage.names(folder)
         if runs.MANIFEST_NAME in names and step in run.steps():
-            raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; nothing has to be put back")
+            raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; there is nothing to put back")
         found = [
             (name, manifest) for name in names if runs.is_retired_name(name) if (manifest := _read(run, step, name))
         ]

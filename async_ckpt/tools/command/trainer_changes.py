@@ -42,7 +42,7 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
             fd = locks.hold_if_free(path)
             if fd is None:
                 raise RunTakenError(
-                    f"{place.shown}: a living trainer writes its checkpoints there; wait for its end",
+                    f"{place.shown}: a living trainer writes its checkpoints there; wait until it ends",
                     path=place.shown,
                     host="?",
                     pid=-1,
@@ -54,7 +54,8 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
     told = events_at(place)
     if not unattended and not (told and told[-1]["kind"] == "closed"):
         raise Answer(
-            f"{place.shown}: nothing there says that the training has ended; make sure of that, and pass --unattended"
+            f"{place.shown}: no entry in its history says that the training has ended; make sure of that, and pass "
+            "--unattended"
         )
 
 
@@ -145,7 +146,9 @@ def copy_checkpoints(
     for row in rows:
         have, want = _sizes(there, row.folder), _sizes(source.storage(), row.folder)
         if have and have != want and not overwrite:
-            raise Answer(f"{target.shown}: {row.folder} is there with other files; pass --overwrite to replace it")
+            raise Answer(
+                f"{target.shown}: {row.folder} already exists with other files; pass --overwrite to replace it"
+            )
         outcomes[row.folder] = "was there" if have == want and not overwrite else "replaced" if have else "copied"
     for row in rows:
         if outcomes[row.folder] != "was there":

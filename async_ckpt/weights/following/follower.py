@@ -203,7 +203,7 @@ class Sidecar:
             root = self._subscriber.root
             raise StorageUnavailableError(
                 f"{root}: {reason}, for more than {self._timing.patience_seconds:g} s; "
-                "check the root, or begin again when it is there",
+                "check the root, or start again when it is reachable",
                 path=root,
             ) from error
         return newest

@@ -85,7 +85,7 @@ class _FolderServer(ABC):
             loading.folder / hf_weights.ADAPTER_CONFIG
         ).exists():  # the server would look for the weights of a model there
             raise EngineError(
-                f"{loading.folder} has an adapter, and {self._kind} is told of whole models only; run the sidecar with "
+                f"{loading.folder} has an adapter, and {self._kind} takes only whole models; run the sidecar with "
                 f"--exec, and a program that asks for {self._adapters}"
             )
         self._load(loading, deadline)
@@ -224,7 +224,7 @@ class Program:
         try:
             status = child.wait(max(0.0, deadline - spans.TIMEKEEPER.now()))
         except subprocess.TimeoutExpired:
-            raise EngineError(f"{self._words[0]} was killed, since it was at work for too long") from None
+            raise EngineError(f"{self._words[0]} was killed because it took too long") from None
         finally:
             if child.poll() is None:
                 _kill(child)
@@ -290,7 +290,7 @@ def _version_in(client: HttpClient, path: str, advice: str) -> str:
         raise refusal(f"{client.url}{path}", reply, advice if reply.status == 404 else "")
     version = reply.fields().get("weight_version")
     if not isinstance(version, str):
-        raise EngineError(f"{client.url}{path} names no weight_version, so nobody knows what it has loaded; {advice}")
+        raise EngineError(f"{client.url}{path} names no weight_version, so its loaded version is unknown; {advice}")
     return version
 
 

@@ -56,7 +56,7 @@ class HttpClient:
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         if not isinstance(url, str):
-            raise TypeError(f"the URL of an engine must be a text, got {url!r:.100}")
+            raise TypeError(f"the URL of an engine must be a string, got {url!r:.100}")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r:.200} is not the URL of an engine; give one such as http://127.0.0.1:30000")

@@ -55,7 +55,7 @@ class DeltaBase:
             return kept_memory.held_memory().lend(num_bytes, crew=get_loop().copiers, max_bytes=self.policy.max_bytes)
         except MemoryError as error:
             raise MemoryError(
-                f"deltas need the weights of the version before in host memory: {error}; encoding=None needs none"
+                f"deltas need the weights of the previous version in host memory: {error}; encoding=None does not"
             ) from None
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -80,7 +80,7 @@ class DeltaBase:
                 # The bytes that are in the storage: readers have those, whatever was meant to be written.
                 update_replica(replica, versions, acknowledged, self.crew)
             except CheckpointError as error:
-                _log.warning("version %d was acknowledged, and cannot be read: %s", acknowledged, error)
+                _log.warning("version %d was acknowledged but cannot be read: %s", acknowledged, error)
                 return None
         state = replica.state
         if state is None or state.version >= version or not versions.is_complete(state.version):

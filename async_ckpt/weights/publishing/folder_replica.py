@@ -67,7 +67,7 @@ class FolderReplica:
             disk.refuse_dangling(folder)
             raise NotAFolderError(f"{folder} is a file; give a folder to pull into")
         if names and FOLDER not in names:
-            raise OccupiedError(f"{folder} has files that no version put there; give a folder that is new or empty")
+            raise OccupiedError(f"{folder} has files that belong to no version; give a new or empty folder")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -269,16 +269,16 @@ class FolderReplica:
         for name in _DECOYS - {*ours} if hf_weights.ADAPTER_FILE not in ours else ():
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
-                    f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move "
-                    "it away",
+                    f"{self.folder / name} does not belong to a version, and engines would load it instead of one; "
+                    "move it away",
                     path=str(self.folder / name),
                 )
         with disk.translated(self.folder):
             others = [n for n in os.listdir(self.folder) if n.endswith(".safetensors") and n not in ours]
         if others:
             _log.warning(
-                "%s has weights that no version put there, such as %s; engines that load every file would load these "
-                "too",
+                "%s has weights that belong to no version, such as %s; engines that load every file would load "
+                "these, too",
                 self.folder,
                 min(others),
             )

@@ -57,7 +57,7 @@ def refuse_misfit(module: torch.nn.Module, given: Kinds, adapter: Mapping[str, s
             for name in mismatched[:1]
         )
         raise StateMismatchError(
-            f"{source}: it does not fit the module ({'; '.join(problems)}{example}); the module is as it was. Make the "
+            f"{source}: it does not fit the module ({'; '.join(problems)}{example}); the module is unchanged. Make the "
             "module of the same config and dtype, or pull into a folder",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
@@ -79,8 +79,8 @@ def fill(
     for names in _tied(live, tensors):
         if not _are_equal([tensors[name] for name in names]):
             raise StateMismatchError(
-                f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in "
-                "the version; the module is as it was. Untie them, or publish a model in which they are tied",
+                f"{source}: {' and '.join(names[:3])} are one tensor in the module, but have different values in the "
+                "version; the module is unchanged. Untie them, or publish a model in which they are tied",
                 mismatched=tuple(names),
             )
         for name in names[1:]:
@@ -128,7 +128,7 @@ def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> M
         if was != is_now:
             raise StateMismatchError(
                 f"{source}: it is an adapter whose {name} is {is_now:.200}, and that of the module's is {was:.200}; "
-                "the module is as it was. Make its adapter of the config that was published, or pull into a folder"
+                "the module is unchanged. Make its adapter of the config that was published, or pull into a folder"
             )
     return weights.tensors
 
@@ -159,7 +159,7 @@ def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None
         if why is None and tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
             why = f"the module's state dict has a copy of it, as that of FSDP1 has; {_ADVICE}"
         if why is not None:
-            raise UnsupportedStateError(f"{name!a}: {why}; the module is as it was", path=name)
+            raise UnsupportedStateError(f"{name!a}: {why}; the module is unchanged", path=name)
 
 
 def _why_not(tensor: Any) -> str | None:

@@ -392,7 +392,7 @@ class Publication(CopySave):
             except FileExistsError as error:
                 self._is_put = False
                 raise StepExistsError(
-                    f"{self.path}: another Publisher has published this version meanwhile; it is kept",
+                    f"{self.path}: another Publisher has meanwhile published this version, which is kept",
                     step=self._version,
                 ) from error
         else:
@@ -417,14 +417,16 @@ class Publication(CopySave):
         try:
             with disk.translated(target):
                 if not scratch.is_there:
-                    raise FileNotFoundError(errno.ENOENT, "the folder of the version was taken away", str(target))
+                    raise FileNotFoundError(
+                        errno.ENOENT, "another process removed the folder of the version", str(target)
+                    )
                 os.replace(scratch.folder, target)  # fails if the target has files
                 disk.sync_folder(target.parent)
         except StorageUnavailableError as error:
             self._series.ownership.check()
             if os.path.lexists(target):
                 raise StepExistsError(
-                    f"{self.path} is there already, and is kept; give a higher version", step=self._version
+                    f"{self.path} already exists and is kept; give a higher version", step=self._version
                 ) from error
             raise
 

@@ -173,7 +173,7 @@ class Publisher:
         """
         self._refuse_if_forked()
         if self._is_closed:
-            raise ClosedError(f"{self!r}: make another one")
+            raise ClosedError(f"{self!r}: create a new one")
         spans, called = clock.Spans(), threads.running_future()
         number: int | None = None
         call: rendezvous.RankCall | None = None
@@ -194,8 +194,8 @@ class Publisher:
             series = self._get_series(spread=spread)
             if spread is not (series.channel is not None):
                 raise UnsupportedStateError(
-                    f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; "
-                    "make another Publisher, at a root of its own",
+                    f"{self!r} has published {'a whole model' if spread else 'a sharded model'} before; "
+                    "create another Publisher, with its own root",
                     path="",
                 )
             base = None if self._acknowledged is None else self._acknowledged()

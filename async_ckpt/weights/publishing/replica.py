@@ -93,7 +93,7 @@ def update_replica(
     chain = versions.chain(target, before, base)
     if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
-            "the weights here are not those of version %d; they begin with an anchor again", replica.state.version
+            "the weights here are not those of version %d; the pull starts from an anchor", replica.state.version
         )
         chain = versions.chain(target, None, base)
     before_apply(chain)
@@ -126,7 +126,7 @@ def _restarted_chain(
         restarted = versions.chain(target, None, base)
     except NotCommittedError as missing:
         raise error from missing
-    _log.warning("%s; the weights begin with an anchor again", error)
+    _log.warning("%s; the pull starts from an anchor", error)
     return restarted
 
 
@@ -157,7 +157,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) ->
     assert before is not None
     assert index.delta is not None
     if not before.is_base_of(index):
-        raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
+        raise source.corrupt(INDEX, f"its base is not the weights of version {before.version}")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
     frames = _read_frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
@@ -166,10 +166,10 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) ->
     is_ours = index.delta.checksum_format == OUR_CHECKSUMS
     checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
     if index.identity not in ("", identity_of(checksums)):
-        raise source.corrupt(INDEX, "the checksums in its files are not those of the version that it tells of")
+        raise source.corrupt(INDEX, "the checksums in its files are not those of the version that it describes")
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
-            raise DamagedReplicaError("the weights here have lost some of their tensors", path=source.path)
+            raise DamagedReplicaError("some tensors of the weights here are missing", path=source.path)
         replica.note(None)  # if this process dies now, nobody takes the mixture for weights
         undo: list[Callable[[], None]] = []
         by_size = sorted(frames, key=lambda name: -len(regions[name]))

@@ -70,9 +70,9 @@ class Replacement:
         root = self._versions.root
         if newest == version:
             alone = "" if self._channel else ". If all ranks publish the same model, let rank 0 do it alone"
-            raise StepExistsError(f"{root}: version {version} is published already; {advice}{alone}", step=version)
+            raise StepExistsError(f"{root}: version {version} is already published; {advice}{alone}", step=version)
         raise StepBehindError(
-            f"{root}: version {version} is not newer than {newest}, which is published; {advice}",
+            f"{root}: version {version} is not newer than {newest}, which is already published; {advice}",
             step=version,
             newest=newest,
         )
@@ -184,7 +184,7 @@ class VersionSeries:
             try:
                 return self.versions.read(number)
             except CheckpointError as error:
-                _log.warning("version %d is passed over: %s", number, error)
+                _log.warning("version %d is skipped: %s", number, error)
         return None
 
     def published(self, index: VersionIndex) -> None:

@@ -223,7 +223,7 @@ class VersionSource:
     def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
         path = f"{self.path}/{file}"
         return CorruptCheckpointError(
-            f"{path}: {why}; what was here before is still here: publish an anchor, or pull another version",
+            f"{path}: {why}; the previous weights are still here: publish an anchor, or pull another version",
             path=path,
             tensors=tensors,
         )
@@ -245,9 +245,7 @@ class Anchor:
         self.tensors = source.tensors()
         self.structure = structure_of((n, w.dtype, w.shape) for n, w in self.tensors.items())
         if source.index.structure not in ("", self.structure):
-            raise source.corrupt(
-                INDEX, "its files hold tensors of other names, dtypes or shapes than the index tells of"
-            )
+            raise source.corrupt(INDEX, "its files hold tensors with other names, dtypes or shapes than in the index")
         if not self.tensors and not source.index.is_sealed:
             raise source.corrupt(INDEX, "the model has no tensors")
 
@@ -289,7 +287,7 @@ class Anchor:
                 reader.close()
         identity = identity_of(checksums)
         if self.source.index.identity not in ("", identity):
-            raise self.source.corrupt(INDEX, "its checksums are not those of the version that it tells of")
+            raise self.source.corrupt(INDEX, "its checksums are not those of the version that it describes")
         return WeightsState(self.source.index.version, identity, self.structure, checksums, self.source.stamp)
 
     def _runs(self) -> list[list[str]]:

@@ -201,7 +201,7 @@ class Subscriber:
             try:
                 return found.number, self._take(into, found)
             except CorruptCheckpointError as error:
-                _log.warning("%s; it is taken from the root", error)
+                _log.warning("%s; the root is used instead", error)
                 return None
 
     def _take(self, into: str | os.PathLike[str] | torch.nn.Module, version: WholeWeights) -> PullResult:
@@ -235,7 +235,7 @@ class Subscriber:
             except (CorruptCheckpointError, NotCommittedError) as error:
                 if not (has_more and self._were_replaced(target, size)):
                     raise
-                _log.info("%s; it was replaced meanwhile, and is pulled again", error)
+                _log.info("%s; it was replaced meanwhile; pulling it again", error)
         raise AssertionError("the last try returns or raises")
 
     def _were_replaced(self, target: int, size: int | None) -> bool:
@@ -325,7 +325,7 @@ class Subscriber:
     def _refuse_if_closed(self) -> None:
         self._refuse_if_forked()
         if self._closed.is_set():
-            raise ClosedError(f"{self!r}: make another one")
+            raise ClosedError(f"{self!r}: create a new one")
 
     def _describe(self, version: int) -> str:
         return f"version {version} of {self._versions.root}"
@@ -339,7 +339,7 @@ class Subscriber:
         newest = max(existing, default=None)
         if newest is None:
             raise NotCommittedError(
-                f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
+                f"{self._versions.root}: no version is published yet", path=self._versions.root, step=None
             )
         return newest
 
@@ -401,6 +401,6 @@ def _allocate(num_bytes: int) -> torch.Tensor:
         return kept_memory.held_memory().lend(num_bytes, crew=get_loop().copiers)
     except MemoryError:
         raise MemoryError(
-            f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "
-            f"{num_bytes:,} bytes, which are not free; pull into a folder, or free some"
+            "a pull into a module, or of versions that ranks have published, takes the size of the weights in host "
+            f"memory, and {num_bytes:,} bytes are not free; pull into a folder, or free memory"
         ) from None

@@ -70,7 +70,7 @@ def verify_root(
             versions=of_versions.versions,
         )
     elif not report.versions:
-        report = replace(report, notes=(*report.notes, "no version there is whole"))
+        report = replace(report, notes=(*report.notes, "no version there is sound"))
     return report
 
 
@@ -151,7 +151,7 @@ def check_versions(
     damaged = {check.version for check in checks if check.error is not None}
     if not (existing or damaged):
         root = place.storage().locate("")
-        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
+        raise NotCommittedError(f"{root}: no version there is sound", path=root, step=None)
     incomplete = found - existing - damaged - RankVersions(place).sizes().keys()  # some are completed meanwhile
     numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, incomplete))
     return CheckedVersions(checks, *numbers)

@@ -148,7 +148,7 @@ class Versions:
             if wanted_by and existing and number < existing[0]:
                 advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
-                f"{self.root}: version {number} is not there{wanted_by}; {advice}", path=self.root, step=number
+                f"{self.root}: version {number} does not exist{wanted_by}; {advice}", path=self.root, step=number
             ) from None
         except ValueError as error:
             shown = self.storage.locate(path)
@@ -445,13 +445,13 @@ class Ownership:
             note = self._storage.read(_OWNER)[0]
         except FileNotFoundError:
             raise ClosedError(
-                f"{root}: somebody has emptied it while this Publisher was at work; make another one"
+                f"{root}: another process has emptied it while this Publisher was open; create a new one"
             ) from None
         if note != self._note:
             other = note.decode(errors="replace").strip()
             raise ClosedError(
-                f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own. "
-                "If all ranks publish the same model, let rank 0 do it alone"
+                f"{root}: another Publisher has begun to publish here ({other:.200}); give each its own root. If "
+                "all ranks publish the same model, let rank 0 publish alone"
             )
 
 

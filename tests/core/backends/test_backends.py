@@ -84,7 +84,7 @@ def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_non
         assert bool((p == 3).all())
         assert bool((ckpt.load(1, map_location="sim:1")["p"] == 3).all())
     assert [record.message for record in caplog.records if "torch.sim" in record.message] == [
-        "torch.sim has no Stream: its tensors are copied while save waits, and guard= defers none of them"
+        "torch.sim has no Stream: save waits while its tensors are copied, and guard= defers none of them"
     ]
 
 

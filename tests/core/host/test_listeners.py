@@ -176,7 +176,7 @@ def test_a_listener_that_raises_is_logged_once_and_called_again(tmp_path, listen
 
     assert calls == [1, 2]
     (line,) = caplog.records
-    assert "raised; no save is affected" in line.message
+    assert "raised; saves are not affected" in line.message
     assert line.exc_info is not None
     assert line.exc_info[0] is Thrown
 

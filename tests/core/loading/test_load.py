@@ -271,7 +271,7 @@ def test_tensors_come_to_the_cpu(device: Any, saved: Path) -> None:
 
 
 def test_an_unknown_device_is_an_error_and_the_archive_still_loads(saved: Path) -> None:
-    with pytest.raises(ValueError, match="map_location='nowhere' is no device"):
+    with pytest.raises(ValueError, match="map_location='nowhere' is not a device"):
         async_ckpt.load(saved, map_location="nowhere")
     assert difference(async_ckpt.load(saved), STATE) is None
 
@@ -785,7 +785,7 @@ def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path
         (
             {"map_location": "hpu:77"},
             ValueError,
-            "map_location='hpu:77' is no device that torch can use here",
+            "map_location='hpu:77' is not a device that torch can use here",
         ),
     ],
     ids=repr,

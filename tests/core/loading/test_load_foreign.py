@@ -240,7 +240,7 @@ def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(t
 @pytest.mark.parametrize(
     ("weight_map", "match"),
     [
-        ({"a": "model-1.safetensors", "x": "model-1.safetensors"}, r"says that it has 'x'"),
+        ({"a": "model-1.safetensors", "x": "model-1.safetensors"}, r"lists 'x', which are missing"),
         ({"a": "model-3.safetensors"}, r"model-3\.safetensors: it is missing"),
         ({"a": "../model-1.safetensors"}, "is not the name of a file beside it"),
         ({"a": "/etc/passwd"}, "is not the name of a file beside it"),

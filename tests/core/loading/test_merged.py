@@ -297,7 +297,7 @@ def test_every_archive_of_a_step_is_verified(step: Path):
 
 def test_a_name_that_nothing_has_is_no_choice(step: Path):
     with pytest.raises(
-        KeyError, match=r"'rnk' names nothing in .*step_00000001; ranks have their own values of: own, rng"
+        KeyError, match=r"'rnk' names nothing in .*step_00000001; these values differ by rank: own, rng"
     ):
         async_ckpt.load(step, from_ranks={"rnk": 0})
 
@@ -457,7 +457,7 @@ LIES = {
     "a tensor that is not there": (nowhere, "is not the number of a tensor of rank 2"),
     "of the same rank as another": (same_rank, "it is rank 1's, and so is"),
     "of a larger world": (other_world, r"worlds of \[4, 5\] ranks"),
-    "of no rank": (of_one, "one rank's of several, but it is not"),
+    "of no rank": (of_one, "belongs to one of several ranks, but it does not"),
     "elsewhere in its tensor": (moved, r"model\.w: \[6:8, 0:5\] of shape"),
     "cut into billions of runs": (many_runs, r"model\.w: \[6:9, 0:5\]"),
 }  # fmt: skip

@@ -270,7 +270,7 @@ def test_without_a_sound_layout_of_too_many_it_is_told_how_to_make_it_again(
         restored_by_two(folder)
     assert len(async_ckpt.load(folder)) == 2  # everything is needed, whatever a layout says
 
-    command = str(caught.value).partition("make it again with ")[2]
+    command = str(caught.value).partition("rebuild it with ")[2]
     where = eval(command, {"async_ckpt": async_ckpt})
 
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, Path(where).name])

@@ -345,7 +345,7 @@ def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damage
     path = tmp_path / name
     UNCHECKED[name](path)
     for call, said in (
-        (async_ckpt.verify, "cannot be verified: this is"),
+        (async_ckpt.verify, "it has no checksums to verify: this is"),
         (async_ckpt.load, "not an async_ckpt archive"),
     ):
         with pytest.raises(ForeignFileError, match=said) as caught:
@@ -865,7 +865,7 @@ def test_an_empty_folder_of_a_version_hides_nothing(beside: Path):
 
     report = async_ckpt.verify(beside)
     assert (report.steps, report.versions) == ((1, 2), ())
-    assert "no version there is whole" in report.notes
+    assert "no version there is sound" in report.notes
 
 
 def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions: Path):

@@ -83,7 +83,7 @@ def test_a_gap_is_found_in_a_tensor_that_fewer_ranks_have_than_another_that_is_c
     whole = {"a": f"{line('x')}\n{line('y')}", "b": f"{line('x')}\n{line('y')}"}
     check_coverage(classes, whole)
 
-    with pytest.raises(UnsupportedStateError, match="y is spread over ranks of which not all have saved it"):
+    with pytest.raises(UnsupportedStateError, match="y is sharded, but not all of its ranks saved it"):
         check_coverage(classes, {**whole, "b": line("x")})
 
 

@@ -77,10 +77,10 @@ def test_a_file_that_every_rank_may_write_is_warned_of_once(tmp_path, monkeypatc
         (
             "4",
             "4",
-            "RANK=4 and WORLD_SIZE=4 in the environment cannot be: the ranks of 4 processes are 0 to 3",
+            "RANK=4 and WORLD_SIZE=4 in the environment contradict each other: the ranks of 4 processes are 0 to 3",
         ),
-        ("-1", "4", "RANK=-1 and WORLD_SIZE=4 in the environment cannot be"),
-        ("0", "0", "RANK=0 and WORLD_SIZE=0 in the environment cannot be"),
+        ("-1", "4", "RANK=-1 and WORLD_SIZE=4 in the environment contradict each other"),
+        ("0", "0", "RANK=0 and WORLD_SIZE=0 in the environment contradict each other"),
         ("one", "2", "RANK and WORLD_SIZE in the environment must be numbers: .*'one'"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_no_launcher_sets_is_refused(tmp_path, monkeypatch, rank, world_siz
         ({"ranks": (0, True)}, TypeError, "ranks must be"),
         ({"ranks": (0.0, 4)}, TypeError, "ranks must be"),
         ({"ranks": (0, 1, 2)}, TypeError, "ranks must be"),
-        ({"store": dist.HashStore()}, ValueError, "store= belongs to ranks="),
+        ({"store": dist.HashStore()}, ValueError, "store= goes with ranks="),
         (
             {"ranks": (0, 4), "store": "localhost:29500"},
             TypeError,
@@ -146,7 +146,7 @@ def test_a_process_alone_is_told_nothing_of_ranks(tmp_path, monkeypatch, rank, w
 
         with pytest.raises(StepExistsError) as caught:
             two.save(state_at(1), step=1)
-    assert str(caught.value) == "step 1 is committed already; pass overwrite=True to replace it"
+    assert str(caught.value) == "step 1 is already committed; pass overwrite=True to replace it"
 
 
 def test_a_torch_without_distributed_has_no_ranks(monkeypatch):

@@ -229,7 +229,7 @@ def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how() -> None:
         "b": json.dumps(["w", "float32", [4, 4], [[[1, 1, 1]], [1, 2], [0, 1], False, True]]),
     }
     told = (
-        r"w is not spread alike .*: it is \[Shard\(0\)\] on a mesh of shape \[2\] on rank 0; "
+        r"w is sharded differently .*: it is \[Shard\(0\)\] on a mesh of shape \[2\] on rank 0; "
         r"\[Replicate\(\), Shard\(1\)\] on a mesh of shape \[1, 2\] on rank 1; give it the same"
     )
     with pytest.raises(UnsupportedStateError, match=told):

@@ -37,7 +37,7 @@ CHANGES = {
     ),
     "no part of what is cut": (
         'del state["model"]["cut"]',
-        "model.cut is spread over ranks of which not all",
+        "model.cut is sharded, but not all",
     ),
     "a mesh of its own": (
         'state["model"]["cut"] = DTensor.from_local(numbered(20, 3), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()], run_check=False)',

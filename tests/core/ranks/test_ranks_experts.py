@@ -285,5 +285,5 @@ except async_ckpt.UnsupportedStateError as error:
     )
     kinds = [kind for kind, _ in ended[0].told]
     assert kinds[:6] == ["TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "TypeError"]
-    assert "only a plain tensor is declared, got DTensor" in ended[0].told[0][1]
+    assert "only plain tensors can be declared, got DTensor" in ended[0].told[0][1]
     assert "mesh must be the DeviceMesh" in ended[0].told[5][1]

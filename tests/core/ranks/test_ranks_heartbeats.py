@@ -228,7 +228,7 @@ def test_silence_is_told_after_half_a_minute_and_counts_after_two(
     one = heard(clock, 3, 100)
     assert (one.lost([3]), one.lost([3])) == ({}, {})
     assert [record.getMessage() for record in caplog.records] == [
-        "nothing was heard of rank 3 for 100 s; it is waited for"
+        "rank 3 has been silent for 100 s; still waiting for it"
     ]
     assert heard(clock, 3, 125).lost([3, 4]) == {3: "nothing was heard of it for 125 s"}
 

@@ -91,7 +91,7 @@ def test_stages_of_megatron_are_one_state_by_its_keys_and_each_restores_its_own(
         # Rank 1 has the copy, rank 0 nothing.
         (
             "state = {'m': {'w': part} if here.rank else {}}",
-            "w is spread over ranks of which not all have saved it",
+            "w is sharded, but not all of its ranks saved it",
         ),
         (
             "state = {'m': {'w': part}}; part.data += here.rank",
@@ -172,7 +172,7 @@ def test_what_of_megatron_has_no_place_is_refused_by_name(state, told):
 
 
 def test_one_file_takes_none_of_them(tmp_path):
-    with pytest.raises(UnsupportedStateError, match=r"a\.x: a ShardedTensor is spread over ranks"):
+    with pytest.raises(UnsupportedStateError, match=r"a\.x: each rank has only a part of a ShardedTensor"):
         async_ckpt.save({"a": {"x": PART}}, tmp_path / "x.tar")
 
 

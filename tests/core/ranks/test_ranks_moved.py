@@ -102,5 +102,5 @@ def test_each_rank_gets_all_of_what_a_planner_has_shared_out_however_many_have_s
 
 def test_what_a_planner_has_shared_out_needs_no_layout(tmp_path: Path):
     shared_out(tmp_path / "run" / "step_00000001")
-    with pytest.raises(ValueError, match=r"saved by torch\.distributed\.checkpoint, which needs no layout"):
+    with pytest.raises(ValueError, match=r"saved by torch\.distributed\.checkpoint, which does not need a layout"):
         async_ckpt.files.rebuild_layout(tmp_path / "run", 1)

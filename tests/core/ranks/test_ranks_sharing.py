@@ -125,7 +125,7 @@ def test_a_group_that_only_some_ranks_have_for_themselves_is_refused_by_name():
     found = structures([state] * 3, [("a",), (), ()])
     with pytest.raises(
         UnsupportedStateError,
-        match=r"a is each rank's own on rank 0, and not on rank 1, which shares a\.x; give the same per_rank=",
+        match=r"a is in per_rank= on rank 0, but not on rank 1, which shares a\.x; give the same per_rank=",
     ) as caught:
         check_coverage(*found)
     assert caught.value.path == "a.x"
@@ -165,7 +165,7 @@ def test_what_one_rank_alone_calls_its_own_is_kept_for_each_or_refused(worlds: W
     assert isinstance(position, PerRank)
     assert [position[rank]["position"] for rank in (0, 1)] == [0, 1]
     for one in ended:
-        assert "loader is each rank's own on rank 1, and not on rank 0" in one.saves[1]["text"]
+        assert "loader is in per_rank= on rank 1, but not on rank 0" in one.saves[1]["text"]
 
 
 def balances(build: Any, world: int, roots: list[bool] | None = None) -> int:

@@ -562,7 +562,7 @@ def test_signals_alone_are_a_rule_and_none_are_not(tmp_path):
     with open_run(tmp_path, due=Due(signals=("SIGTERM", "SIGTERM"))) as ckpt:
         assert not ckpt.should_save(1)
     assert Due(signals=["SIGTERM", 15]).signals == (15,)
-    with open_run(tmp_path, due=Due(signals=())) as ckpt, pytest.raises(ValueError, match="has no rule"):
+    with open_run(tmp_path, due=Due(signals=())) as ckpt, pytest.raises(ValueError, match="needs a rule"):
         ckpt.should_save(1)
     assert repr(ckpt).endswith("closed>")
     with open_run(tmp_path) as ckpt:

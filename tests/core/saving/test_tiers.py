@@ -583,7 +583,7 @@ def test_options_of_a_place_that_make_no_sense_are_refused(option, value):
 def test_a_handle_knows_only_the_places_of_its_run(roots, tmp_path):
     with open_run(roots) as ckpt:
         handle = ckpt.save(state_at(1), step=1)
-        with pytest.raises(ValueError, match=r"is no place of this run, which is at .*near.*far"):
+        with pytest.raises(ValueError, match=r"is not a place of this run, whose places are .*near.*far"):
             handle.at(tmp_path / "elsewhere")
     with open_run(tmp_path / "alone") as alone:
         handle = alone.save(state_at(1), step=1)

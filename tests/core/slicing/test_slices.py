@@ -484,10 +484,10 @@ def test_a_tensor_that_declares_its_slices_is_believed():
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"global_shape": (5, 4)}, r"is not inside of the global shape \(5, 4\)"),
-        ({"global_shape": (6, 4, 1)}, "is not inside of the global shape"),
-        ({"local_offsets": ((0, 0), (4, 0))}, r"is not inside of its shape \(5, 4\)"),
-        ({"local_offsets": ((0, 0), (-1, 0))}, "is not inside of its shape"),
+        ({"global_shape": (5, 4)}, r"is not inside the global shape \(5, 4\)"),
+        ({"global_shape": (6, 4, 1)}, "is not inside the global shape"),
+        ({"local_offsets": ((0, 0), (4, 0))}, r"is not inside its shape \(5, 4\)"),
+        ({"local_offsets": ((0, 0), (-1, 0))}, "is not inside its shape"),
         ({"global_offsets": ((2, 0), (1, 0))}, "overlap"),
         ({"global_offsets": ((0, 0), (1, 0))}, "overlap"),
         ({"local_sizes": ((2, 4),)}, "it declares 2 global offsets, 2 local ones and 1 sizes"),
@@ -581,7 +581,7 @@ def test_flat_ranges_are_in_the_order_of_the_elements():
         ({"data": None}, "the ShardedTensor 'decoder.w' has no data"),
         ({"data": torch.ones(3)}, r"its data has shape \(3,\) and not \(4,\)"),
         ({"flattened_range": slice(1, 3)}, r"its data has shape \(4,\) and not the 2 elements"),
-        ({"global_offset": (5,)}, r"is not inside of the global shape \(8,\)"),
+        ({"global_offset": (5,)}, r"is not inside the global shape \(8,\)"),
     ],
 )
 def test_megatrons_tensors_that_do_not_hold_together_are_refused_by_name(changed: dict[str, Any], told: str):

@@ -1,4 +1,4 @@
-"""The guard under `torch.compile(optimizer.step)`: its hook is no part of what is compiled, and never a reason to compile again."""
+"""The guard under `torch.compile(optimizer.step)`: its hook is not part of what is compiled, and never a reason to compile again."""
 
 from __future__ import annotations
 

@@ -455,7 +455,7 @@ def test_unchanged_goes_by_what_the_snapshot_saw(tmp_path):
         with async_ckpt.snapshot(state) as snap:
             for wrong, message in (
                 ("nothing", "no group of that name"),
-                ("step", "is one tensor or value.*put it in a dict"),
+                ("step", "is a tensor or value.*put it in a dict"),
             ):
                 with pytest.raises(ValueError, match=message):
                     ckpt.save(snap, step=3, unchanged={wrong})
@@ -489,7 +489,7 @@ def test_a_guard_beside_a_snapshot_is_refused_and_that_of_the_run_is_left_aside(
             lambda: save(snap, tmp_path / "x.pt"),
             lambda: save(part, tmp_path / "x.pt"),
         ):
-            with pytest.raises(ValueError, match="guard= was for the snapshot"):
+            with pytest.raises(ValueError, match="guard= belongs in the call of snapshot"):
                 use()
         ckpt.save(snap, step=1).result()
         ckpt.save(part, step=2).result()

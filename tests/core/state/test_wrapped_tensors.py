@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a name that is no tensor": (
         lambda: Untrue(torch.ones(2, 2), torch.ones(2, 1)),
         "model.w",
-        "model.w: __tensor_flatten__ of Untrue names 'context', which is no tensor but dict; save the plain tensors",
+        "model.w: __tensor_flatten__ of Untrue names 'context', which is not a tensor but dict; save the plain tensors",
     ),
     "an inner tensor without values": (
         lambda: Scaled(torch.ones(2, 2, device="meta"), torch.ones(2, 1)),
@@ -565,8 +565,8 @@ def test_indices_outside_of_a_sparse_tensor_are_corrupt(make, name, archive, ckp
     """A kernel of torch would write to whatever memory they say."""
     lying = make()
     getattr(lying, name)().fill_(1 << 40)
-    with pytest.raises(CorruptCheckpointError, match="w is no sparse tensor"):
+    with pytest.raises(CorruptCheckpointError, match="w is not a sparse tensor"):
         round_trip({"w": lying}, archive)
     ckpt.save({"w": lying}, step=1).result()
-    with pytest.raises(CorruptCheckpointError, match=r"w is no sparse tensor.*partly overwritten"):
+    with pytest.raises(CorruptCheckpointError, match=r"w is not a sparse tensor.*partly overwritten"):
         ckpt.restore({"w": make()}, step=1)

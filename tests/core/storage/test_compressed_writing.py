@@ -455,7 +455,7 @@ def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bu
     state = {"a": torch.frombuffer(bytearray(noise(120 * MIB)), dtype=torch.uint8)}
     bucket.write(["x.tar.zst"], b"of before")
     handle = save(state, place)
-    with pytest.raises(StorageUnavailableError, match="memory was needed elsewhere"):
+    with pytest.raises(StorageUnavailableError, match="another save needed the memory"):
         handle.result()
 
     assert lost.hits == 1

@@ -299,7 +299,7 @@ def test_a_file_where_a_folder_should_be_is_said_to_be_one(tmp_path):
     error = async_ckpt.save(state_at(1), tmp_path / "file" / "x.tar").exception()
 
     assert isinstance(error, StorageUnavailableError)
-    assert "file where a folder should be" in str(error) or "Not a directory" in str(error)
+    assert "is a file, but should be a folder" in str(error) or "Not a directory" in str(error)
 
 
 def test_a_step_folder_that_is_a_file_fails_the_save(tmp_path):

@@ -249,9 +249,9 @@ def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it
     rank_0, rank_1 = (one.told for one in worlds.run(2, WHOLE_ON_ONE))
 
     assert rank_0[0][0] == "PeerFailedError"
-    assert "rank 1: UnsupportedStateError: none of this rank's weights is spread" in rank_0[0][1]
+    assert "rank 1: UnsupportedStateError: none of this rank's weights is sharded" in rank_0[0][1]
     assert rank_1[0][0] == rank_0[1][0] == "UnsupportedStateError"
-    assert "those that other ranks export to the same folder are" in rank_1[0][1]
+    assert "other ranks export sharded weights to the same folder" in rank_1[0][1]
     # A rank that raises before it has a part tells so, too, and the next export is the next for all.
     assert rank_0[2][0] == "PeerFailedError"
     assert "rank 1: UnsupportedStateError: 'odd'" in rank_0[2][1]

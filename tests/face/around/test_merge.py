@@ -113,7 +113,7 @@ def test_values_of_each_rank_need_a_choice(tmp_path: Path):
     run = saved(tmp_path, 3, own_values, per_rank=("rng",))
 
     with pytest.raises(
-        StateMismatchError, match=r"rng, timer: each rank has saved its own; say .* from_ranks=\{'rng': 0\}"
+        StateMismatchError, match=r"rng, timer: each rank has saved its own value; choose .* from_ranks=\{'rng': 0\}"
     ):
         async_ckpt.merge(run, 1, tmp_path / "x.tar")
     assert not (tmp_path / "x.tar").exists()

@@ -616,5 +616,5 @@ def test_a_stream_may_end_between_frames_and_nowhere_else(order, step, data):
 
 
 def test_where_no_frame_begins_none_is_followed():
-    with pytest.raises(ValueError, match="that begin no frame"):
+    with pytest.raises(ValueError, match="that are not a frame"):
         Follower().feed(b"abcd")

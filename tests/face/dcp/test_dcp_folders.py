@@ -279,7 +279,7 @@ def test_one_list_that_many_things_name_is_not_gone_through_each_time(tmp_path, 
         storage_data={},
     )
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CorruptCheckpointError, match="it names the same things again and again"):
+    with pytest.raises(CorruptCheckpointError, match="it repeats the same references without end"):
         async_ckpt.load(tmp_path)
 
 

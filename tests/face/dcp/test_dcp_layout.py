@@ -139,5 +139,5 @@ def test_an_overwritten_step_keeps_no_old_layout_and_a_copied_one_has_its_own(wo
 
 def test_a_step_of_torchs_ranks_needs_no_rebuilt_layout(worlds):
     folder = saved(worlds)
-    with pytest.raises(ValueError, match="needs no layout"):
+    with pytest.raises(ValueError, match="does not need a layout"):
         rebuild_layout(folder, 1)

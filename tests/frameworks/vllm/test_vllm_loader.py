@@ -161,7 +161,7 @@ def test_a_place_without_weights_is_refused_before_anything_is_loaded(on_disk, t
     refused(missing, "nothing at this path", given={"path": str(tmp_path / "nowhere")})
     refused(missing, "step 7 is not committed", given={"path": run, "step": 7})
     refused(
-        missing, "version 7: the version is not there; there are 1 to 1", given={"path": str(weights), "version": 7}
+        missing, "version 7: the version does not exist; there are 1 to 1", given={"path": str(weights), "version": 7}
     )
     refused(missing, "version 1 is not there", given={"path": run, "version": 1})
     refused(ValueError, '"folder"', given={"path": str(weights)})

@@ -158,4 +158,4 @@ def test_a_folder_without_runs_is_said_to_have_none(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt")
     for word in ("watch", "page", "prune"):
         ended = run_command(word, tmp_path, *(("--keep", "last=1", "--yes") if word == "prune" else ()))
-        assert (ended.returncode, "there is no run below it" in ended.stderr) == (2, True)
+        assert (ended.returncode, "there is no run in it" in ended.stderr) == (2, True)

@@ -307,7 +307,7 @@ def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "say which steps stay"),
+        ((), "say which steps to keep"),
         (("--keep", "lst=3"), "not 'lst=3'"),
         (("--keep", "last"), "not 'last'"),
         (("--keep", "last=x"), "not 'last=x'"),

@@ -337,7 +337,7 @@ def test_the_runs_in_a_folder_are_moved_together(tmp_path):
     ahead(tmp_path / "near" / "c", 1)
     ended = run_command("move", tmp_path / "near", "--once")
     assert ended.returncode == 0
-    assert "near/c has no tiers.json, and is left out" in ended.stderr
+    assert "near/c has no tiers.json, and is skipped" in ended.stderr
     for name in ("a", "b"):
         assert_has(tmp_path / "far" / name, 2)
 
@@ -350,7 +350,7 @@ def test_the_runs_in_a_folder_are_moved_together(tmp_path):
         (["near", "--to", "near/inside"], 2, "lies inside"),
         (["nowhere"], 1, "nothing is committed|nowhere"),
         (["file"], 2, "is a file"),
-        (["near", "--to", "far", "--adopt", "--retire"], 2, "two answers to one conflict"),
+        (["near", "--to", "far", "--adopt", "--retire"], 2, "exclude each other"),
         (["near", "--to", "far", "--adopt"], 2, "there is no conflict"),
     ],
 )

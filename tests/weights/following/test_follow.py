@@ -308,7 +308,7 @@ def test_a_program_that_is_at_work_for_too_long_is_killed_with_its_group(root, i
     )
     outer = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'inner.py')!r}])"
     with following(root, into, Program([sys.executable, "-c", outer], answer_seconds=3), status=tmp_path / "s"):
-        until(lambda: "at work for too long" in (status_in(tmp_path / "s").get("error") or ""))
+        until(lambda: "it took too long" in (status_in(tmp_path / "s").get("error") or ""))
         pid = int((tmp_path / "pid").read_text())
         until(lambda: not is_running(pid))
 

@@ -79,8 +79,8 @@ def test_requests_are_aborted_on_demand(root, tmp_path):
         (["--into", "{tmp}/m", "--vllm", "localhost"], "is not the URL of an engine"),
         (["--into", "{tmp}/m", "--post", "ftp://x"], "is not the URL of an engine"),
         (["--into", "{tmp}/m", "--sglang", ""], "is not the URL of an engine"),
-        (["--into", "{tmp}/m", "--sglang", "http://a:1", "--vllm", "http://b:1"], "a sidecar tells one engine"),
-        (["--into", "{tmp}/m", "--exec", "true", "--post", "http://b:1"], "a sidecar tells one engine"),
+        (["--into", "{tmp}/m", "--sglang", "http://a:1", "--vllm", "http://b:1"], "a sidecar serves one engine"),
+        (["--into", "{tmp}/m", "--exec", "true", "--post", "http://b:1"], "a sidecar serves one engine"),
         (["--into", "{tmp}/m", "--exec", "no-such-program"], "is not a program here"),
         (["--into", "{tmp}/m", "--exec", "'"], "No closing quotation"),
         (["--into", "{tmp}/m", "--abort-requests"], "--abort-requests is for"),
@@ -102,7 +102,7 @@ def test_wrong_calls_end_with_one_line_and_status_2(options, said, root, tmp_pat
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("folder", "said"), [("file", "is a file"), ("mine", "no version put there")])
+@pytest.mark.parametrize(("folder", "said"), [("file", "is a file"), ("mine", "belong to no version")])
 def test_a_folder_that_versions_cannot_be_pulled_into_is_refused(folder, said, root, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "mine").mkdir()

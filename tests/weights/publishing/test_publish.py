@@ -626,7 +626,7 @@ def test_what_deltas_are_against_is_given_back_by_close(root):
 
 
 def test_a_budget_that_is_too_small_for_a_base_is_told_of_and_nothing_is_lost(root, tmp_path):
-    with Line(root, host_bytes=1000) as line, pytest.raises(MemoryError, match="encoding=None needs none"):
+    with Line(root, host_bytes=1000) as line, pytest.raises(MemoryError, match="encoding=None does not"):
         line.publish(1)
     with Line(root, line.model, encoding=None) as line:
         assert line.publisher.versions() == []
@@ -722,9 +722,9 @@ def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):
     with Publisher(root) as publisher:
         publisher.publish(gpt2(), 1)
     assert publisher.versions() == [1]  # `close` has waited
-    with pytest.raises(ClosedError, match="make another one"):
+    with pytest.raises(ClosedError, match="create a new one"):
         publisher.publish(gpt2(), 2)
-    with pytest.raises(ValueError, match="guard= was for the snapshot"):
+    with pytest.raises(ValueError, match="guard= belongs in the call of snapshot"):
         Publisher(root).publish(async_ckpt.snapshot({"w": torch.ones(3)}), 3, guard=object())
 
 

@@ -269,7 +269,7 @@ def test_a_config_of_an_adapter_beside_a_model_would_be_loaded_instead_and_is_re
         (tmp_path / "local" / "adapter_config.json").write_text("{}")
         changed(model)
         publisher.publish(model, 2).result()
-        with pytest.raises(StorageUnavailableError, match=r"adapter_config.json was not put there by a version"):
+        with pytest.raises(StorageUnavailableError, match=r"adapter_config.json does not belong to a version"):
             subscriber.pull(tmp_path / "local")
 
 

@@ -72,7 +72,7 @@ def test_a_copy_beside_the_weights_stays_as_it_is_and_the_weights_become_the_ver
     assert all(torch.equal(found[name], line.were[3][name]) for name in found)
     assert (local / "zz_backup.safetensors").read_bytes() == before
     assert (local / "a_backup.safetensors").read_bytes() == before
-    assert "has weights that no version put there, such as a_backup.safetensors" in caplog.text
+    assert "has weights that belong to no version, such as a_backup.safetensors" in caplog.text
     line.subscriber().pull(local, 1)
     assert (local / "zz_backup.safetensors").read_bytes() == before
 
@@ -231,7 +231,7 @@ def test_a_folder_with_weights_of_the_users_that_would_be_loaded_instead_is_refu
     save_file({"a": torch.zeros(30)}, local / WEIGHTS)
     with Publisher(tmp_path / "weights") as publisher:
         publisher.publish(state, 2).result()
-    with pytest.raises(StorageUnavailableError, match=r"model.safetensors was not put there by a version"):
+    with pytest.raises(StorageUnavailableError, match=r"model.safetensors does not belong to a version"):
         Subscriber(tmp_path / "weights").pull(local)
     (local / WEIGHTS).unlink()
     Subscriber(tmp_path / "weights").pull(local)

@@ -147,7 +147,7 @@ def test_too_little_memory_for_a_module_is_said_in_words_of_the_pull(tmp_path, m
         publisher.publish(model.state_dict(), 1).result()
     held_memory().release()
     monkeypatch.setattr(limits, "free_memory_bytes", lambda: 10)
-    with pytest.raises(MemoryError, match=r"a pull into a module, .* takes the weights once"):
+    with pytest.raises(MemoryError, match=r"a pull into a module, .* takes the size of the weights"):
         Subscriber(tmp_path / "weights").pull(model)
 
 

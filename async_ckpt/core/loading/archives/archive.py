@@ -226,7 +226,7 @@ class OpenArchive(Contents):
             with suppress(ValueError):
                 data = tail[extent.offset - begin :][: extent.length]
                 return extent.offset, digests.parse(data, covered_bytes=extent.offset)
-        raise self.corrupt("it has no digests where they should be: it is damaged, or cut short")
+        raise self.corrupt("its digests are missing: it is damaged or truncated")
 
     def _read_plain(self, extent: Extent) -> memoryview:
         if extent.end <= len(self._first_bytes):

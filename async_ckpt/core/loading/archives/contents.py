@@ -265,7 +265,7 @@ class Contents:
             tensor = self.index.tensors[leaf.number]
             # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
-                raise ValueError(f"{tensor.dotted!r:.200} is several things at once")
+                raise ValueError(f"{tensor.dotted!r:.200} has several meanings in the checkpoint")
             if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
                 raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
@@ -305,7 +305,7 @@ class Contents:
         try:
             check_indices(tensor)
         except RuntimeError as error:
-            raise self.corrupt(f"{shown(path)} is no sparse tensor ({error!s:.200})") from error
+            raise self.corrupt(f"{shown(path)} is not a sparse tensor ({error!s:.200})") from error
 
     def dtype(self, number: int) -> torch.dtype:
         """The dtype of a tensor. Raises FormatVersionError if this version of torch does not have it."""

@@ -84,7 +84,7 @@ class Copies(Reader):
                     expected = digests.parse(text, covered_bytes=extent.offset)
                     if digests.self_digest(text) == self._digest:
                         return extent.offset, expected, text + bytes(self.num_bytes - extent.end)
-            self._holders.note(shown, "it has not the digests that its manifest names")
+            self._holders.note(shown, "its digests are not those that its manifest names")
         raise self._nowhere()
 
     def _read_each(self, offset: int, data: bytearray) -> Iterator[str]:

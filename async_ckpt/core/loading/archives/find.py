@@ -220,8 +220,7 @@ class CommittedStep(NamedTuple):
                 return parse(storage.read(path)[0], path=shown)
             except FileNotFoundError as error:
                 raise NotCommittedError(
-                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of "
-                    "its run",
+                    f"{storage.locate(folder)} was deleted just now; load another step, or the newest step of its run",
                     path=shown,
                     step=None,
                 ) from error
@@ -304,8 +303,8 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
     if merged and unknown:
         apart = sorted({shown(path) for archive in merged for path in archive.apart})
         raise KeyError(
-            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks "
-            f"have their own values of: {', '.join(apart) or 'nothing'}"
+            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; these values "
+            f"differ by rank: {', '.join(apart) or 'nothing'}"
         )
     for name in unknown:  # of a checkpoint of one rank
         selected = Selector([name])

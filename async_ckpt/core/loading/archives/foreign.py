@@ -175,8 +175,8 @@ def _shard_parts(storage: Storage, name: str, stack: contextlib.ExitStack) -> It
     if is_delta:
         path = storage.locate(name)
         raise NotCommittedError(
-            f"{path}: this is a delta, which holds the difference from another version and no weights; pull that by a "
-            "Subscriber at the folder above, and load what it has pulled",
+            f"{path}: this is a delta, which has only the difference from another version; pull the version with a "
+            "Subscriber from the folder above, and load the pulled folder",
             path=path,
             step=None,
         )
@@ -192,7 +192,7 @@ def _shard_parts(storage: Storage, name: str, stack: contextlib.ExitStack) -> It
         held = {key for key in contents.entries() or () if files.get(key, shard) == shard}
         absent = sorted(key for key, file in files.items() if file == shard and key not in held)
         if absent:
-            raise contents.corrupt(f"{name} says that it has {', '.join(absent[:5])!a:.500}, and it has not")
+            raise contents.corrupt(f"{name} lists {', '.join(absent[:5])!a:.500}, which are missing")
         yield Part(contents, frozenset(held))
 
 

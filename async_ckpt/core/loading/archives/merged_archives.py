@@ -143,7 +143,7 @@ class MergedArchives(Contents):
         for archive in archives:
             ranks = archive.index.ranks
             if ranks is None:
-                raise archive.corrupt("a manifest says that it is one rank's of several, but it is not")
+                raise archive.corrupt("its manifest says that it belongs to one of several ranks, but it does not")
             if ranks.rank in archive_of:
                 raise archive.corrupt(f"it is rank {ranks.rank}'s, and so is {archive_of[ranks.rank].path}")
             archive_of[ranks.rank] = archive
@@ -257,8 +257,8 @@ class MergedArchives(Contents):
         if gaps and number in self._parts:
             (rank,) = self._merged.tensors[number]
             raise ValueError(
-                f"{self.path}: {shown(self.index.tensors[number].path)} is of each rank, and rank {rank} has only a "
-                "part of it; restore it on as many ranks as have saved it, or leave it out with select="
+                f"{self.path}: {shown(self.index.tensors[number].path)} was saved by each rank for itself, and rank "
+                f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
             )
         if gaps and not self._opener.is_whole:
             # A caller that did not announce its tensors will want others, too: those that ranks divide among them.

@@ -256,8 +256,8 @@ class StepArchives(Opener):
         path = self.named.storage.locate(self.named.folder)
         root, _, _ = path.rstrip("/").rpartition("/")
         return CheckpointError(
-            f"{path}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive "
-            f"has {what}: its layout is missing, damaged, or does not fit; make it again with "
+            f"{path}: {len(self.named.archives):,} ranks have saved it, and no layout says which archive has {what}: "
+            "the layout is missing, damaged, or does not fit; rebuild it with "
             f"async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
         )
 

@@ -56,7 +56,7 @@ class StrictTarInfo(tarfile.TarInfo):
     def fromtarfile(cls, tar: tarfile.TarFile) -> StrictTarInfo:
         # Where no link can be made, `tarfile` looks through all members that follow for one to put in its place.
         if cast(ForwardFile, tar.fileobj).header_bytes is None:
-            raise DamagedTarError("it has a link that cannot be made")
+            raise DamagedTarError("it has a link that cannot be created")
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ class ForwardFile:
             raise DamagedTarError("it has a header that is too long")
         data = self._read(num_bytes)
         if _LONG_NUMBER.search(data):
-            raise DamagedTarError("it has a header that makes no sense")
+            raise DamagedTarError("it has an invalid header")
         return data
 
     def _read(self, num_bytes: int) -> bytes:
@@ -201,6 +201,6 @@ def expect_end(content: ForwardFile, path: str) -> None:
     while rest := content.read(BUFFER_BYTES):
         if rest.strip(b"\0"):
             raise CorruptCheckpointError(
-                f"{path}: something follows the end of the archive, such as a second one; extract them one by one",
+                f"{path}: more data follows the end of the archive, such as a second archive; extract them one by one",
                 path=path,
             )

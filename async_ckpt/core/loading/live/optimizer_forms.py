@@ -147,7 +147,7 @@ class OptimizerConverter:
         live = self._optimizer.param_groups
         if self._own is not None and _sizes(live) != (sizes := _sizes(self._own["param_groups"])):
             if _sizes(inner) != sizes:
-                raise ValueError("counts its parameters in a way of its own, and the checkpoint has their names")
+                raise ValueError("numbers its parameters in its own way, and the checkpoint has names")
             live = inner
         return [group["params"] for group in live]
 
@@ -206,8 +206,8 @@ class OptimizerConverter:
         saved_name = _saved_names([*chain(*names)], [*chain(*saved_names)])
         if has_one_state(self._optimizer) and [*saved_name.values()] != [*chain(*saved_names)]:
             raise ValueError(
-                "has one state for all its parameters, in their order, which differs here; give the optimizer its "
-                f"parameters in the order {', '.join(chain(*saved_names))!s:.200}"
+                "has one state for all its parameters, in another order than here; pass the parameters in the order "
+                f"{', '.join(chain(*saved_names))!s:.200}"
             )
         numbers, saved_numbers = count(), chain(*(group["params"] for group in groups))
         number_of = dict(zip(chain(*saved_names), saved_numbers, strict=True))

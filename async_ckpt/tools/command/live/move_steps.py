@@ -90,7 +90,7 @@ def _told(targets: Sequence[tuple[Place, str]], request: MoveRequest) -> list[tu
         elif told is not None:
             found.append((partial(runs.tiers_file.read, place), told))
         elif name:
-            print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is left out")
+            print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is skipped")
         else:
             runs_at(place)  # says what else is there
     if not found:
@@ -109,7 +109,7 @@ def _value(told: runs.TiersFile) -> runs.TiersFile:
 def _resolve(told: Sequence[runs.TiersFile], request: MoveRequest) -> None:
     """Adopt or retire what stands against these runs at further places, once somebody has agreed."""
     if request.adopt and request.retire:
-        raise Answer("--adopt and --retire are two answers to one conflict; give one of them", USAGE)
+        raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     conflicts = [conflict for one in told for conflict in run_movers.conflicts_of(one)]
     if not conflicts:
         raise Answer("there is no conflict at any further place; leave out --adopt and --retire", USAGE)
@@ -117,7 +117,7 @@ def _resolve(told: Sequence[runs.TiersFile], request: MoveRequest) -> None:
         refuse_writer(conflict.run, unattended=request.unattended)
         print_note(_intention(conflict, adopts=request.adopt))
     if not request.yes and not sys.stdin.isatty():
-        raise Answer("nobody can be asked here: pass --yes", USAGE)
+        raise Answer("stdin is not a terminal, so the command cannot ask: pass --yes", USAGE)
     if not (request.yes or typer.confirm("Go on?", err=True)):
         raise Answer("nothing was changed")
     for conflict in conflicts:

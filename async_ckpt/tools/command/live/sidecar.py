@@ -43,7 +43,7 @@ class EngineChoice:
         given = [("--sglang", self.sglang), ("--vllm", self.vllm), ("--exec", self.exec_), ("--post", self.post)]
         chosen = [flag for flag, value in given if value is not None]
         if len(chosen) > 1:
-            raise Answer(f"{' and '.join(chosen)}: a sidecar tells one engine; run one for each", USAGE)
+            raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
         if self.abort_requests and not (self.sglang or self.vllm):
             raise Answer("--abort-requests is for --sglang and --vllm", USAGE)
         limit: dict[str, Any] = {"answer_seconds": self.answer_seconds}
@@ -76,7 +76,7 @@ def show(request: FollowRequest, choice: EngineChoice, *, as_json: bool) -> None
     Raises KeyboardInterrupt after Ctrl-C, Answer for a wrong call, and as `follow` does.
     """
     if not request.into:
-        raise Answer("--into says where the versions go: a folder of this machine", USAGE)
+        raise Answer("--into is missing: name a local folder for the versions", USAGE)
     engine = engine_of(choice.engine())
     status = None if request.status is None else request.status.absolute()
     with heard_signals() as signals, Subscriber(request.root, base=request.base) as subscriber:

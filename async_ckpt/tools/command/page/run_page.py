@@ -34,7 +34,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     """
     storage, name = target.object()
     if not overwrite and storage.exists(name):
-        raise Answer(f"{target.shown} is there; pass --overwrite to replace it, or give another name with -o")
+        raise Answer(f"{target.shown} already exists; pass --overwrite to replace it, or give another name with -o")
     chosen = [Best(*parse_best(text)) for text in best]
     runs = [columns for one, name in targets_of(places, RUNS) for columns in _columns_at(one, name)]
     for one in chosen:

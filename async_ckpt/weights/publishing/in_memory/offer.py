@@ -74,9 +74,7 @@ class MemoryOffer:
             if self._giver is None:
                 self._giver = Giver(name)
             if self._giver.num_loans >= _MAX_LOANS:
-                raise OSError(
-                    f"{_MAX_LOANS} earlier versions are still being read; end processes that read them and do not go on"
-                )
+                raise OSError(f"{_MAX_LOANS} earlier versions are still being read; end readers that are stuck")
             tensors = self._in_shared_memory(weights.tensors, crew)
             checksums = _checksums(tensors, crew, check)
             self._giver.put(_loan(weights, tensors, checksums))
@@ -118,7 +116,7 @@ class MemoryOffer:
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         memory = kept_memory.held_memory().lend(at, crew=get_loop().copiers, max_bytes=self._max_bytes, shared=True)
         if host_memory.shared_buffer_of(memory.data_ptr(), at) is None:
-            raise OSError("the system gives no shared memory")
+            raise OSError("the system has no shared memory")
 
         def copy(name: str) -> None:
             for offset, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):

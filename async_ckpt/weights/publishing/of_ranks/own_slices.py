@@ -29,8 +29,8 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
     }
     if weights.as_published(dict(empty)).keys() != empty.keys():
         raise UnsupportedStateError(
-            "this model is spread over ranks, and has other tensors in memory than in its checkpoints; export it with "
-            "export_hf instead",
+            "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
+            "instead",
             path="",
         )
     slicer = sharded.Slicer()
