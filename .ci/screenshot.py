@@ -9,39 +9,36 @@ import base64
 import contextlib
 import sys
 import tempfile
-from itertools import count
+import time
 from pathlib import Path
-from time import monotonic
 
 import torch
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "page.png"
-WIDTH, HEIGHT, SCALE = 900, 820, 1.5
-SAVES_EVERY, STARTS, START_SECONDS, PAUSE_SECONDS = 20, 2, 6.0, 2.0
+WIDTH, HEIGHT, SCALE = 900, 850, 1.5
+SAVES_EVERY, SAVES, STARTS, PAUSE_SECONDS = 10, 30, 2, 3.0
 
 
-def train(seconds: float) -> None:
-    """Go on with the run for so long, and leave the last save to `close`."""
+def train() -> None:
+    """One start of the training, which continues from the newest step."""
     import async_ckpt
 
-    layers = [torch.nn.Linear(256, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 256)]
+    layers = [torch.nn.Linear(256, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 256)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}
     keep = async_ckpt.Keep(last=3, best=("loss", "min", 2))
     with async_ckpt.AsyncCheckpointer("runs/demo", keep=keep, guard=optimizer) as ckpt:
-        start, until = ckpt.restore(state), monotonic() + seconds
-        for step in count(1 if start is None else start + 1):
-            batch = torch.randn(32, 256)
+        begin = (ckpt.restore(state) or 0) + 1
+        for step in range(begin, begin + SAVES_EVERY * SAVES):
+            batch = torch.randn(4, 256)
             loss = (model(batch) - batch.flip(1)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if step % SAVES_EVERY == 0:
                 ckpt.save(state, step, record={"loss": loss.item()})
-                if monotonic() > until:
-                    return
 
 
 def photograph(page: Path, profile: Path) -> None:
@@ -57,15 +54,14 @@ def photograph(page: Path, profile: Path) -> None:
 
 
 def main() -> None:
-    import time
-
     from async_ckpt.tools.command.main import status_of
 
+    torch.set_num_threads(1)  # the training is small
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for start in range(STARTS):
             if start:
                 time.sleep(PAUSE_SECONDS)  # a gap to be seen in the picture
-            train(START_SECONDS)
+            train()
         if status := status_of(["page", "runs/demo", "-o", "demo.html"]):
             sys.exit(status)
         photograph(Path("demo.html"), Path(folder, "profile"))

@@ -62,7 +62,7 @@ def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>The checkpoints of a training, as they were at {escape(spans.shown_time(now))}.</p>
+<p>The checkpoints of a training at {escape(spans.shown_time(now))}.</p>
 </header>
 <main>
 <noscript><p>The pictures and their tables need JavaScript. The facts and sentences do without.</p></noscript>

@@ -36,7 +36,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
     stalls = [value for _, value in run.known("stall_seconds")]
     return {
         "last durable step": "none" if newest is None else f"{newest['step']:,}",
-        "its age": "" if newest is None else age(newest["time"], now),
+        "age of that step": "" if newest is None else age(newest["time"], now),
         "saves": f"{len(saves):,}",
         "kept": f"{len(durable):,}",
         "broken": _steps(sorted(run.broken)),
