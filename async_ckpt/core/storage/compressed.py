@@ -73,9 +73,7 @@ def promises_zstd(name: str, path: str, *, may_mislead: bool = False) -> bool:
     """
     name = (name.partition("?")[0] if "://" in path else name).lower()
     if name.endswith(_OTHERS) and not may_mislead:
-        raise ValueError(
-            f"{path}: only zstd can be written; use a name that ends in .tar.zst, or .tar for a plain archive"
-        )
+        raise ValueError(f"{path}: only zstd can be written; use the suffix .tar.zst, or .tar for a plain archive")
     return name.endswith(".zst")
 
 
@@ -87,9 +85,7 @@ def refuse_archive_name(path: str) -> None:
     except ValueError:
         is_archive = True
     if is_archive:
-        raise ValueError(
-            f"{path}: this is the name of a compressed archive, but this archive is plain; give another name"
-        )
+        raise ValueError(f"{path}: the name is that of a compressed archive, but this one is plain; give another name")
 
 
 def refuse_if_missing() -> None:

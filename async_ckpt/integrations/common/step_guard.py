@@ -46,19 +46,13 @@ class StepGuard:
         *wrappers, inner = _layers(optimizer)
         parts = optimizer_parts.all_of(inner) if isinstance(inner, Optimizer) else [inner]
         if any(map(_steps_in_backward, parts)):
-            self._warn(
-                inner, "its step may run in the backward pass", "training waits at each save until all is copied"
-            )
+            self._warn(inner, "it may step in the backward pass", "training waits at each save until all is copied")
             return None
         has_hooks, has_modes = _has_hooks(inner), any(map(_has_modes, parts))
         if has_hooks and not has_modes:
             return optimizer
         if not (hasattr(inner, "param_groups") and hasattr(inner, "state") and hasattr(inner, "step")):
-            self._warn(
-                inner,
-                "it does not behave like an optimizer of torch",
-                "training waits at each save until all is copied",
-            )
+            self._warn(inner, "it is not like those of torch", "training waits at each save until all is copied")
             return None
         if has_modes:
             waits = "these methods, and step(), wait instead until all is copied"

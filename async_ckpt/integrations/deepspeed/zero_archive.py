@@ -66,7 +66,7 @@ def refuse(engine: Any) -> None:
     sizes = {torch.distributed.get_world_size(group=engine.optimizer.dp_process_group), engine.seq_dp_world_size}
     if engine.has_moe_layers or sizes != {torch.distributed.get_world_size()}:
         raise NotImplementedError(
-            'layout="archive" supports only ZeRO over all ranks, without model parallelism and experts'
+            'layout="archive" supports ZeRO over all ranks, without model parallelism and experts'
         )
 
 

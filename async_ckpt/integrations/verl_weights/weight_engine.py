@@ -128,9 +128,7 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
                 f"first and {rollout_world_size} workers of rollouts were expected; see how the workers were made"
             )
         if len(roots := {one["root"] for one in metadata}) > 1:
-            raise ValueError(
-                f"the workers have different roots: {', '.join(sorted(roots))}; give all workers the same root"
-            )
+            raise ValueError(f"the workers have different roots: {', '.join(sorted(roots))}; give all the same root")
         sender, receivers = metadata[0], metadata[actor_wg_world_size:]
         num_elsewhere = sum(one["host"] != sender["host"] for one in receivers)
 

@@ -159,8 +159,7 @@ class ObjectSink:
             retryable = self._segments.restart()
             if retry.is_transient(error) and not retryable:
                 raise StorageUnavailableError(
-                    f"{error}; it cannot be sent again as a whole, because another save needed the memory",
-                    path=self._shown,
+                    f"{error}; it cannot be sent again as a whole: another save needed the memory", path=self._shown
                 ) from error
             raise
 

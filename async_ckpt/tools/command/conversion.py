@@ -374,9 +374,7 @@ def _stripped(state: Any, prefix: str) -> Any:
     """The state below the dotted name that ends in `prefix`."""
     for key in filter(None, prefix.rstrip(".").split(".")):
         if not isinstance(state, dict) or key not in state or len(state) > 1:
-            raise Answer(
-                f"--strip {prefix!r}: not all names have this prefix; choose those that do with --select", USAGE
-            )
+            raise Answer(f"--strip {prefix!r}: not all names have this prefix; choose some with --select", USAGE)
         state = state[key]
     return state
 

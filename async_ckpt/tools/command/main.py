@@ -66,17 +66,12 @@ Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pic
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
 As = Annotated[
     str | None,
-    typer.Option(
-        "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp. By default, the name decides."
-    ),
+    typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."),
 ]
 To = Annotated[
     str | None,
     typer.Option(
-        "--to",
-        "--as",
-        metavar="FORMAT",
-        help="archive, step, safetensors, hf, torch or dcp. By default, the name decides.",
+        "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."
     ),
 ]
 FromRank = Annotated[
@@ -119,9 +114,7 @@ def about(
 def ls(
     place: Where,
     all_: Annotated[bool, typer.Option("--all", help="Also list steps that are retired or not committed.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Mark steps whose archives are missing or have a wrong size.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Mark steps with missing or truncated archives.")] = False,
     best: Best = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,7 +134,7 @@ def page(
     output: Annotated[
         str,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the HTML file to this path or URL.", show_default="RUN.html"
+            "--output", "-o", metavar="FILE", help="The path or URL of the HTML file.", show_default="RUN.html"
         ),
     ] = "",
     best: Annotated[
@@ -169,16 +162,11 @@ def inspect(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Names, prefixes of names, or patterns.", show_default=False),
     ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read all items: min, max, mean, std, norm, NaN, Inf.")
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Add min, max, mean, std, norm, NaN and Inf.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the names, shapes and values in a checkpoint.
-
-    PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
-    torch.distributed.checkpoint. A single tensor is printed as torch prints it, plain values as JSON. Nothing is
-    unpickled.
+    """Show the names, shapes and values in a checkpoint.    PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
+    torch.distributed.checkpoint. One tensor is printed as by torch, plain values as JSON. Nothing is unpickled.
     """
     from .inspection import show
 
@@ -231,7 +219,7 @@ def cp(
     """Copy a run, or some of its steps, to another root.
 
     Every byte is compared with its digest on the way. After an interruption, run the same command again. Several runs,
-    and runs in a folder, keep their names below DST. With --all, steps that one place of a run lacks come from the next.
+    and runs in a folder, keep their names below DST. With --all, steps that one place lacks come from the next.
     """
     from .copying import show, targets_below
     from .lookup import RUNS, targets_of
@@ -281,9 +269,7 @@ def prune(
 @with_place
 def repair(
     places: Wheres,
-    unretire: Annotated[
-        int | None, typer.Option(metavar="STEP", help="Commit a step again that a rollback retired.")
-    ] = None,
+    unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit a retired step again.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Make the repairs. Without it, nothing is changed.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
@@ -291,7 +277,7 @@ def repair(
 ) -> None:
     """Rebuild a run's tracker, journal and layout files.
 
-    The files are made from the run's manifests and archives, and leftovers of dead writers are deleted. Without --apply,
+    The files come from the run's manifests and archives. Leftovers of dead writers are deleted. Without --apply,
     nothing is changed. A PLACE is a run, or a folder of runs.
     """
     from .lookup import targets_of
@@ -393,18 +379,16 @@ def follow(
         str, typer.Option(metavar="FOLDER", help="Pull versions into this folder.", show_default=False)
     ] = "",
     sglang: Annotated[
-        str | None, typer.Option(metavar="URL", help="Tell this server of SGLang to load each version.")
+        str | None, typer.Option(metavar="URL", help="Have this SGLang server load each version.")
     ] = None,
     vllm: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Tell this server of vLLM, which needs VLLM_SERVER_DEV_MODE=1."),
+        typer.Option(metavar="URL", help="Have this vLLM server load each version; it needs VLLM_SERVER_DEV_MODE=1."),
     ] = None,
     exec_: Annotated[
         str | None, typer.Option("--exec", metavar="CMD", help="Run this program for each version.")
     ] = None,
-    post: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send a POST to this server for each version.")
-    ] = None,
+    post: Annotated[str | None, typer.Option(metavar="URL", help="Send this server a POST for each version.")] = None,
     abort_requests: Annotated[
         bool, typer.Option("--abort-requests", help="Abort the engine's open requests instead of waiting for them.")
     ] = False,
@@ -422,11 +406,7 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Exit once the engine has the newest version.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Pull each new version into a folder, and have an engine load it.
-
-    This is a sidecar for one engine; SIGTERM ends it between two versions. With --json, each event is one line with a
-    document.
-    """
+    """Pull each new version into a folder, and have an engine load it.    This is a sidecar for one engine. SIGTERM ends it between versions. With --json, each event is a line of JSON."""
     from .live.sidecar import EngineChoice, FollowRequest, show
 
     choice = EngineChoice(sglang, vllm, exec_, post, abort_requests, answer_within)
@@ -442,20 +422,11 @@ def move(
     ],
     to: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PLACE", help="Copy to this place; from near to far if repeated. By default, the run's places."
-        ),
+        typer.Option(metavar="PLACE", help="Copy to these places, from near to far; by default the run's."),
     ] = None,
-    once: Annotated[
-        bool,
-        typer.Option("--once", help="Exit once every place has the newest step; the status is 75 if one lacks it."),
-    ] = False,
-    adopt: Annotated[
-        bool, typer.Option("--adopt", help="Go on from the steps that another run has saved at a place.")
-    ] = False,
-    retire: Annotated[
-        bool, typer.Option("--retire", help="Retire the steps that another run has saved at a place.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit when the newest step is everywhere; 75 if not.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Continue from the steps of another run there.")] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Retire the steps of another run there.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Adopt or retire without asking.")] = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
@@ -463,8 +434,7 @@ def move(
     """Copy the steps of a run to its further places.
 
     The command follows the run until Ctrl-C or SIGTERM, during the training or after it. The places are in tiers.json,
-    which a training with several places writes. The client finds credentials in its usual sources. With --json, each
-    arrival is one line with a document.
+    which a training with several places writes. The client finds credentials in its usual sources. With --json, each arrival is a line of JSON.
     """
     from .live.move_steps import MoveRequest, show
     from .lookup import targets_of
@@ -489,7 +459,7 @@ def watch(
 
     The status is the newest step and its age, the step under way, the last saves with their trend, and warnings.
     Several runs, and runs in a folder, have one line each. The command only reads, and sends a store at most two
-    requests per second. With --json, each look is one line with a document.
+    requests per second. With --json, each look is a line of JSON.
     """
     from .live.watch import show
     from .lookup import RUNS, targets_of

@@ -18,8 +18,7 @@ from .where import DEADLINE_SECONDS, is_local, place_of
 
 # A parameter of this type is an argument that says where; `with_place` makes it one.
 Where = Annotated[
-    Place,
-    typer.Argument(metavar="PLACE", help="A path or URL. Name a step as RUN@100 or RUN@latest.", show_default=False),
+    Place, typer.Argument(metavar="PLACE", help="A path or URL; a step as RUN@100 or RUN@latest.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 

@@ -36,9 +36,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     """
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise Answer(
-            "stdin is not a terminal, so the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE
-        )
+        raise Answer("without a terminal, the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE)
     shown: Sequence[_Shown | ShownCheckpoints]
     broken: dict[int, str] = {}
     if kind_of(place) == "trainer":

@@ -54,8 +54,7 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
     told = events_at(place)
     if not unattended and not (told and told[-1]["kind"] == "closed"):
         raise Answer(
-            f"{place.shown}: no entry in its history says that the training has ended; make sure of that, and pass "
-            "--unattended"
+            f"{place.shown}: its history does not say that the training has ended; make sure, and pass --unattended"
         )
 
 
@@ -146,9 +145,7 @@ def copy_checkpoints(
     for row in rows:
         have, want = _sizes(there, row.folder), _sizes(source.storage(), row.folder)
         if have and have != want and not overwrite:
-            raise Answer(
-                f"{target.shown}: {row.folder} already exists with other files; pass --overwrite to replace it"
-            )
+            raise Answer(f"{target.shown}: {row.folder} has other files there; pass --overwrite to replace it")
         outcomes[row.folder] = "was there" if have == want and not overwrite else "replaced" if have else "copied"
     for row in rows:
         if outcomes[row.folder] != "was there":

@@ -417,9 +417,7 @@ class Publication(CopySave):
         try:
             with disk.translated(target):
                 if not scratch.is_there:
-                    raise FileNotFoundError(
-                        errno.ENOENT, "another process removed the folder of the version", str(target)
-                    )
+                    raise FileNotFoundError(errno.ENOENT, "the folder of the version was removed", str(target))
                 os.replace(scratch.folder, target)  # fails if the target has files
                 disk.sync_folder(target.parent)
         except StorageUnavailableError as error:

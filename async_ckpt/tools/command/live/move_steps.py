@@ -117,7 +117,7 @@ def _resolve(told: Sequence[runs.TiersFile], request: MoveRequest) -> None:
         refuse_writer(conflict.run, unattended=request.unattended)
         print_note(_intention(conflict, adopts=request.adopt))
     if not request.yes and not sys.stdin.isatty():
-        raise Answer("stdin is not a terminal, so the command cannot ask: pass --yes", USAGE)
+        raise Answer("without a terminal, the command cannot ask: pass --yes", USAGE)
     if not (request.yes or typer.confirm("Go on?", err=True)):
         raise Answer("nothing was changed")
     for conflict in conflicts:
