@@ -443,8 +443,8 @@ print(*[t.name for t in __import__("threading").enumerate()])
 
 
 def test_the_way_of_a_plain_save_is_told_with_fifteen_modules():
-    text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    way = text.partition("### The way of `state`")[2].partition("Beside the way")[0]
+    text = (HOUSE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    way = text.partition("## The way of `state`")[2].partition("Beside the way")[0]
     named_there = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)(?:\.[A-Za-z_.]+)?`", way))
 
     told = {name.removeprefix("core.").removeprefix("face.") for name in modules()} & named_there
@@ -469,9 +469,9 @@ print(*sorted(name for name in sys.modules if name.startswith({tuple(f"async_ckp
     assert done.stdout == "\n"
 
 
-def test_what_contributing_names_is_there():
+def test_what_the_page_of_the_architecture_names_is_there():
     """Its walks from top to bottom are read beside the code."""
-    text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (HOUSE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     names = {name for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", text) if not name.endswith((".py", ".json"))}
     assert len(names) > 50
 

@@ -1,4 +1,4 @@
-"""The mutants of the device code are those of the code as it is, and the table in CONTRIBUTING.md is theirs."""
+"""The mutants of the device code are those of the code as it is, and the table beside them is theirs."""
 
 from __future__ import annotations
 

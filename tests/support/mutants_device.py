@@ -1,7 +1,7 @@
 """Mutants of the device code: each changes one line of it, and the device tests must notice.
 
-`python tests/support/mutants_device.py` runs the tests against every mutant, in a copy of the package, and writes the table of
-CONTRIBUTING.md. It exits with 1 if a mutant survives, or if the text of one is not in the code exactly once. What is known of
+`python tests/support/mutants_device.py` runs the tests against every mutant, in a copy of the package, and writes the table in
+mutants_device.md. It exits with 1 if a mutant survives, or if the text of one is not in the code exactly once. What is known of
 the same code and tests is not run again; `--shard 1/4` runs every fourth one, `--only word` those whose description has the word.
 
 The test that killed a mutant, by the table, is run first; if it passes, all device tests are.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE_IN = ROOT / "CONTRIBUTING.md"
+TABLE_IN = Path(__file__).with_suffix(".md")
 _MARKS = "<!-- mutants -->\n", "<!-- /mutants -->\n"
 # Where mutants are made.
 CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py", "core/host/process.py", "core/saving/story.py")
@@ -451,7 +451,7 @@ def _digest() -> str:
 
 
 def table() -> dict[str, str]:
-    """The tests that have killed mutants, by the table of CONTRIBUTING.md."""
+    """The tests that have killed mutants, by the table in mutants_device.md."""
     text = TABLE_IN.read_text(encoding="utf-8")
     rows = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0].splitlines()[2:]
     cells = (re.fullmatch(r"\| (.+) \| `(.+)` \| `(.+)` \|", row) for row in rows)
