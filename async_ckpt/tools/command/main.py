@@ -162,10 +162,12 @@ def inspect(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Names, prefixes of names, or patterns.", show_default=False),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Add min, max, mean, std, norm, NaN and Inf.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Read all: min, max, mean, std, norm, NaN, Inf.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the names, shapes and values in a checkpoint.    PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
+    """Show the names, shapes and values in a checkpoint.
+
+    PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
     torch.distributed.checkpoint. One tensor is printed as by torch, plain values as JSON. Nothing is unpickled.
     """
     from .inspection import show
@@ -406,7 +408,10 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Exit once the engine has the newest version.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Pull each new version into a folder, and have an engine load it.    This is a sidecar for one engine. SIGTERM ends it between versions. With --json, each event is a line of JSON."""
+    """Pull each new version into a folder, and have an engine load it.
+
+    This is a sidecar for one engine. SIGTERM ends it between versions. With --json, each event is a line of JSON.
+    """
     from .live.sidecar import EngineChoice, FollowRequest, show
 
     choice = EngineChoice(sglang, vllm, exec_, post, abort_requests, answer_within)
@@ -434,7 +439,8 @@ def move(
     """Copy the steps of a run to its further places.
 
     The command follows the run until Ctrl-C or SIGTERM, during the training or after it. The places are in tiers.json,
-    which a training with several places writes. The client finds credentials in its usual sources. With --json, each arrival is a line of JSON.
+    which a training with several places writes. The client finds credentials in its usual sources. With --json, each
+    arrival is a line of JSON.
     """
     from .live.move_steps import MoveRequest, show
     from .lookup import targets_of
