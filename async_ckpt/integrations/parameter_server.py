@@ -166,8 +166,8 @@ class _WatchedEngine:
         if self.error is not None:
             why = f"the request to it failed ({type(self.error).__name__}: {self.error})"
         return PeerFailedError(
-            f"the engine beside rank {self._rank} has not taken the weights: {why}; it may have some old and some new "
-            "ones, so start it again, or update it again",
+            f"the engine beside rank {self._rank} has not taken the weights: {why}; it may have a mix of old and new "
+            "ones, so restart it, or update it again",
             rank=self._rank,
         )
 

@@ -159,8 +159,8 @@ class HttpEngine:
             reply = self._client.post(f"/{route}", body, deadline=spans.TIMEKEEPER.now() + self._timeout_seconds)
         except EngineError as error:
             raise ConnectionError(
-                f"the engine has not answered ({error}); if it was in the middle of an update, it has some old and "
-                "some new weights"
+                f"the engine has not answered ({error}); if it was in the middle of an update, it has a mix of old "
+                "and new weights"
             ) from error
         if reply.is_fine or reply.fields():
             return reply.fields()
@@ -218,7 +218,7 @@ def _check_answer(answer: Any, name: str) -> None:
         success, message = (*answer, "")[:2]
     if not success:
         raise RuntimeError(
-            f"SGLang refuses {name}: {message}; if it was in the middle of an update, it has some old and some new "
+            f"SGLang refuses {name}: {message}; if it was in the middle of an update, it has a mix of old and new "
             "weights. Send weights of the model that the engine has, by the names that export_hf writes"
         )
 

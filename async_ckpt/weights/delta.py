@@ -264,7 +264,7 @@ def _is_sealed(data: bytes, ours: Mapping[str, Any]) -> bool:
         return False
     digest = ours[_DIGEST]
     if not is_checksum(digest) or data.count(digest.encode()) != 1:
-        raise ValueError("its digest is not a checksum, or is there more than once")
+        raise ValueError("its digest is not a checksum, or appears more than once")
     if checksum(data.replace(digest.encode(), _BLANK.encode())) != digest:
         raise ValueError("it does not match its own digest")
     return True

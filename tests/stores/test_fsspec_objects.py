@@ -354,7 +354,7 @@ def test_a_store_that_lists_objects_when_it_is_asked_for_uploads_is_told_and_lis
     monkeypatch.setattr(place_of(through), "call", listing_objects)
 
     assert through.sweep_uploads() == []
-    assert [r.message for r in caplog.records if "gives nothing new" in r.message]
+    assert [r.message for r in caplog.records if "returns nothing new" in r.message]
 
 
 @pytest.mark.parametrize("markers", [[None], ["a", "a"], ["a", "b", "a"]], ids=["nowhere", "to itself", "in a circle"])
@@ -367,7 +367,7 @@ def test_a_listing_that_leads_to_no_new_page_is_refused(through, monkeypatch, ma
 
     monkeypatch.setattr(place_of(through), "call", next_page)
 
-    with pytest.raises(StorageUnavailableError, match="gives nothing new; check that the endpoint is a store"):
+    with pytest.raises(StorageUnavailableError, match="returns nothing new; check that the endpoint is a store"):
         through.names("f")
     assert next(pages, "none left") == "none left"
 

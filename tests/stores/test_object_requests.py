@@ -314,7 +314,7 @@ def test_a_store_that_lists_the_same_page_for_ever_is_refused(store, monkeypatch
     listed = obstore.list
     monkeypatch.setattr(obstore, "list", lambda *given: itertools.cycle(list(listed(*given))))
 
-    with pytest.raises(StorageUnavailableError, match="gives nothing new; check that the endpoint is a store"):
+    with pytest.raises(StorageUnavailableError, match="returns nothing new; check that the endpoint is a store"):
         store.sizes("f")
 
 

@@ -180,7 +180,7 @@ class _MetadataReader:
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
         """The attributes of an instance of one of torch's classes."""
         if not isinstance(record, _CallRecord) or record.name.rpartition(".")[2] != name:
-            raise ValueError(f"there is no {name} where one should be")
+            raise ValueError(f"{name} is missing")
         pairs = _pairs(record.state)
         self._spend(len(pairs))
         return {key: value for key, value in pairs if type(key) is str}
@@ -196,7 +196,7 @@ class _MetadataReader:
             key_fields, info_fields = self._fields(index, "MetadataIndex"), self._fields(info, "_StorageInfo")
             name = key_fields["fqn"]
             if type(name) is not str:
-                raise ValueError(f"{_brief(name)} is no name")
+                raise ValueError(f"{_brief(name)} is not a name")
             if info_fields.get("transform_descriptors"):
                 raise TorchOnlyError(
                     f"{name!a:.200} was written through extensions ({_brief(info_fields['transform_descriptors'])})"

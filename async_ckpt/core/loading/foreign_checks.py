@@ -90,7 +90,7 @@ def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
                 pass
     if not is_tar:
         return f"another program wrote it: its bytes were compared with {checksums}"
-    data = f"the data with {checksums}" if checksums else "and not the data, of which a tar has no checksums"
+    data = f"the data with {checksums}" if checksums else "and not the data, since a tar has no checksums of it"
     return f"a tar of no digests: the headers of its members were compared with their checksums, {data}"
 
 

@@ -123,7 +123,7 @@ def check_select(parts: Sequence[Part], select: Select) -> None:
             part.archive.match(chosen, part.groups)
     if chosen.unused:
         contents = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
-        raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {contents}")
+        raise KeyError(f"select={select!r}, {chosen.unused[0]!r} matches nothing; {contents}")
 
 
 def check_verify(verify: Verify) -> None:

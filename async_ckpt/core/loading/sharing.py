@@ -106,8 +106,8 @@ class Sharing:
             )
         if any(digest != own_answer[1] for _, digest, _ in answers):
             warnings.warn(
-                "the ranks of broadcast= hold different slices, so each of them reads all of its own; give the group "
-                "of ranks that hold the same, such as mesh.get_group('replicate')",
+                "the ranks of broadcast= hold different slices, so each reads all of its own slices; pass the group "
+                "of ranks that hold the same slices, such as mesh.get_group('replicate')",
                 RuntimeWarning,
                 stacklevel=4,
             )

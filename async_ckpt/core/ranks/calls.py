@@ -326,7 +326,7 @@ class Calls:
             await asyncio.wait([asyncio.wrap_future(arrived)], timeout=_WATCH_SECONDS)
             why = "rank 0 has closed its checkpointer" if self._is_closed else self._start.lost_rank_0(begun)
             if why and not arrived.done():
-                text = f"{why}, and has not said that the step was copied; look at what is there"
+                text = f"{why}, and has not said that the step was copied; check which steps are there"
                 arrived.set_exception(PeerFailedError(text, rank=0, undecided=True))
         self._start.log.wait_no_more(waiting)
         self._watches.discard(asyncio.current_task())

@@ -78,7 +78,7 @@ class RunNodes:
             else:
                 self._join(shared)
         except BaseException as error:
-            text = f"it is not known which places each node has for itself ({error!r:.300}); start all ranks again"
+            text = f"rank 0 could not find the places of each node ({error!r:.300}); start all ranks again"
             self._failure = error if isinstance(error, CheckpointError) else PeerFailedError(text, rank=world.rank)
             raise
 

@@ -68,8 +68,8 @@ def refuse_if_changed(world: World) -> None:
         return
     rank, size = group
     raise ValueError(
-        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has "
-        f"{size}, of which this is {rank}; make a new AsyncCheckpointer for each process group"
+        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has {size}, of "
+        f"which this is {rank}; create a new AsyncCheckpointer for each process group"
     )
 
 

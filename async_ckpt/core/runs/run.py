@@ -204,8 +204,8 @@ class Run:
         if kind is not None or not (shown or tracker_note):
             return kind
         return (
-            f"{' and '.join(filter(None, (shown, tracker_note)))}; another program has written that: load it by the "
-            "program's own means, and save once to go on from here"
+            f"{' and '.join(filter(None, (shown, tracker_note)))}; another program has written that: load it with "
+            "that program, and save once to continue from here"
         )
 
     # --- committing -------------------------------------------------------------------------------------------
@@ -816,7 +816,7 @@ class Run:
             self.root.warn_once(
                 "newer format",
                 f"{self.storage.locate('')}: keep= deletes nothing, because a newer version of async_ckpt has saved "
-                f"step {newer[0]}, which may need any of the others; go on with that version, or delete the step",
+                f"step {newer[0]}, which may need any of the others; use that version, or delete the step",
             )
         if self.root.has_warned("best"):
             return

@@ -216,7 +216,7 @@ class Ledger:
         unseen = [handle for handle in self._unseen() if handle not in self._warned]
         waited_for = [save.handle for save in undecided if save.has_failed and save.handle not in unseen]
         for handle in (*waited_for, *unseen):
-            self._warn(handle, f"{reader} goes on without {name_of(handle)}, which was", _user_stacklevel())
+            self._warn(handle, f"{reader} continues without {name_of(handle)}, which was", _user_stacklevel())
 
     def tell_of_unseen(self, stacklevel: int) -> None:
         """Warn of each failed save once; under `strict`, raise the first unseen error."""

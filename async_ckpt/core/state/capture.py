@@ -63,7 +63,7 @@ def capture(
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
-                raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
+                raise KeyError(f"select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
             skeleton = json.dumps(with_classes(node, walk.classes), separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
@@ -303,8 +303,8 @@ def _spread_over_ranks(tensor: torch.Tensor) -> str | None:
     if not is_sharded(tensor):
         return None
     return (
-        f"{with_article(type(tensor).__qualname__)} is spread over ranks, each of which has a part of it; "
-        "save it on every rank with an AsyncCheckpointer, or save its full_tensor()"
+        f"{with_article(type(tensor).__qualname__)} is sharded over ranks; save it on every rank with an "
+        "AsyncCheckpointer, or save its full_tensor()"
     )
 
 

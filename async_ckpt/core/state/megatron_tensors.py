@@ -116,7 +116,7 @@ def _items_of(node: Json, name: Path) -> Any:
 def _why_not(value: Any) -> str | None:
     """The reason why one of Megatron's other objects cannot be stored, and a remedy; None for any other value."""
     if declares_fields(value, {"key", "data", "build_fn", "merge_fn", "replica_id"}):
-        return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a state"
+        return "makes ShardedTensors, but is not one; replace it by its build(), as apply_factories() does for a state"
     if declares_fields(value, {"key", "data", "global_shape", "global_offset", "replica_id"}):
         return "holds any kind of object; save its data instead, with its group in per_rank= if each rank has its own"
     if type(value).__name__ == "LocalNonpersistentObject":

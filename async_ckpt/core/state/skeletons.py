@@ -58,7 +58,7 @@ class Choice(NamedTuple):
             if is_within(name, {group}):
                 if rank not in ranks:
                     raise UnknownChoiceError(
-                        f"of from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; "
+                        f"from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; "
                         f"{_ranks(ranks)} have"
                     )
                 return rank

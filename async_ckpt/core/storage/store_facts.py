@@ -57,7 +57,7 @@ def key_too_long(shown: str, num_bytes: int) -> str:
 def endless_listing(shown: str) -> StorageUnavailableError:
     """The error for a store of which one page of a listing leads back to an earlier one, or to none."""
     return StorageUnavailableError(
-        f"{shown}: the store says that its listing goes on, but gives nothing new; check that the endpoint is a store, "
-        "or tell those who run it",
+        f"{shown}: the store says that its listing continues, but returns nothing new; check that the endpoint is a "
+        "store, or tell its operators",
         path=shown,
     )

@@ -267,7 +267,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     if why is None and not has_plain_bytes(tensor):
         why = f"it is on {tensor.device}; move it to the CPU first"
     if why is None and (name == _RESERVED or not is_unicode(name)):
-        why = "safetensors takes no such name; rename it"
+        why = "safetensors does not accept this name; rename it"
     if why is not None:
         raise UnsupportedStateError(f"{name!a}: {why}; nothing was written", path=name)
 
@@ -349,7 +349,7 @@ def _why_misfit(layer: str, first: torch.Tensor, config: Mapping[str, Any]) -> s
         return None  # these matrices are of several weights
     rank, targets = _rank_of(layer, config), config.get("target_modules")
     if rank is not None and first.shape[:1] != (rank,):
-        return f"by its {ADAPTER_CONFIG} this layer has the rank {rank}"
+        return f"{ADAPTER_CONFIG} gives this layer the rank {rank}"
     if not isinstance(targets, list | set) or not targets or config.get("ensure_weight_tying"):
         return None  # a pattern, which the names of the base alone would tell, or layers that are tied to named ones
     if any(f".{layer}".endswith(f".{target}") for target in targets):

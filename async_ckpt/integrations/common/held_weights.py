@@ -67,8 +67,8 @@ class SnapshotWeights:
         missing, unexpected = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
         named = [*missing, *unexpected, *mismatched]
         raise StateMismatchError(
-            f"the snapshot is of another model than the engine expects ({', '.join(named[:5])!a:.300}); begin a "
-            "transfer of its own for it",
+            f"the snapshot is of another model than the engine expects ({', '.join(named[:5])!a:.300}); begin "
+            "another transfer for it",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(mismatched),

@@ -75,7 +75,7 @@ class StoredWeights:
         """From what JSON has given; `defaults` are for names that are not there. Raises ValueError for other names."""
         known = [field.name for field in fields(cls)]
         if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(f"{unknown[0]!r} is not known here; there are {', '.join(known)}")
+            raise ValueError(f"{unknown[0]!r} is not an option; known are {', '.join(known)}")
         values = {**defaults, **given}
         if "path" not in values:
             raise ValueError('"path" is missing: where the weights are, a path or URL')

@@ -170,7 +170,7 @@ class FSDPCheckpoints:
             self.finalize_pending_saves()
             return
         failed = f"{self._saving[1].path}, which was not saved: {type(error).__name__}: {error}"
-        warnings.warn(f"load_checkpoint() goes on without {failed}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"load_checkpoint() continues without {failed}", RuntimeWarning, stacklevel=3)
 
     def _guard_of(self, optimizers: list[Any]) -> list[Any]:
         if self._guard is None:

@@ -450,7 +450,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             self._tell_of_lacking(checkpoint, ["scaler"])
 
     def _tell_of_lacking(self, checkpoint: str | None, parts: list[str]) -> None:
-        _log.warning("async_ckpt: %s has no %s; training goes on with new ones", checkpoint, " and no ".join(parts))
+        _log.warning("async_ckpt: %s has no %s; training continues with new ones", checkpoint, " and no ".join(parts))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         archive = archive_in(checkpoint)

@@ -64,8 +64,8 @@ class StoredModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """The names and tensors. Raises what `StoredWeights.tensors` raises."""
         if tuple(getattr(model, "secondary_weights", ())):
             raise ValueError(
-                f"{type(model).__name__} takes weights of a second model beside its own, which this load format has "
-                "not; use vLLM's own load format with what export_hf has written"
+                f"{type(model).__name__} also takes weights of a second model, which this load format does not have; "
+                "use vLLM's own load format with a folder of export_hf"
             )
         return self._handed_on.each(self._reloaded(model_config, model).tensors())
 

@@ -131,7 +131,7 @@ class StoredWeightsEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.weights is None:
             raise RuntimeError(
                 f"the training has failed in the middle of an update of the weights: {update_info.failed}; the model "
-                "has some old and some new weights until the next update is whole"
+                "has a mix of old and new weights until the next update is complete"
             )
         weights = StoredWeights.of({"folder": self._folder} | update_info.weights)
         handed_on = HandedOn()

@@ -61,7 +61,7 @@ class _HoldingSink:
 
     def _check_size(self, num_bytes: int | None) -> None:
         if num_bytes != self.num_bytes:
-            raise OSError(errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self.num_bytes}")
+            raise OSError(errno.EIO, f"acknowledged and lost: the store has {num_bytes} bytes of {self.num_bytes}")
 
     def _discard(self) -> None:
         raise NotImplementedError

@@ -234,8 +234,8 @@ class _UploadTarget:
         if head["size"] != num_bytes or not is_ours:
             shown = self._client.locate(self._path)
             raise StorageUnavailableError(
-                f"{shown}: the store acknowledged {num_bytes:,} bytes and lost them: {head['size']} with e-tag "
-                f"{head['e_tag']} is there; find out what the store does with its objects",
+                f"{shown}: the store acknowledged {num_bytes:,} bytes and lost them: it has {head['size']} with "
+                f"e-tag {head['e_tag']}; find out what the store does with its objects",
                 path=shown,
                 transient=True,
             )

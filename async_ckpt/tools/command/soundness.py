@@ -263,7 +263,7 @@ def _checks_of_files(
         try:
             digests |= _digests_in(storage, path)
         except (ValueError, RecursionError) as error:
-            yield shown, partial(_raise_damaged, shown, f"it is no list of digests: {error}")
+            yield shown, partial(_raise_damaged, shown, f"it is not a list of digests: {error}")
     for path, digest in digests.items():
         shown = storage.locate(path)
         compare = partial(_compare_digest, storage, path, digest, verification, advance)

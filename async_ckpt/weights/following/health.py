@@ -80,7 +80,7 @@ class Health:
     def lost(self, version: int, said: str) -> None:
         """The engine has another version than it was told."""
         self._version = self._told_at = None
-        line = f"{self._facts['engine']} has version {said!r:.100}, not {version}: it is told again"
+        line = f"{self._facts['engine']} has version {said!r:.100}, not {version}: telling it again"
         self._say(Event("lost", line, {"weight_version": version, "said": said}))
 
     def failed(self, part: str, error: BaseException) -> None:

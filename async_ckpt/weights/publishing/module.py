@@ -165,7 +165,7 @@ def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None
 def _why_not(tensor: Any) -> str | None:
     """The reason why a tensor of a module cannot be filled; None if it can."""
     if sharded.is_sharded(tensor):
-        return f"it is spread over ranks, and only plain tensors are filled; {_ADVICE} into the model"
+        return f"it is sharded, and only plain tensors are filled; {_ADVICE} into the model"
     return capture.why_not(tensor) or (
         f"several of its elements share one place in memory; clone() it, or {_ADVICE}" if _overlaps(tensor) else None
     )

@@ -50,7 +50,7 @@ def _counting(_: str) -> Iterator[int]:
 
 # By root: the number of this publisher of spread models there, the same on each rank.
 _publisher_numbers: Final = process.OnceInProcess(_counting)
-_ADVICE: Final = "publish a model that is spread over ranks on all of them, at the same root"
+_ADVICE: Final = "publish a sharded model from all ranks, at the same root"
 
 
 class Publisher:

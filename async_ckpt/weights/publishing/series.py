@@ -29,7 +29,7 @@ from .of_ranks.rank_versions import RankVersions
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
-_WHOM: Final = "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
+_WHOM: Final = "rank 0 to publish; all ranks publish a sharded model, at the same root"
 
 
 class Replacement:
@@ -215,7 +215,7 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
     if before.structure not in ("", structure):
         raise StateMismatchError(
             f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
-            "version to the other; publish another model to a root of its own"
+            "version to the next; publish another model to its own root"
         )
     for name in sorted(before.adapter.keys() | adapter.keys()) if before.structure else ():
         was, now = before.adapter.get(name, "empty"), adapter.get(name, "empty")

@@ -135,7 +135,7 @@ class Versions:
             if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
                 raise ValueError(
                     f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
-                    "have digests of themselves. Let other programs publish to a root of their own"
+                    "have digests of themselves. Let other programs publish to another root"
                 )
         except FileNotFoundError:
             bare = self._version_without_index(number)

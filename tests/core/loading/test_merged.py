@@ -308,7 +308,7 @@ def test_the_archive_of_one_rank_gives_what_is_whole_in_it_and_names_the_folder_
     assert async_ckpt.load(path, select=["rng", "lr", "own"])["own"].tolist() == [1, 1, 1, 1]
     with pytest.raises(
         ValueError,
-        match=rf"rank 3 of 4 ranks has saved, and has not all of model.*; load the folder of the step, {step}",
+        match=rf"rank 3 of 4 ranks saved, and not all of model.*; load the folder of the step, {step}",
     ):
         async_ckpt.load(path)
 

@@ -137,7 +137,7 @@ def test_what_reads_goes_on_without_a_save_that_fails_and_warns_of_it_by_name(ck
 
     def seen() -> Any:
         with pytest.warns(
-            RuntimeWarning, match=r"goes on without step 2 \(.*was not saved: .*the disk is gone"
+            RuntimeWarning, match=r"continues without step 2 \(.*was not saved: .*the disk is gone"
         ) as told:
             found = read(ckpt)
         assert [one.filename for one in told] == [__file__] * len(told)
@@ -175,7 +175,7 @@ def test_where_nothing_was_ever_committed_nothing_is_restored_and_that_is_told(t
     with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
         disk.fail("finish", error=GONE)
         handle = ckpt.save(state_at(1), 1)
-        with pytest.warns(RuntimeWarning, match="goes on without step 1"):
+        with pytest.warns(RuntimeWarning, match="continues without step 1"):
             assert ckpt.restore(state_at(9)) is None
         assert handle.exception() is GONE
 

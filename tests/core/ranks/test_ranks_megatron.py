@@ -158,7 +158,7 @@ PART = ShardedTensor.of("w", torch.ones(3))
         ),
         (
             {"a": {"x": ShardedTensorFactory("f", torch.ones(2), list, list)}},
-            r"a\.x: a ShardedTensorFactory makes ShardedTensors, and is none; replace it by its build\(\)",
+            r"a\.x: a ShardedTensorFactory makes ShardedTensors, but is not one; replace it by its build\(\)",
         ),
         (
             {"a": {"x": LocalNonpersistentObject(3)}},

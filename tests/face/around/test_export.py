@@ -440,8 +440,8 @@ class WithExtraState(torch.nn.Linear):
         ({"w": torch.eye(3).to_sparse()}, r"'w': a sparse tensor"),
         ({"w": torch.ones(3, dtype=torch.complex128)}, r"'w': safetensors does not know torch.complex128"),
         ({"w": torch.ones(3, dtype=torch.uint8).view(torch.bits8)}, r"'w': safetensors does not know torch.bits8"),
-        ({"__metadata__": torch.ones(3)}, r"'__metadata__': safetensors takes no such name"),
-        ({"w\ud800": torch.ones(3)}, r"'w\\ud800': safetensors takes no such name"),
+        ({"__metadata__": torch.ones(3)}, r"'__metadata__': safetensors does not accept this name"),
+        ({"w\ud800": torch.ones(3)}, r"'w\\ud800': safetensors does not accept this name"),
     ],
 )  # fmt: skip
 def test_what_is_no_plain_tensor_is_refused_by_name_before_anything_is_written(state, why, out):

@@ -127,7 +127,7 @@ one.save_checkpoint(folders[1], client_state={{"step": 2}})
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     told = one.load_checkpoint(folders[0])
-here.tell([told["client_state"], sum("goes on without" in str(one.message) for one in caught)])
+here.tell([told["client_state"], sum("continues without" in str(one.message) for one in caught)])
 try:
     one.strategy.finalize_pending_saves()
 except Exception as error:

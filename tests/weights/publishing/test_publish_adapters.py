@@ -284,7 +284,7 @@ def lacks_its_second(state: Tensors) -> None:
 @pytest.mark.parametrize(
     ("config", "change", "told"),
     [
-        (config_of(r=8), None, r"has the shape \[4, 9\], and by its adapter_config.json this layer has the rank 8"),
+        (config_of(r=8), None, r"has the shape \[4, 9\], and adapter_config.json gives this layer the rank 8"),
         (config_of(rank_pattern={"q_proj": 2}), None, r"q_proj.lora_A.weight' has the shape \[4, 6\], .*the rank 2"),
         (
             config_of(target_modules=["q_proj", "v_proj"]),

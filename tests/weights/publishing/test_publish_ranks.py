@@ -407,7 +407,7 @@ def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled_an
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
     (told, is_same), published, pulled = worlds.run(2, SPREAD_IN_PART)[0].told
 
-    assert told.startswith("'1.weight': it is spread over ranks")
+    assert told.startswith("'1.weight': it is sharded")
     assert is_same
     assert published.startswith("'0.weight' is a shard of FSDP1")
-    assert "is spread over ranks" in pulled
+    assert "it is sharded" in pulled

@@ -167,8 +167,8 @@ class Contents:
         if missing:
             savers = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
             raise ValueError(
-                f"{self.path}: it is what {savers} has saved, and has not all of {shown(tensor.path)}; load the "
-                f"folder of the step, {self.path.rpartition('/')[0] or '.'}, or with select= only what is whole in "
+                f"{self.path}: it has only what {savers} saved, and not all of {shown(tensor.path)}; load the "
+                f"folder of the step, {self.path.rpartition('/')[0] or '.'}, or select= the names that are whole in "
                 "this file"
             )
         return sources

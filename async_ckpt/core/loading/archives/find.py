@@ -303,7 +303,7 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
     if merged and unknown:
         apart = sorted({shown(path) for archive in merged for path in archive.apart})
         raise KeyError(
-            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; these values "
+            f"from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; these values "
             f"differ by rank: {', '.join(apart) or 'nothing'}"
         )
     for name in unknown:  # of a checkpoint of one rank
@@ -312,7 +312,7 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             part.archive.match(selected, part.groups)
         if selected.unused:
             raise KeyError(
-                f"of from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
+                f"from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
                 f"{parts[0].archive.names()}"
             )
 

@@ -199,8 +199,8 @@ class ContainerMatch:
         else:
             self.differences.add(
                 path,
-                f"is {kind} here, which nothing can fill: whoever holds it would go on with the old one; give it "
-                "state_dict() and load_state_dict(), or load() what was saved, and leave it out here with select=",
+                f"is {kind} here, which restore cannot fill: other holders of the object would keep the old value; "
+                "give it state_dict() and load_state_dict(), or use load(), and leave it out here with select=",
             )
         return live
 
