@@ -278,7 +278,7 @@ def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
 def seconds_or_none(name: str, value: Any) -> float | None:
     """A duration from the user. Raises TypeError or ValueError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise TypeError(f"{name} must be a number of seconds, or None, got {value!r:.100}")
+        raise TypeError(f"{name} must be a number of seconds or None, got {value!r:.100}")
     if value is not None and not value >= 0:
         raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
     return value

@@ -85,7 +85,7 @@ def refuse_archive_name(path: str) -> None:
     except ValueError:
         is_archive = True
     if is_archive:
-        raise ValueError(f"{path}: the name is that of a compressed archive, but this one is plain; give another name")
+        raise ValueError(f"{path}: a folder must not have the name of a compressed archive; give another name")
 
 
 def refuse_if_missing() -> None:

@@ -363,7 +363,7 @@ def test_a_function_that_fails_is_told_of_once_and_asked_again(caplog):
 
 
 def test_without_a_rule_the_answer_is_what_to_give():
-    with pytest.raises(ValueError, match="give due=Due"):
+    with pytest.raises(ValueError, match="pass due=Due"):
         SavePolicy(Due()).should_save(1)
 
 

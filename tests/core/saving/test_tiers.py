@@ -336,7 +336,7 @@ def test_a_save_that_stays_in_memory_is_an_error_that_says_so(roots):
     error = handle.exception(PATIENCE)
     closing.join(PATIENCE)
     assert isinstance(error, StorageUnavailableError)
-    assert any("which a reboot loses" in note for note in error.__notes__)
+    assert any("which a reboot erases" in note for note in error.__notes__)
     ckpt.close()
 
 
@@ -587,7 +587,7 @@ def test_a_handle_knows_only_the_places_of_its_run(roots, tmp_path):
             handle.at(tmp_path / "elsewhere")
     with open_run(tmp_path / "alone") as alone:
         handle = alone.save(state_at(1), step=1)
-        with pytest.raises(ValueError, match="of one place"):
+        with pytest.raises(ValueError, match="has only one place"):
             handle.at(tmp_path / "alone")
 
 

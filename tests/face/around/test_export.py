@@ -249,7 +249,7 @@ def test_a_submodule_that_is_really_called_so_keeps_its_name(out):
 def test_the_names_of_a_mapping_are_written_as_they_are_and_warned_of_if_they_look_wrapped(wrap, out):
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     state = wrap(model).state_dict()
-    with pytest.warns(RuntimeWarning, match="look like those of a wrapped model"):
+    with pytest.warns(RuntimeWarning, match="does not load such names of a wrapped model"):
         async_ckpt.export_hf(state, out).result()
     assert_same(weights_in(out), dict(state))
     async_ckpt.export_hf({"a": torch.ones(2), "module.b": torch.ones(2)}, out).result()

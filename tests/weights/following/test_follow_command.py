@@ -87,7 +87,7 @@ def test_requests_are_aborted_on_demand(root, tmp_path):
         (["--into", "{tmp}/root/model"], "inside each other"),
         (["--into", "{tmp}"], "inside each other"),
         (["--into", "s3://bucket/model"], "not a local path"),
-        ([], "--into says"),
+        ([], "--into is missing"),
         (["--into", "{tmp}/m", "--poll", "0"], "poll_seconds must be"),
         (["--into", "{tmp}/m", "--patience", "nan"], "patience_seconds must be"),
         (["--into", "{tmp}/m", "--exec", "true", "--answer-within", "-1"], "answer_seconds must be"),
