@@ -188,7 +188,7 @@ def test_the_file_is_replaced_only_when_that_is_asked_for_and_as_a_whole(
 @pytest.mark.parametrize(
     ("output", "status", "said"),
     [
-        (("-o", "{tmp}"), 1, "is there"),
+        (("-o", "{tmp}"), 1, "already exists"),
         (("-o", "/proc/x.html"), 74, "/proc/x.html"),
     ],
 )

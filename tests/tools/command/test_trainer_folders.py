@@ -89,7 +89,7 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
     assert outcomes() == {2: "was there", 4: "was there"}
     (target / "global_step_2/data.pt").write_bytes(b"of another training")
     ended = run_command("cp", folder, target)
-    assert (ended.returncode, "global_step_2 is there with other files" in ended.stderr) == (1, True)
+    assert (ended.returncode, "global_step_2 has other files there" in ended.stderr) == (1, True)
     assert outcomes("--steps", "2", "--overwrite") == {2: "replaced"}
     assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
 
