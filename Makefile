@@ -15,7 +15,7 @@ FRAMEWORKS := $(filter-out $(TOO_NEW),$(basename $(notdir $(wildcard constraints
 
 .PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-cuda mutants-cuda test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
-demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
+demo: $(VENV)/.demo          ## train, kill, resume, also from memory, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
 
 demo-s3: $(VENV)/.test       ## the same, to a bundled S3 server on loopback: no account, no network

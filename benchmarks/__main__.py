@@ -58,6 +58,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "one_host": _one_host,
         "command": _command,
         "history": _history,
+        "memory": _memory,
         "trainers": _trainers,
         "torchtitan": lambda: _framework("torchtitan"),
         "deepspeed": lambda: _framework("deepspeed"),
@@ -146,6 +147,12 @@ def _history() -> Table:
     from . import history
 
     return Table(history.MEASURES, ("obstore",))
+
+
+def _memory() -> Table:
+    from . import memory_place
+
+    return Table({"memory": memory_place.memory_place})
 
 
 def _trainers() -> Table:

@@ -103,6 +103,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "accelerate_accelerate_durable",
         }
     },
+    "memory": {"figures": {"memory_committed", "memory_durable", "memory_restored"}},
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

@@ -1,4 +1,5 @@
-"""The whole story in under three minutes: train, kill in the middle of a save, resume, compare every bit.
+"""The whole story in under three minutes: train, kill in the middle of a save, resume, compare every bit; then the same
+with a RAM disk in front.
 
 In: a folder or URL for checkpoints. Out: lines to read, a table, a picture; exit code 1 if one bit differs.
 Knows nothing of: where that is.
@@ -13,7 +14,10 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +30,9 @@ from examples.trace import Event, Trace
 STEPS: Final = 84
 EVERY: Final = 16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
 KILL_FROM: Final = 48  # the first save that may be killed: two are committed by then
+MEMORY_KILL_FROM: Final = 32  # one step is behind the memory by then
+MEMORY: Final = Path("/dev/shm")
+MEMORY_BYTES: Final = 400_000_000  # keep + 2 states of 59 MB, and as much again
 LOCAL: Final = Path("demo_out/run")
 PICTURE: Final = Path("demo_out/timeline.png")
 
@@ -54,7 +61,13 @@ def main() -> None:
     say(f"steps {resumed.first_step + 1} to {STEPS}: every loss equals that of the uninterrupted run, bit for bit,")
     say(f"up to the last one, {resumed.losses[STEPS]} ({_loss(resumed, STEPS):.6f}); so does every weight after it")
 
-    chapter("4. What saving costs: the same training, uninterrupted, saved in three ways")
+    chapter(f"4. A RAM disk in front, {MEMORY}: killed as soon as a step is there, and started again")
+    from_memory = demo.resume_from_memory()
+    demo.compare(whole, *from_memory)
+    if from_memory:
+        say("memory outlives a process that is killed: again every loss, and every weight, is that of the whole run")
+
+    chapter("5. What saving costs: the same training, uninterrupted, saved in three ways")
     ways = [demo.train(way) for way in ("async_ckpt", "tar", "tar.gz")]
     demo.compare(whole, *ways)
     demo.screen.table(ways)
@@ -93,16 +106,16 @@ class Demo:
         """The run that was killed, to be looked at."""
         return async_ckpt.AsyncCheckpointer(self.place("async_ckpt", "killed"))
 
-    def train(self, way: str, *, folder: str = "", kill_from: int = STEPS + 1) -> Trace:
-        """One process from start to end, or until killed in the first save from step `kill_from` on."""
+    def train(self, way: str, *places: str, is_due: Callable[[Event], bool] = lambda _: False) -> Trace:
+        """One process from start to end, or until an event after which the kill `is_due`."""
         trace = Trace(way)
-        command = [sys.executable, "-m", "examples.train", way, self.place(way, folder)]
+        command = [sys.executable, "-m", "examples.train", way, *(places or [self.place(way, "")])]
         command += ["--steps", str(STEPS), "--every", str(EVERY)]
         with self.screen.following(trace, steps=STEPS) as show, running(command) as process:
             for event in events(process):
                 trace.add(event)
                 show(event)
-                if trace.killed_in is None and _in_mid_save(event) and event["step"] >= kill_from:
+                if trace.killed_in is None and is_due(event):
                     process.kill()  # SIGKILL: no handler, no exit hook, no last write
                     trace.killed_in = event["step"]
         if process.returncode != (0 if trace.killed_in is None else -signal.SIGKILL):
@@ -112,9 +125,9 @@ class Demo:
     def train_until_killed_in_a_save(self) -> list[Trace]:
         """Usually one process; each one whose commit was faster than the kill is followed by another."""
         tries: list[Trace] = []
-        kill_from = KILL_FROM
+        place, kill_from = self.place("async_ckpt", "killed"), KILL_FROM
         while True:
-            tries.append(self.train("async_ckpt", folder="killed", kill_from=kill_from))
+            tries.append(self.train("async_ckpt", place, is_due=partial(_in_mid_save, kill_from)))
             step = tries[-1].killed_in
             if step is None:
                 sys.exit("each save was durable before a kill could hit it; try a slower disk with --root")
@@ -140,7 +153,7 @@ class Demo:
         assert killed.killed_in is not None
         torn = self._uncommitted_files(killed.killed_in)
         newest = self.killed.latest()
-        resumed = self.train("async_ckpt", folder="killed")
+        resumed = self.train("async_ckpt", self.place("async_ckpt", "killed"))
         if resumed.first_step != newest:
             sys.exit(f"resumed from step {resumed.first_step}, and the last commit was {newest}")
         if any(path.exists() for path in torn):
@@ -148,6 +161,36 @@ class Demo:
         if torn:
             self.screen.say("what the kill had left behind was swept away by the first save")
         return resumed
+
+    def resume_from_memory(self) -> list[Trace]:
+        """Processes that are killed with a step in memory alone, and one that goes on from it. None without memory."""
+        if not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < MEMORY_BYTES:
+            self.screen.say(f"skipped: there is no RAM disk at {MEMORY} with {MEMORY_BYTES / 1e6:.0f} MB of room")
+            return []
+        with tempfile.TemporaryDirectory(prefix="async_ckpt-demo-", dir=MEMORY) as memory:
+            behind = self.place("async_ckpt", "behind-memory")
+            tries = self._train_until_killed_with_a_step_in(memory, behind)
+            resumed = self.train("async_ckpt", memory, behind)
+            if resumed.first_step != tries[-1].killed_in:
+                sys.exit(f"resumed from step {resumed.first_step}, and memory had step {tries[-1].killed_in}")
+            return [*tries, resumed]
+
+    def _train_until_killed_with_a_step_in(self, memory: str, behind: str) -> list[Trace]:
+        """Each process that is killed too late, with the step behind the memory already, is followed by another."""
+        tries: list[Trace] = []
+        kill_from = MEMORY_KILL_FROM
+        while True:
+            due = partial(_in_memory, memory, kill_from)
+            tries.append(self.train("async_ckpt", memory, behind, is_due=due))
+            step = tries[-1].killed_in
+            if step is None:
+                sys.exit(f"each step was at {behind} before a kill could hit it; try a slower disk with --root")
+            arrived = async_ckpt.AsyncCheckpointer(behind).steps()
+            if step not in arrived:
+                self.screen.say(f"SIGKILL. Step {step} is in memory, and not behind it yet: {arrived} are.")
+                return tries
+            self.screen.say(f"step {step} was behind the memory before the kill; again, at the next one")
+            kill_from = step + EVERY
 
     def compare(self, whole: Trace, *others: Trace) -> None:
         """Ends the demo with exit code 1 at the first bit that differs."""
@@ -161,8 +204,16 @@ class Demo:
         return [] if self.in_store else list(Path(self.root, "demo-killed", f"step_{step:08d}").glob("*"))
 
 
-def _in_mid_save(event: Event) -> bool:
-    return bool(event["event"] == "writing" and 0 < event["written"] < event["total"])
+def _in_mid_save(kill_from: int, event: Event) -> bool:
+    """Whether a save is being written, of this step or a later one."""
+    return bool(event["event"] == "writing" and event["step"] >= kill_from and 0 < event["written"] < event["total"])
+
+
+def _in_memory(memory: str, kill_from: int, event: Event) -> bool:
+    """Whether a step, this one or a later, is committed in memory while its handle still waits for what is behind."""
+    if event["event"] != "writing" or event["step"] < kill_from:
+        return False
+    return Path(memory, f"step_{event['step']:08d}", "manifest.json").exists()
 
 
 def _loss(trace: Trace, step: int) -> float:

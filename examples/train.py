@@ -1,6 +1,6 @@
 """One training run, as a process of its own: how `async_ckpt` is used in a loop, and what it is compared with.
 
-In: a way of saving and a folder, or a URL. Out: one line of JSON per event on stdout. Knows nothing of: who reads them.
+In: a way of saving, and folders or URLs. Out: one line of JSON per event on stdout. Knows nothing of: who reads them.
 
     python -m examples.train async_ckpt demo_out/run/mine
 
@@ -27,10 +27,10 @@ from examples.gpt import GPT, Sizes, batches, digest
 WAYS: Final = ("async_ckpt", "tar", "tar.gz", "nothing")
 
 
-def train_with_async_ckpt(training: Training, root: str, *, steps: int, every: int) -> None:
-    """The example: all that `async_ckpt` adds to a loop."""
+def train_with_async_ckpt(training: Training, places: list[str], *, steps: int, every: int) -> None:
+    """The example: all that `async_ckpt` adds to a loop. Of several places, each is in front of the next."""
     with (
-        async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer) as ckpt,
+        async_ckpt.AsyncCheckpointer(places, keep=2, guard=training.optimizer) as ckpt,
         Watch(training.log) as watch,
     ):
         ckpt.restore(training.state)  # the last commit; in an empty folder, nothing happens
@@ -157,7 +157,7 @@ class Log:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT, saving as you go.")
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("root", help="a folder, or for async_ckpt a URL such as s3://bucket/run")
+    parser.add_argument("root", nargs="+", help="a folder; for async_ckpt also URLs such as s3://b/run, or several")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=16)
     args = parser.parse_args()
@@ -171,7 +171,7 @@ def main() -> None:
     elif args.way == "nothing":
         train_without_saving(training, steps=args.steps)
     else:
-        saver = TarSaver(Path(args.root), compression="gz" if args.way == "tar.gz" else "")
+        saver = TarSaver(Path(args.root[0]), compression="gz" if args.way == "tar.gz" else "")
         train_with_tar(training, saver, steps=args.steps, every=args.every)
     log.tell("end", end=log.now(), digest=digest(training.model))
 

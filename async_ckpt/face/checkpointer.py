@@ -368,6 +368,8 @@ class AsyncCheckpointer(RunReader):
                     warnings.warn(left, RuntimeWarning, stacklevel=2)
                 self._ranks.close()
                 self._roots.close()
+        if self._saver.belongs_here:
+            self._saver.wait()
 
     def __enter__(self) -> Self:
         return self

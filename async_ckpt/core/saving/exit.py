@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 from ..host import waits
 from ..host.loop import Loop, existing_loop
 from ..host.operations import flush_all
-from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
+from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..ranks.start import answer_the_last
 from ..spans import monotonic
 from .handle import SaveHandle, name_of, progress_of
@@ -44,6 +44,7 @@ def drain_at_exit() -> None:
     with suppress(KeyboardInterrupt):
         answer_the_last()
     saves = all_saves()
+    wait_for_all([save.handle for save in saves if save.finished.done()], waits.LEAST_ABANDON_SECONDS)
     stuck = [save for save in saves if not save.finished.done()]
     lost = [save.handle for save in saves if save.is_unseen]
     for handle in lost:

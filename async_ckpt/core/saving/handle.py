@@ -66,6 +66,7 @@ class SaveHandle(Future[SaveReport]):
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
         self.places: Places | None = None  # of a run at several
+        self.committed: Future[SaveReport] = running_future()  # at one place, or failed; `result` may wait for more
         self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._end())
@@ -104,7 +105,7 @@ class SaveHandle(Future[SaveReport]):
         """
         if self.places is None:
             raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")
-        return self.places.at(place, self)
+        return self.places.at(place, self.committed)
 
     @property
     def progress(self) -> Progress:
@@ -237,7 +238,8 @@ def skipped(step: int | None, path: str, submit_callbacks: Callable[[Task], None
         submit_callbacks=submit_callbacks,
     )
     handle.staging_completion.set_result(None)
-    handle.set_result(SaveReport("skipped", step, path))
+    handle.committed.set_result(report := SaveReport("skipped", step, path))
+    handle.set_result(report)
     return handle
 
 

@@ -113,7 +113,7 @@ class Ledger:
         turn, self._last = self._last, save.settled
         save.exit_timeout = self.exit_timeout
         # A failed save stays until somebody has looked at its error.
-        others = [(ledger, s) for ledger, s in _saves if not s.finished.done() or s.is_unseen]
+        others = [(ledger, s) for ledger, s in _saves if not s.has_ended or s.is_unseen]
         _saves = [*others, (self, save)]
         operation = Operation(*save.told_as(self._roots), save.spans, save.context)
         get_loop().begin(self._tell(save, turn, operation))
@@ -132,6 +132,7 @@ class Ledger:
             self._num_failed += 1
             operation.end(handle.step, error=error)
             save.settled.set_result(None)
+            handle.committed.set_exception(error)
             handle.set_exception(error)
             with suppress(Exception):  # a convenience, which must not become another error
                 await save.after_failure(error, off_loop)
@@ -140,14 +141,17 @@ class Ledger:
             operation.end(report.step, report, written_bytes=save.written_bytes)
             failed = await self._clean(handle, save.tidy(off_loop))
             save.settled.set_result(None)
+            handle.committed.set_result(report)
             promise = save.promise()
             if promise is None:
                 handle.set_result(report)
             failed = await self._clean(handle, save.afterwards(off_loop)) or failed
-            if promise is not None:
-                await self._keep(promise, handle, report)
             if failed is not None:
                 save.finished.set_exception(failed)
+            elif promise is not None:
+                save.finished.set_result(None)  # whoever closes has the step copied, and gives up what is away
+            if promise is not None:
+                await self._keep(promise, handle, report)
         finally:
             if drawing is not None:  # so that a caller that waits for the save prints below it
                 await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)

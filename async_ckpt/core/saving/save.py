@@ -5,8 +5,8 @@ Knows nothing of: other saves.
 
 The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled`
 when it is committed or has failed and its temporary files are gone, the handle with the report or the error, `finished`
-when retention has been applied, too. How far the archive is at its place is the state of an `Attempt`; a lane of the
-drain knows only whether it has ended.
+when retention has been applied, too. A handle that waits for a `promise` is the last. How far the archive is at its
+place is the state of an `Attempt`; a lane of the drain knows only whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextvars import copy_context
 from enum import Enum
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from ..host.loop import OffLoop, get_loop
 from ..host.operations import Kind
@@ -81,7 +81,7 @@ class Save(ABC):
         staged.add_done_callback(partial(_add_stage, spans, spans.clock()))
         self.life = new_life()
         self.settled = running_future()  # committed or failed, and tidied: the next save may commit
-        self.finished = running_future()  # retention and the progress bar have ended, too
+        self.finished = running_future()  # retention has ended, too; of a save that promises nothing, also the bar
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(
             step=step,
@@ -143,6 +143,11 @@ class Save(ABC):
             raise self.given_up
 
     @property
+    def has_ended(self) -> bool:
+        """True if nothing of the save is left to be done."""
+        return self.finished.done() and self.handle.done()
+
+    @property
     def is_unseen(self) -> bool:
         """True if the save has failed and nobody has looked at its error."""
         return self.has_failed and not self.handle.looked_at
@@ -160,14 +165,17 @@ def _add_stage(spans: Spans, begin: float, _: object) -> None:
     spans.add("stage", begin)
 
 
-def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None) -> None:
-    """Wait until all of these have finished. Raises TimeoutError when `timeout` seconds have passed before."""
+def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None, *, promises: bool = True) -> None:
+    """Wait until all of these have finished, and until all `promises` are kept. Raises TimeoutError when `timeout`
+    seconds have passed before.
+    """
 
     def left() -> list[SaveHandle]:
-        return [save.handle for save in saves if not save.finished.done()]
+        return [save.handle for save in saves if not (save.has_ended if promises else save.finished.done())]
 
-    finished = [save.finished for save in saves]
-    if not wait_for_all(finished, timeout, lambda: wait.goes_on(lambda: progress_of(left()))):
+    ends: list[Future[Any]] = [save.finished for save in saves]
+    ends += [save.handle for save in saves if promises]
+    if not wait_for_all(ends, timeout, lambda: wait.goes_on(lambda: progress_of(left()))):
         raise TimeoutError(f"{(left() or [saves[-1].handle])[0]!r} is still under way after {timeout} s")
 
 

@@ -323,12 +323,15 @@ class Saver:
         self.ledger.raise_unseen()
 
     def close(self) -> None:
-        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up."""
+        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up.
+
+        What a handle waits for beyond the commit is left to who has it copied; `wait` follows.
+        """
         if not self.belongs_here:  # another thread of the parent may have held a lock
             return
         self.is_closed = True
         try:
-            wait_for_saves(self.ledger.saves(), Wait("in close()", GIVES_UP))
+            wait_for_saves(self.ledger.saves(), Wait("in close()", GIVES_UP), promises=False)
         except KeyboardInterrupt:
             abandon(self.ledger.saves(), "interrupted while it was waited for")
             raise

@@ -104,6 +104,7 @@ class Tiers:
         self._copying = {run: threading.Lock() for run in self.runs}
         self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
         self._num_bytes = 0  # of the last step that was committed
+        self._promised: Future[int] | None = None  # what the newest handle waits for
         self._is_finished = False
         self.exit_timeout: float | None = None  # seconds that the interpreter's exit waits for copies
         self.movers = [
@@ -239,7 +240,8 @@ class Tiers:
         """
         first = self.runs.index(run)
         lasting = next((number for number in range(first, len(self.runs)) if not self.runs[number].is_volatile), first)
-        return None if lasting == first else self.arrival(lasting, step)
+        self._promised = None if lasting == first else self.arrival(lasting, step)
+        return self._promised
 
     # --- copies in the same pass ------------------------------------------------------------------------------
 
@@ -318,9 +320,11 @@ class Tiers:
         return any(isinstance(run.storage, OneOfNodes) for run in self.runs)
 
     def _awaited(self) -> list[Future[int]]:
-        """The arrivals of what rank 0 copies from the disk of this node."""
-        missing = enumerate((mover.missing() for mover in self.movers), start=1)
-        return [self.arrival(n, step) for n, step in missing if step is not None and self._is_read_by_others]
+        """The arrivals of what rank 0 copies, from the disk of this node or since a handle waits for it."""
+        if self._is_read_by_others:
+            missing = enumerate((mover.missing() for mover in self.movers), start=1)
+            return [self.arrival(n, step) for n, step in missing if step is not None]
+        return [] if self in _all or self._promised is None else [self._promised]
 
 
 class Places:
@@ -330,7 +334,7 @@ class Places:
         self._tiers, self._step = tiers, step
 
     def at(self, place: Anywhere, saved: Future[Any]) -> Future[int]:
-        """See `SaveHandle.at`. `saved` is the handle."""
+        """See `SaveHandle.at`. `saved` is done when the save is committed."""
         wanted, runs = place_of(place).storage().locate(""), self._tiers.runs
         number = next((number for number, run in enumerate(runs) if run.storage.locate("") == wanted), None)
         if number is None:

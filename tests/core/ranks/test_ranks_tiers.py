@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 PRELUDE = """
 import shutil
 from pathlib import Path
-from async_ckpt import Place, StorageUnavailableError
+from async_ckpt import CheckpointError, Place, StorageUnavailableError
 from async_ckpt.core.saving import tiers
 from async_ckpt.core.storage.local import LocalSink, LocalStorage
 from racing import PATIENCE, until
@@ -144,6 +144,31 @@ here.tell(type(handle.exception(PATIENCE)).__name__)
 
     assert second.told == ["PeerFailedError"]
     assert open_run(roots[0]).steps() == [1]
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["disk answers", "disk is away"])
+def test_closing_on_all_ranks_has_the_last_step_leave_the_memory_or_says_that_it_stays_there(worlds, roots, is_away):
+    script = f"""
+import warnings
+warnings.simplefilter("ignore")  # of what is left
+at("finish", "/far/", away if {is_away} else lambda: here.hear("closing"))
+handle = ckpt.save(small(1), 1)
+save = ckpt._saver.ledger.saves()[0]
+until(save.settled.done)
+here.say("closing")
+try:
+    ckpt.close()
+except CheckpointError as error:
+    here.tell(type(error).__name__)
+here.tell(handle.done())
+"""
+    memory = f"Place({str(roots[0])!r}, volatile=True)"
+    ended = run(worlds, script, memory, roots[1])
+
+    errors = [["StorageUnavailableError"], ["PeerFailedError"]] if is_away else [[], []]
+    assert [one.told for one in ended] == [[*error, True] for error in errors]
+    assert open_run(roots[1]).steps() == ([] if is_away else [1])
+    assert_holds(roots[0], 1)
 
 
 def test_a_place_that_is_no_disk_and_that_ranks_do_not_share_is_passed_over(worlds, tmp_path):

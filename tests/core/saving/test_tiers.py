@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from racing import PATIENCE, until
+from racing import PATIENCE, Call, until
 from scripted_disk import ScriptedStorage
 from states import assert_is_state, leftovers, names_below, open_run, state_at
 
@@ -330,14 +330,55 @@ def test_a_save_that_stays_in_memory_is_an_error_that_says_so(roots):
     ckpt = open_run([Place(roots[0], volatile=True), roots[1]])
     ckpt._roots.runs[1].root.storage = Away(roots[1])
     handle = ckpt.save(state_at(1), step=1)
-    until(lambda: ckpt._saver.ledger.saves()[0].settled.done())
-    closing = threading.Thread(target=lambda: ckpt._lineage.tiers.finish())
-    closing.start()
-    error = handle.exception(PATIENCE)
-    closing.join(PATIENCE)
-    assert isinstance(error, StorageUnavailableError)
-    assert any("which a reboot erases" in note for note in error.__notes__)
-    ckpt.close()
+    with pytest.warns(RuntimeWarning, match="step 1 is not at"), pytest.raises(StorageUnavailableError) as raised:
+        Call(ckpt.close).outcome()
+    assert handle.exception(PATIENCE) is raised.value
+    assert any("which a reboot erases" in note for note in raised.value.__notes__)
+    assert_holds(roots[0], 1)
+
+
+def test_the_exit_says_which_step_stays_in_memory_and_ends_with_the_status_of_a_lost_save(roots, nursery):
+    ended = nursery.run(
+        """
+        import sys
+        from async_ckpt import Place, StorageUnavailableError
+        from async_ckpt.core.storage.local import LocalStorage
+        from states import open_run, state_at
+        class Away(LocalStorage):
+            def names(self, folder):
+                raise StorageUnavailableError("it is away", path=folder)
+        ckpt = open_run([Place(sys.argv[1], volatile=True), sys.argv[2]])
+        ckpt._roots.runs[1].root.storage = Away(sys.argv[2])
+        ckpt.save(state_at(1), step=1)
+        """,
+        *roots,
+        whole_exit=True,
+    )
+    assert ended.status == 75, ended.err
+    assert "step 1" in ended.err
+    assert "which a reboot erases" in ended.err
+    assert_holds(roots[0], 1)
+
+
+def test_closing_has_the_last_step_copied_that_a_place_behind_memory_would_not_take_by_its_number(roots):
+    ckpt = open_run([Place(roots[0], volatile=True), Place(roots[1], every=10)])
+    handles = [ckpt.save(state_at(step), step) for step in (10, 11, 12)]
+    Call(ckpt.close).outcome()
+    assert [handle.result(PATIENCE).step for handle in handles] == [10, 11, 12]
+    assert_holds(roots[1], 10, 12)
+
+
+def test_memory_and_what_lies_between_it_and_the_disk_have_a_step_before_the_disk_does(tmp_path):
+    memory, peer, disk = (tmp_path / name for name in ("memory", "peer", "disk"))
+    places = [Place(memory, volatile=True), Place(peer, volatile=True), disk]
+    with open_run(places) as ckpt, scripted(ckpt, 2) as far:
+        stop = far.stop("finish")
+        handle = ckpt.save(state_at(1), step=1)
+        assert [handle.at(place).result(PATIENCE) for place in (memory, peer)] == [1, 1]
+        stop.wait_reached()
+        assert not handle.done()
+        stop.release()
+        assert handle.at(disk).result(PATIENCE) == handle.result(PATIENCE).step == 1
 
 
 def test_memory_is_known_by_the_mount_table(tmp_path):
