@@ -125,6 +125,22 @@ def test_a_save_is_committed_on_disk_while_the_store_is_away_and_copied_once_it_
     assert leftovers(disk) == []
 
 
+def test_a_store_that_is_away_for_long_holds_no_memory_and_gets_the_newest_step(obstore, tmp_path, monkeypatch):
+    monkeypatch.undo()  # by the clock, too, it is not given up meanwhile
+    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    far = obstore.place(deadline_seconds=3600.0, **NO_RETRIES)
+    with open_run([tmp_path, far], segment_bytes=PART, max_in_flight=3) as ckpt:
+        assert ckpt.restore(state_at(0, 1)) == 1
+        away = obstore.proxy.refuse()
+        handles = [ckpt.save(state_at(step, BIG), step=step) for step in (2, 3)]
+        assert [handle.result().status for handle in handles] == ["committed"] * 2
+        no_memory_is_lent(ckpt)
+        away.clear()
+        assert handles[0].at(far).result(PATIENCE) == 3
+    with obstore.direct.run() as alone:
+        assert alone.steps() == [1, 3]
+
+
 @pytest.mark.filterwarnings("ignore:a root does not answer")
 def test_a_store_that_was_away_is_caught_up_when_asked(both):
     far, disk, ckpt = both
