@@ -12,15 +12,13 @@ import io
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, Publisher, Subscriber
-from async_ckpt.core.storage.place import place_of
+from async_ckpt import AsyncCheckpointer, CheckpointError, Place, Publisher, Subscriber
 from async_ckpt.files import extract, pack_folder
 from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, number_of, state_of
@@ -46,13 +44,13 @@ def _two(root: Path, **options: Any) -> AsyncCheckpointer:
 
 
 def _three(root: Path, **options: Any) -> AsyncCheckpointer:
-    """As memory in front of a disk, with a store behind both."""
-    memory = replace(place_of(root / "run"), volatile=True)
-    return AsyncCheckpointer([memory, root / "second", root / "third"], on_rollback="retire", **options)
+    """Memory in front of a disk, and behind both a place that is a store where others are."""
+    memory = Place(root / "memory", volatile=True)
+    return AsyncCheckpointer([memory, root / "disk", root / "third"], on_rollback="retire", **options)
 
 
 def _without_memory(root: Path) -> AsyncCheckpointer:
-    return AsyncCheckpointer([root / "second", root / "third"])
+    return AsyncCheckpointer([root / "disk", root / "third"])
 
 
 def _saved(root: Path, steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
@@ -147,7 +145,7 @@ def _check_leftovers(root: Path) -> None:
     """After a save of another process: each archive is one that a manifest names."""
     if not isinstance(root, Path):  # at a store, whoever has made the root looks
         return
-    for run in (root / "run", root / "second", root / "third"):
+    for run in (root / name for name in ("run", "second", "memory", "disk", "third")):
         named = "".join(path.read_text() for path in run.glob("*/manifest*.json"))
         left = [path for path in run.rglob("*.tar*") if path.name not in named]
         left += [path for path in run.rglob("*") if ".tmp" in path.name or path.name.startswith("rollback-")]
