@@ -50,6 +50,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "growth": _growth,
         "shapes": _shapes,
         "stores": _stores,
+        "tiers": _tiers,
         "scale": _scale,
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
@@ -183,6 +184,12 @@ def _stores() -> Table:
     from . import stores
 
     return Table(stores.MEASURES, stores.PACKAGES)
+
+
+def _tiers() -> Table:
+    from . import tiers
+
+    return Table(tiers.MEASURES, ("obstore",))
 
 
 def _scale() -> Table:

@@ -48,14 +48,16 @@ class WarmMemory:
             ctypes.memset(_address(piece), 1, piece_bytes)
             self.pieces.append(piece)
 
-    def copy_seconds(self, tensors: Sequence[torch.Tensor], *, back: bool = False) -> float:
+    def copy_seconds(
+        self, tensors: Sequence[torch.Tensor], *, back: bool = False, num_threads: int = NUM_COPIERS
+    ) -> float:
         """Copy the bytes of all tensors, one after the other, into the pieces; or from there."""
 
         def copy(moves: list[tuple[int, int, int]]) -> None:
             for piece, tensor, length in moves:
                 ctypes.memmove(*((tensor, piece) if back else (piece, tensor)), length)
 
-        return seconds_of([partial(copy, moves) for moves in self._moves(tensors)], NUM_COPIERS)
+        return seconds_of([partial(copy, moves) for moves in self._moves(tensors)], num_threads)
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
         """(address in the piece, in the tensor, bytes) by piece."""

@@ -45,10 +45,11 @@ class World:
 
 
 @contextmanager
-def world(size: int, folder: Path, num_bytes: int) -> Iterator[World]:
+def world(size: int, folder: Path, num_bytes: int, worker: str = "rank_worker", *more: str) -> Iterator[World]:
+    """Ranks that run the module `worker` of this package, with `more` arguments."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "benchmarks.rank_worker"]
-    rest = [str(size), str(folder / "store"), str(folder), str(num_bytes)]
+    command = [sys.executable, "-m", f"benchmarks.{worker}"]
+    rest = [str(size), str(folder / "store"), str(folder), str(num_bytes), *more]
     processes = [
         subprocess.Popen(
             [*command, str(rank), *rest],

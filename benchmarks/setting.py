@@ -66,7 +66,7 @@ class Setting:
     rank_bytes: int = 256 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
-    """What the real servers are given, which take long."""
+    """What the real servers are given, which take long, and places behind others, which are given much."""
     listed_steps: int = 10_000
     inspected_ranks: int = 256
     read_bytes: tuple[int, ...] = (256 * MIB, 2048 * MIB)

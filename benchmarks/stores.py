@@ -8,7 +8,6 @@ What is measured is this process, all threads of it, from the call until the che
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -114,41 +113,6 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
     pairs = [(peak / MIB, _OVERHEAD_BYTES / MIB) for peak in peaks]
     title = "memory beyond state and segments while uploading"
     return {"upload_memory": Figure(title, "MiB", "fixed", Target("≤", 1.0), pairs)}
-
-
-def two_places(setting: Setting) -> dict[str, Row]:
-    """A disk with a store behind it: until a save is committed, beside the disk alone, and until it is at the store, beside
-    the store alone.
-    """
-    state = {"model": tensors(setting.store_bytes)}
-    names = map(str, itertools.count())  # a run of its own for each
-
-    def beside(alone: str, endpoint: str) -> list[tuple[float, float]]:
-        options, name = _options(endpoint), next(names)
-        disk, store = setting.folder / name, partial(_run, options)
-        one = Saves(store(f"{name}/one") if alone == "store" else disk / "one", state)
-        far = store(f"{name}/two")
-        two = Saves([disk / "two", far], state)
-        with one.checkpointer, two.checkpointer:
-            measured = two.durable_seconds if alone == "disk" else partial(two.arrival_seconds, far)
-            return side_by_side(setting.rounds, measured, one.durable_seconds)
-
-    with store_server(gigabits=_GIGABITS, keep=True) as slower, store_server(keep=True) as endpoint:
-        committed, committed_link, arrived, arrived_link = (
-            beside("disk", endpoint),
-            beside("disk", slower),
-            beside("store", endpoint),
-            beside("store", slower),
-        )
-    near, far, link = "committed at a disk, a store behind it", "at the store behind a disk", f"{_GIGABITS} Gbit/s"
-    return {
-        "two_places": Figure(near, "s", "to the disk alone", Target("≤", 1.1), committed),
-        "two_places_link": Figure(
-            f"{near}, through {link}", "s", "to the disk alone", Target("≤", 1.1), committed_link
-        ),
-        "far_place": Figure(far, "s", "to the store alone", None, arrived),
-        "far_place_link": Figure(f"{far}, through {link}", "s", "to the store alone", Target("≤", 1.15), arrived_link),
-    }
 
 
 def peers(setting: Setting) -> dict[str, Row]:
@@ -266,7 +230,6 @@ MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {
     "upload": upload,
     "download": download,
     "upload_memory": upload_memory,
-    "two_places": two_places,
     "peers": peers,
     "real_servers": real_servers,
 }

@@ -40,8 +40,19 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
     "growth": {"growth": {"growth_durable", "growth_tensors", "growth_saves_memory", "growth_ranks"}},
     "shapes": {"workloads": {"shape_gpt2", "shape_rank_of_8b", "shape_lora", "shape_small", "shape_huge"}},
     "stores": {
-        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_places"},
+        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
+    },
+    "tiers": {
+        "figures": {
+            "two_places",
+            "far_place_link",
+            "lost_lags",
+            "move_store_process",
+            "far_hangs",
+            "restart",
+            "restart_ranks",
+        }
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
     "dcp": {"figures": {"plugged_stall", "plugged_durable", "restore_columns", "read_columns"}},

@@ -125,6 +125,51 @@ def test_a_save_is_committed_on_disk_while_the_store_is_away_and_copied_once_it_
     assert leftovers(disk) == []
 
 
+def test_a_store_that_is_away_for_long_holds_no_memory_and_gets_the_newest_step(obstore, tmp_path, monkeypatch):
+    monkeypatch.undo()  # by the clock, too, it is not given up meanwhile
+    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    far = obstore.place(deadline_seconds=3600.0, **NO_RETRIES)
+    with open_run([tmp_path, far], segment_bytes=PART, max_in_flight=3) as ckpt:
+        assert ckpt.restore(state_at(0, 1)) == 1
+        away = obstore.proxy.refuse()
+        handles = [ckpt.save(state_at(step, BIG), step=step) for step in (2, 3)]
+        assert [handle.result().status for handle in handles] == ["committed"] * 2
+        no_memory_is_lent(ckpt)
+        away.clear()
+        assert handles[0].at(far).result(PATIENCE) == 3
+    with obstore.direct.run() as alone:
+        assert alone.steps() == [1, 3]
+
+
+def test_a_day_without_the_store_takes_no_more_memory_or_disk_than_an_hour_and_then_it_gets_the_newest(
+    obstore, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tiers, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    far = obstore.place(**SOON, **NO_RETRIES)
+    with open_run([tmp_path, far], keep=2, segment_bytes=PART) as ckpt:
+        assert ckpt.restore(state_at(0, 1)) == 1
+        away = obstore.proxy.refuse()
+        held, mapped = [], []
+        for step in range(2, 98):  # a save each quarter of an hour
+            ckpt.save(state_at(step, 1), step=step).result()
+            ckpt.wait()
+            held.append(len([*tmp_path.glob("step_*/*.tar")]))
+            mapped.append(ckpt._saver.pool.num_bytes)
+        assert max(held) <= 4  # keep + 2
+        assert max(mapped) == max(mapped[:4])
+        no_memory_is_lent(ckpt)
+        assert ckpt.metrics()["places_behind"] == 1
+        away.clear()
+        last = ckpt.save(state_at(98, 1), step=98)
+        assert last.at(far).result(PATIENCE) == 98
+        ckpt.wait()
+    with obstore.direct.run() as alone:
+        assert alone.steps() in ([1, 98], [97, 98])
+        assert_is_state(alone.load(), 98)
+    assert open_run(tmp_path).steps() == [97, 98]
+
+
 @pytest.mark.filterwarnings("ignore:a root does not answer")
 def test_a_store_that_was_away_is_caught_up_when_asked(both):
     far, disk, ckpt = both

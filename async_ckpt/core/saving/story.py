@@ -33,6 +33,8 @@ from .target import SaveOutcome, Target
 
 # A copy to the next place that does not even open in this time is left to the mover.
 _FOLLOW_SECONDS: Final = 0.05
+# Between two looks whether a copy there has to be sent again.
+_LOOK_SECONDS: Final = 0.5
 
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
@@ -192,11 +194,17 @@ class Attempt:
         self.target.followed(is_whole=False)
 
     async def _follow(self, sink: Sink, lane: Lane) -> None:
-        """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed."""
+        """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed.
+
+        What has to be sent again is left to the mover, which needs no memory of the save, and hears of the end.
+        """
         is_whole = False
+        finishing = asyncio.ensure_future(self._finish_copy(sink, lane))
         try:
-            await asyncio.wrap_future(lane.written)
-            await self._off_loop(sink.finish)
+            while not (await asyncio.wait([finishing], timeout=_LOOK_SECONDS))[0]:
+                if sink.num_retries:
+                    self.drain.give_up(lane, StorageUnavailableError("it has to be sent again"))
+            finishing.result()
             is_whole = True
         except Exception as error:
             self.drain.give_up(lane, error)
@@ -205,6 +213,10 @@ class Attempt:
         finally:
             await self._off_loop(sink.close)
             self.target.followed(is_whole=is_whole)
+
+    async def _finish_copy(self, sink: Sink, lane: Lane) -> None:
+        await asyncio.wrap_future(lane.written)
+        await self._off_loop(sink.finish)
 
     async def _finish(self, sink: Sink, lane: Lane) -> None:
         """Return when the archive is durable; raise when it will not be."""

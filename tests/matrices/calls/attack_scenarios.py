@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, Publisher, Subscriber
+from async_ckpt import AsyncCheckpointer, CheckpointError, Place, Publisher, Subscriber
 from async_ckpt.files import extract, pack_folder
 from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, number_of, state_of
@@ -35,13 +35,22 @@ def weights_of(number: int) -> dict[str, torch.Tensor]:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _open(root: Path, *more: Path, **options: Any) -> AsyncCheckpointer:
-    roots = [root / "run", *more]
-    return AsyncCheckpointer(roots if more else roots[0], on_rollback="retire", **options)
+def _open(root: Path, **options: Any) -> AsyncCheckpointer:
+    return AsyncCheckpointer(root / "run", on_rollback="retire", **options)
 
 
-def _two(root: Path) -> AsyncCheckpointer:
-    return _open(root, root / "second")
+def _two(root: Path, **options: Any) -> AsyncCheckpointer:
+    return AsyncCheckpointer([root / "run", root / "second"], on_rollback="retire", **options)
+
+
+def _three(root: Path, **options: Any) -> AsyncCheckpointer:
+    """Memory in front of a disk, and behind both a place that is a store where others are."""
+    memory = Place(root / "memory", volatile=True)
+    return AsyncCheckpointer([memory, root / "disk", root / "third"], on_rollback="retire", **options)
+
+
+def _without_memory(root: Path) -> AsyncCheckpointer:
+    return AsyncCheckpointer([root / "disk", root / "third"])
 
 
 def _saved(root: Path, steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
@@ -84,8 +93,8 @@ def _rolls_back(root: Path, notes: Notes, opened: Callable[[Path], AsyncCheckpoi
             ckpt.save(state_of(22), 2, overwrite=2 in ckpt.steps()).result()
 
 
-def _retains(root: Path, notes: Notes) -> None:
-    with closing(_open(root, keep=_KEPT)) as ckpt:
+def _retains(root: Path, notes: Notes, opened: Callable[..., AsyncCheckpointer] = _open) -> None:
+    with closing(opened(root, keep=_KEPT)) as ckpt:
         for step in (3, 4, 5):
             _save(ckpt, notes, "save", step, 10 * step)
 
@@ -109,23 +118,34 @@ def _check_run(
     root: Path, told: Told, opened: Callable[[Path], AsyncCheckpointer] = _open, keep: int | None = None
 ) -> None:
     with opened(root) as ckpt:
-        steps = ckpt.steps()
-        numbers = {step: number_of(ckpt.load(step)) for step in steps}
-        told.check(steps, keep)
-        for step, number in numbers.items():
-            allowed = told.may[step] if step in told.unsure else {told.told[step]}
-            assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+        _check_steps(ckpt, told, keep)
         ckpt.save(state_of(990), 99).result()
         ckpt.wait()
         assert number_of(ckpt.load(99)) == 990
     _check_leftovers(root)
 
 
+def _check_three(root: Path, told: Told, keep: int | None = None) -> None:
+    """Also if the memory is lost, of which no handle has told."""
+    with _without_memory(root) as ckpt:
+        _check_steps(ckpt, told, keep)
+    _check_run(root, told, _three, keep)
+
+
+def _check_steps(ckpt: AsyncCheckpointer, told: Told, keep: int | None) -> None:
+    steps = ckpt.steps()
+    numbers = {step: number_of(ckpt.load(step)) for step in steps}
+    told.check(steps, keep)
+    for step, number in numbers.items():
+        allowed = told.may[step] if step in told.unsure else {told.told[step]}
+        assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+
+
 def _check_leftovers(root: Path) -> None:
     """After a save of another process: each archive is one that a manifest names."""
     if not isinstance(root, Path):  # at a store, whoever has made the root looks
         return
-    for run in (root / "run", root / "second"):
+    for run in (root / name for name in ("run", "second", "memory", "disk", "third")):
         named = "".join(path.read_text() for path in run.glob("*/manifest*.json"))
         left = [path for path in run.rglob("*.tar*") if path.name not in named]
         left += [path for path in run.rglob("*") if ".tmp" in path.name or path.name.startswith("rollback-")]
@@ -317,6 +337,21 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         lambda root, notes: _rolls_back(root, notes, _two),
         lambda root, told: _check_run(root, told, _two),
         {1: 10, 2: 20, 3: 30},
+    ),
+    "three places": Scenario(
+        _prepared({1: 10}, _three), lambda root, notes: _saves(root, notes, _three), _check_three, {1: 10}
+    ),
+    "rollback at three places": Scenario(
+        _prepared({1: 10, 2: 20, 3: 30}, _three),
+        lambda root, notes: _rolls_back(root, notes, _three),
+        _check_three,
+        {1: 10, 2: 20, 3: 30},
+    ),
+    "retention at three places": Scenario(
+        _prepared(_TWO, _three),
+        lambda root, notes: _retains(root, notes, _three),
+        lambda root, told: _check_three(root, told, _KEPT),
+        _TWO,
     ),
     "publish an anchor": Scenario(
         lambda root: _published(root, 1), lambda root, notes: _publishes(root, notes, 4, 7), _check_versions, {1: 1}

@@ -23,7 +23,7 @@ from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, state_of
 
 # What the scenarios have on a disk in any case.
-_LOCAL: Final = frozenset({"given", "taken", "again", "next", "engine", "one.pt", "one.safetensors"})
+_LOCAL: Final = frozenset({"given", "taken", "again", "next", "engine", "one.pt", "one.safetensors", "memory", "disk"})
 _PREFIX: Final = "root"
 _LARGE: Final = PART // 4 + 100  # numbers of four bytes, which are sent in two parts
 

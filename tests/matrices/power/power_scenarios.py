@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -108,16 +109,20 @@ def in_run(*names: str) -> Callable[[Path], set[str]]:
     return found
 
 
-def run_goes_on(*names: str, step: int = 90, **options: Any) -> Callable[[Path], None]:
+def run_goes_on(*names: str) -> Callable[[Path], None]:
     def goes_on(top: Path) -> None:
         root: Any = [top / name for name in names] if len(names) > 1 else top / names[0]
-        with open_run(root, **options) as ckpt:
-            ckpt.save(state(f"{step} again"), step).result()
-            ckpt.wait()
-            assert ckpt.latest() == step
-            assert_whole(ckpt.load(), f"{step} again")
+        saves_again(open_run(root))
 
     return goes_on
+
+
+def saves_again(opened: AsyncCheckpointer, step: int = 90) -> None:
+    with opened as ckpt:
+        ckpt.save(state(f"{step} again"), step).result()
+        ckpt.wait()
+        assert ckpt.latest() == step
+        assert_whole(ckpt.load(), f"{step} again")
 
 
 def steps(top: Path, told: Told) -> None:
@@ -172,6 +177,26 @@ def either_root(top: Path, told: Told) -> None:
         for step in range(1, 3):
             save(told, ckpt, f"{step} first")
         save(told, ckpt, "1 again", ("1 first", "2 first"), overwrite=True)
+
+
+def three_places(top: Path, **options: Any) -> AsyncCheckpointer:
+    """Memory, of which a cut leaves nothing, in front of the two places that are looked at."""
+    lasting = {"memory": False, "near": True, "far": True}  # wherever all of it lies
+    return open_run([Place(top / name, volatile=not lasts) for name, lasts in lasting.items()], **options)
+
+
+def behind_memory(top: Path, told: Told) -> None:
+    with three_places(top, keep=Keep(last=2), on_rollback="retire") as ckpt:
+        for step in range(1, 4):
+            save(told, ckpt, f"{step} first", (f"{step - 2} first",))
+        save(told, ckpt, "2 again", ("2 first", "3 first"), overwrite=True)
+
+
+def goes_on_behind_memory(top: Path) -> None:
+    shutil.rmtree(top / "memory", ignore_errors=True)
+    opened = three_places(top)
+    opened.restore(state("none"))
+    saves_again(opened)
 
 
 def in_both_roots(top: Path) -> set[str]:
@@ -498,6 +523,7 @@ SCENARIOS = [
     Scenario("unchanged groups", unchanged, in_run("run"), run_goes_on("run")),
     Scenario("two places", two_roots, in_both_roots, run_goes_on("near", "far"), reading_writes=True),
     Scenario("rollback at two places", either_root, in_both_roots, run_goes_on("near", "far"), reading_writes=True),
+    Scenario("three places", behind_memory, in_both_roots, goes_on_behind_memory, reading_writes=True),
     Scenario("cp", copied, in_copies, run_goes_on("run")),
     Scenario("two ranks", two_ranks, in_run("run"), run_goes_on("run"), is_alone=False),
     Scenario("merge", merged, in_merged, run_goes_on("run")),

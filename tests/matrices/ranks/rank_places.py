@@ -70,7 +70,7 @@ _NEXT_JOB = """
 import os, warnings
 warnings.simplefilter("ignore")
 from tests.matrices.ranks.rank_scenarios import overtake
-overtake(here, here.root, f"{os.environ['NOTES']}.{here.rank}")
+overtake(here, os.environ["SCENARIO"], here.root, f"{os.environ['NOTES']}.{here.rank}")
 """
 
 _STORE = """
@@ -138,7 +138,7 @@ class RankAttacker:
             for kind in calls:
                 of_kind[kind] += 1
                 fitting = [name for name, fault in RANK_FAULTS.items() if kind in fault.calls]
-                fitting = [name for name in fitting if name != "overtaken" or RANK_SCENARIOS[scenario].is_run]
+                fitting = [name for name in fitting if name != "overtaken" or RANK_SCENARIOS[scenario].opened]
                 found += [Place(scenario, name, f"{rank}.{kind}", of_kind[kind]) for name in fitting]
         return found
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
+from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError, Place
 from async_ckpt.integrations.dcp import TarStorageWriter
 from tests.matrices.calls.attack_scenarios import closing
 from tests.matrices.calls.scenario import FROZEN, Notes, Told, number_of, state_of
@@ -74,6 +74,16 @@ class Decided(CheckpointError):
     """A rank was told that another has failed, and that the step is not committed."""
 
 
+def _open(root: Path, **options: Any) -> AsyncCheckpointer:
+    return AsyncCheckpointer(root / "run", on_rollback="retire", **options)
+
+
+def _three(root: Path, **options: Any) -> AsyncCheckpointer:
+    """As memory in front of a disk, with a store behind both."""
+    memory = Place(root / "run", volatile=True)
+    return AsyncCheckpointer([memory, root / "second", root / "third"], on_rollback="retire", **options)
+
+
 @dataclass(frozen=True)
 class RankScenario:
     """One kind of run of several ranks."""
@@ -85,15 +95,12 @@ class RankScenario:
     before: Mapping[int, int] = field(default_factory=dict)
     """What is there at the beginning: numbers by step, saved by `before_size` ranks."""
     before_size: int = 0
-    is_run: bool = True
+    opened: Callable[..., AsyncCheckpointer] | None = _open
+    """The run; None if it is none."""
 
 
-def _open(root: Path, **options: Any) -> AsyncCheckpointer:
-    return AsyncCheckpointer(root / "run", on_rollback="retire", **options)
-
-
-def _saves(rank: Rank) -> None:
-    with closing(_open(rank.root)) as ckpt:
+def _saves(rank: Rank, opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
+    with closing(opened(rank.root)) as ckpt:
         rank.begin()
         rank.save(ckpt, "save", 2, 20)
         rank.save(ckpt, "save", 3, 30)
@@ -129,8 +136,8 @@ def _saves_by_dcp(rank: Rank) -> None:
                 raise Undecided(str(error)[:200]) from error
 
 
-def save_before(rank: Rank, steps: Mapping[int, int]) -> None:
-    with _open(rank.root) as ckpt:
+def save_before(rank: Rank, steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer]) -> None:
+    with opened(rank.root) as ckpt:
         for step, number in steps.items():
             ckpt.save(rank.states[number], step).result()
 
@@ -142,15 +149,20 @@ def _age(root: Path) -> None:
         os.utime(path, (then, then), follow_symlinks=False)
 
 
-def _check_run(root: Path, told: Told, keep: int | None = None) -> None:
+def _check_three(root: Path, told: Told) -> None:
+    """Also if the memory is lost, of which no handle has told."""
+    with AsyncCheckpointer([root / "second", root / "third"]) as ckpt:
+        _check_steps(ckpt, told)
+    _check_run(root, told, opened=_three)
+
+
+def _check_run(
+    root: Path, told: Told, keep: int | None = None, opened: Callable[[Path], AsyncCheckpointer] = _open
+) -> None:
     _age(root)
-    with _open(root) as ckpt:
-        steps = ckpt.steps()
-        numbers = {step: number_of(ckpt.load(step)) for step in steps}
-        told.check(steps, keep)
-        for step, number in numbers.items():
-            allowed = told.may[step] if step in told.unsure else {told.told.get(step)}
-            assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+    with opened(root) as ckpt:
+        numbers = _check_steps(ckpt, told, keep)
+        steps = [*numbers]
         live = {**state_of(0), "frozen": {"base": FROZEN.clone()}}
         if steps:
             assert ckpt.restore(live) == steps[-1]
@@ -158,12 +170,23 @@ def _check_run(root: Path, told: Told, keep: int | None = None) -> None:
         ckpt.save(state_of(990), 99).result()
         ckpt.wait()
         assert number_of(ckpt.load(99)) == 990
-    with _open(root) as ckpt:  # what lay above the newest step is decided by now
+    with opened(root) as ckpt:  # what lay above the newest step is decided by now
         ckpt.save(state_of(1000), 100).result()
-    named = "".join(path.read_text() for path in (root / "run").glob("*/*.json"))
-    left = [path.name for path in (root / "run").rglob("*") if ".tmp" in path.name or "rollback-" in path.name]
-    left += [path.name for path in (root / "run").rglob("*.tar") if path.name.split(".")[1] not in named]
-    assert not left, f"left: {', '.join(left)}"
+    for run in root.iterdir():
+        named = "".join(path.read_text() for path in run.glob("*/*.json"))
+        left = [path.name for path in run.rglob("*") if ".tmp" in path.name or "rollback-" in path.name]
+        left += [path.name for path in run.rglob("*.tar") if path.name.split(".")[1] not in named]
+        assert not left, f"left in {run.name}: {', '.join(left)}"
+
+
+def _check_steps(ckpt: AsyncCheckpointer, told: Told, keep: int | None = None) -> dict[int, int]:
+    steps = ckpt.steps()
+    numbers = {step: number_of(ckpt.load(step)) for step in steps}
+    told.check(steps, keep)
+    for step, number in numbers.items():
+        allowed = told.may[step] if step in told.unsure else {told.told.get(step)}
+        assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+    return numbers
 
 
 def _check_dcp(root: Path, told: Told) -> None:
@@ -190,7 +213,10 @@ RANK_SCENARIOS: Final[Mapping[str, RankScenario]] = {
     "4 ranks, then 2": RankScenario(
         2, _goes_on, lambda root, told: _check_run(root, told, 2), (0, 30), {1: 10, 2: 20}, 4
     ),
-    "DCP async_save of 2 ranks": RankScenario(2, _saves_by_dcp, _check_dcp, (20, 30), is_run=False),
+    "DCP async_save of 2 ranks": RankScenario(2, _saves_by_dcp, _check_dcp, (20, 30), opened=None),
+    "2 ranks, three places": RankScenario(
+        2, lambda rank: _saves(rank, _three), _check_three, (20, 30), {1: 10}, 2, opened=_three
+    ),
 }
 
 
@@ -205,16 +231,19 @@ def act(here: Here, name: str, root: str, notes: str, armed: Callable[[], None])
     if notes:
         scenario.act(rank)
     else:
-        save_before(rank, scenario.before)
+        assert scenario.opened is not None
+        save_before(rank, scenario.before, scenario.opened)
 
 
-def overtake(here: Here, root: str, notes: str) -> None:
+def overtake(here: Here, name: str, root: str, notes: str) -> None:
     """In the process of a rank: a new start, on another machine, which sees no locks of the one that is stopped."""
     fcntl.lockf = lambda *_: None
     mesh = init_device_mesh("cpu", (here.size,))
     live, state = _of_ranks(0, mesh), _of_ranks(500, mesh)
     told = Notes(Path(notes))
-    with _open(Path(root)) as ckpt:
+    opened = RANK_SCENARIOS[name].opened
+    assert opened is not None
+    with opened(Path(root)) as ckpt:
         step = (ckpt.restore(live) or 0) + 1
         with told.of(NEXT, step, 500):
             ckpt.save(state, step).result()

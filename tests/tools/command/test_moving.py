@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from buckets import Bucket
 from children import Child, Nursery
+from clients import environment_of
 from commands import run_command
 from racing import PATIENCE, until
 from slices import some
@@ -60,10 +62,10 @@ say("closed")
 class Training:
     """A training in a process of its own."""
 
-    def __init__(self, nursery: Nursery, folder: Path, *places: Any, **options: Any) -> None:
+    def __init__(self, nursery: Nursery, folder: Path, *places: Any, env: Any = None, **options: Any) -> None:
         self.asked = folder / f"asked {len(list(folder.iterdir()))}"
         self.asked.mkdir()
-        self.child = nursery.start(TRAINING, self.asked, options, *map(_code, places))
+        self.child = nursery.start(TRAINING, self.asked, options, *map(_code, places), env=env)
         self.child.wait_for_line("begins after")
 
     def save(self, *steps: int, told: str = "committed") -> None:
@@ -81,8 +83,8 @@ def _code(place: Any) -> str:
     return repr(str(place)) if isinstance(place, Path) else str(place)
 
 
-def move(nursery: Nursery, *arguments: Any) -> Child:
-    return nursery.start_module("async_ckpt", "move", *arguments)
+def move(nursery: Nursery, *arguments: Any, env: Any = None) -> Child:
+    return nursery.start_module("async_ckpt", "move", *arguments, env=env)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def slow(root: Path, bytes_per_second: float) -> None:
     (root / "tiers.json").write_bytes(seal({**fields, "max_bandwidth": bytes_per_second}))
 
 
-def assert_has(root: Path, step: int) -> None:
+def assert_has(root: Path | str, step: int) -> None:
     assert open_run(root).steps()[-1] == step
     assert_is_state(async_ckpt.load(root), step, 9)
 
@@ -291,6 +293,63 @@ def test_what_a_training_hears_has_arrived_is_restored_from_there_whenever_mover
         "repair", "--apply", roots[1]
     )  # of the tracker and the journal, which whoever was killed had not reached
     assert run_command("verify", roots[1]).returncode == 0
+
+
+# --- a store ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(s3: Any, bucket: str, monkeypatch: Any) -> Bucket:
+    """A bucket whose server and keys every process finds in its environment."""
+    for name, value in environment_of(s3).items():
+        monkeypatch.setenv(name, value)
+    return Bucket(s3, bucket)
+
+
+def test_a_mover_that_is_killed_in_an_upload_is_followed_by_another_which_goes_on(nursery, store, proxy, tmp_path):
+    near, far, env = tmp_path / "near", store.url("far"), environment_of(store.server)
+    begun([near, far])
+    ahead(near, 2)
+    proxy.delay(None, kind="complete_multipart_upload")
+    mover = move(nursery, near, env={**env, "AWS_ENDPOINT_URL": proxy.endpoint})
+    until(lambda: proxy.count(kind="complete_multipart_upload") > 0)
+    mover.send(signal.SIGKILL)
+    mover.ended()
+    assert open_run(far).steps() == [1]
+    assert len(store.uploads()) == 1
+    mover = move(nursery, near, env=env)
+    mover.wait_for_line(f"step 2 is at {far}\n")
+    ahead(near, 3, 4)
+    mover.wait_for_line(f"step 4 is at {far}\n")
+    mover.send(signal.SIGTERM)
+    ended = mover.ended()
+    assert (ended.status, ended.err) == (0, "")
+    assert store.server.options["secret_access_key"] not in (near / "tiers.json").read_text() + ended.out
+    assert_has(far, 4)
+    assert_is_state(async_ckpt.load(f"{far}/step_00000002"), 2, 9)
+    archives = [key for key in store.keys() if key.endswith(".tar")]  # noqa: SIM118
+    assert sorted(key.split("/")[1] for key in archives) == [f"step_{n:08d}" for n in open_run(far).steps()]
+    assert "far/moving.json" not in store.keys()  # noqa: SIM118
+
+
+def test_a_mover_to_a_store_goes_on_when_the_training_is_killed(nursery, store, tmp_path):
+    near, far, env = tmp_path / "near", store.url("far"), environment_of(store.server)
+    training = Training(nursery, tmp_path, near, repr(far), env=env, max_bandwidth=5e6)
+    training.save(1, told="arrived")
+    mover = move(nursery, near, env=env)
+    mover.wait_for_line("step 1 is at")
+    until(lambda: "far/moving.json" in store.keys())  # noqa: SIM118
+    training.save(2)
+    training.child.send(signal.SIGKILL)
+    assert "copies 2" not in training.child.ended().out
+    mover.wait_for_line(f"step 2 is at {far}\n")
+    mover.send(signal.SIGTERM)
+    assert mover.ended().status == 0
+    assert_has(far, 2)
+    training = Training(nursery, tmp_path, near, repr(far), env=env)  # takes the store from the one before
+    training.save(3, told="arrived")
+    assert training.close().status == 0
+    assert_has(far, 3)
 
 
 # --- once -----------------------------------------------------------------------------------------------------
