@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_read_dir, local_work_dir
-from ...plumbing import spans
+from ...plumbing import sharded, spans
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, require, require_names
@@ -108,7 +108,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for XLA, for DeepSpeed with a URL or another layout, and for FSDP1 with adapters, hybrid
+    here, NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or another layout, and for FSDP1 with adapters, hybrid
     sharding or LOCAL_STATE_DICT, and ValueError for another layout, and for `push_to_hub` with a URL.
     """
 
@@ -142,6 +142,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             raise NotImplementedError('layout="archive" is not served under DeepSpeed; leave it out')
         if self.is_deepspeed_enabled and is_url(self.args.output_dir):
             raise NotImplementedError("under DeepSpeed, output_dir must be a local folder")
+        if not self.is_fsdp_enabled and any(map(sharded.is_dtensor, self.model.parameters())):
+            raise NotImplementedError(
+                "a model with a tp_plan is not served; save it by an AsyncCheckpointer in a loop of your own"
+            )
         if self.is_fsdp_enabled:
             refuse(self.accelerator.state.fsdp_plugin, has_adapters=peft_config_of(self.model) is not None)
         self._pending: TrainerSave | None = None
