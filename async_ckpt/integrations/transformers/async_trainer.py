@@ -108,8 +108,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or another layout, and for FSDP1 with adapters, hybrid
-    sharding or LOCAL_STATE_DICT, and ValueError for another layout, and for `push_to_hub` with a URL.
+    here, NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or another layout, and for FSDP1 with
+    adapters, hybrid sharding or LOCAL_STATE_DICT, and ValueError for another layout, and for `push_to_hub` with a URL.
     """
 
     layout: Layout = "transformers"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from racing import until
 from rank_worlds import Worlds
 from slices import some
+
+from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-frameworks")
 pytest.importorskip("transformers", reason="transformers is not installed: make test-frameworks")
@@ -79,7 +82,7 @@ from deepspeed_trainers import *
 from async_ckpt.integrations.deepspeed import checkpoint_engine
 write, calls = checkpoint_engine.write_by_torch, iter(range(1, 100))
 def fail(content, path, **options):
-    if here.rank == 1 and "global_step" not in str(path) and next(calls) == 1:
+    if here.rank == 1 and next(calls) == 1:
         raise OSError("no room")
     write(content, path, **options)
 checkpoint_engine.write_by_torch = fail
@@ -193,3 +196,14 @@ def test_what_is_not_served_is_refused_before_any_training(worlds, tmp_path, mon
                 'layout="archive" is not served under DeepSpeed; pass layout="accelerate"',
             ]
         ]
+
+
+def test_the_callback_for_lightning_refuses_its_strategy_for_deepspeed():
+    """Called by hand: Lightning itself refuses this strategy without a GPU, ahead of any callback."""
+    lightning = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed: make test-frameworks")
+    checkpoints = AsyncTarCheckpointIO()
+    callback, strategy = checkpoints.callback(), lightning.strategies.DeepSpeedStrategy()
+    strategy.checkpoint_io = checkpoints
+    trainer = SimpleNamespace(strategy=strategy)
+    with pytest.raises(ValueError, match="DeepSpeedStrategy writes its checkpoints by itself, and is not served"):
+        callback._refuse_other_plugin(trainer)
