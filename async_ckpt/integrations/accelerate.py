@@ -437,7 +437,7 @@ class AsyncState:
             self._settle()
         except Exception as failed:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
-        if not self._is_sharded:  # other ranks may still look at an archive
+        if not self._is_sharded and not self._is_deepspeed:  # other ranks may still use what is beside the folder
             self._clear()
 
 

@@ -93,6 +93,11 @@ def kind_for(plugin: Any) -> type[FsdpArchive]:
     return FsdpFiles if "FULL_STATE_DICT" in str(plugin.state_dict_type) else FsdpFolders
 
 
+def has_optimizer(folder: str) -> bool:
+    """Whether accelerate has written the state of an optimizer there as a folder."""
+    return Path(folder, _FOLDERS["optimizer"]).is_dir()
+
+
 def refuse(plugin: Any, *, has_adapters: bool = False) -> None:
     """Raise NotImplementedError for what is not served of FSDP1."""
     if plugin.fsdp_version == 2:

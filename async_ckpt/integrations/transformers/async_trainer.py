@@ -29,7 +29,7 @@ from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, require, require_names
 from ..common.fsdp1_state import as_dtensors, optimizer_to_fill, take_back, take_back_optimizer, weights_of
-from ..common.fsdp_files import refuse
+from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
@@ -328,8 +328,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return TrainerSave(run, name, snapshot(parts, guard=guards or None), files, began)
 
     def _of_engine(self) -> Any:
-        """The saves of DeepSpeed's engine, which `train` has made."""
-        if self._engine is None:
+        """The saves of DeepSpeed's engine. Each `train` makes an engine."""
+        if self.deepspeed.checkpoint_engine is not self._engine:
             from ..deepspeed.trainer_files import for_trainer  # it imports DeepSpeed
 
             self._engine = for_trainer(self.deepspeed)
@@ -463,15 +463,16 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         archive = archive_in(checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        # Of FSDP1's, accelerate asks for no more than there is: nothing, if this did not have the state made.
-        to_fill = None if checkpoint is None else as_dtensors(optimizer_to_fill(self.model, optimizer))
         if archive is None:
+            if checkpoint is not None and has_optimizer(checkpoint):
+                optimizer_to_fill(self.model, optimizer)  # of FSDP1's, accelerate loads no state that is not there
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        live = {"optimizer": to_fill, "scheduler": self.lr_scheduler}
-        if lacking := missing_in(archive, live):  # of `save_only_model`; the Trainer goes on, too
+        if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # of `save_only_model`; the Trainer goes on, too
             self._tell_of_lacking(checkpoint, lacking)
         else:
+            to_fill = as_dtensors(optimizer_to_fill(self.model, optimizer))
+            live = {"optimizer": to_fill, "scheduler": self.lr_scheduler}
             restore(live, archive, select=tuple(live))
             take_back_optimizer(self.model, optimizer, to_fill)
 
