@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -29,7 +30,8 @@ from .common.checkpoint_history import note_when_done
 from .common.file_digests import note_digests
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
-from .common.fsdp_files import kind_for, sharded_parts
+from .common.fsdp1_state import as_dtensors, optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
+from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet
 from .common.small_files import refuse_full, write_files, written_by
 from .common.step_guard import StepGuard
@@ -79,8 +81,8 @@ class AsyncState:
         layout: "archive" writes one verified archive that any number of ranks can load; "accelerate" writes the files
             that `accelerator.load_state` reads. Both load both, and folders of accelerate.
 
-    Raises ImportError without accelerate, NotImplementedError for DeepSpeed, Megatron-LM, XLA and FSDP1, and
-    ValueError for another layout.
+    Raises ImportError without accelerate, NotImplementedError for Megatron-LM and XLA, for DeepSpeed with
+    archives, and for FSDP1 with hybrid sharding or LOCAL_STATE_DICT, and ValueError for another layout.
     """
 
     def __init__(self, accelerator: Any, layout: Layout = "archive") -> None:
@@ -88,17 +90,21 @@ class AsyncState:
         if layout not in ("archive", "accelerate"):
             raise ValueError(f'layout must be "archive" or "accelerate", got {layout!r}')
         kind = accelerator.distributed_type
-        if kind in (utils.DistributedType.DEEPSPEED, utils.DistributedType.MEGATRON_LM, utils.DistributedType.XLA):
-            raise NotImplementedError(f"AsyncState does not support {kind.value}; use accelerator.save_state")
+        self._is_deepspeed = kind == utils.DistributedType.DEEPSPEED
+        if self._is_deepspeed and layout == "archive":
+            raise NotImplementedError('layout="archive" is not served under DeepSpeed; pass layout="accelerate"')
+        if kind in (utils.DistributedType.MEGATRON_LM, utils.DistributedType.XLA):
+            raise NotImplementedError(f"AsyncState does not serve {kind.value}; use accelerator.save_state")
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         self._is_sharded = plugin is not None
-        if plugin is not None and plugin.fsdp_version != 2:
-            raise NotImplementedError("AsyncState supports only FSDP2; set fsdp_version=2")
+        if plugin is not None:
+            refuse(plugin)
         self._accelerator, self._layout = accelerator, layout
         self._guard = StepGuard()
         self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None
         self._noted: Future[None] | None = None  # done when the history has the newest save
         self._beside: Path | None = None  # where the archive of the newest save was written
+        self._engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -112,23 +118,26 @@ class AsyncState:
         snap: HeldSnapshot | None = None
 
         def take() -> dict[str, bytes]:
-            """Take this rank's snapshot, with the save before behind it. Returns its small files, by name."""
+            """Take this rank's snapshot. Returns its small files, by name."""
             nonlocal snap
-            self._settle()
             accelerator = self._accelerator
             models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
             files = written_by(lambda folder: self._write_small_files(models, folder), in_memory=True)
-            if self._writes or self._is_sharded:
-                snap = snapshot(self._parts(models), guard=self._guard(accelerator._optimizers) or None)
+            if self._writes or self._is_sharded:  # under DeepSpeed, of registered objects alone
+                optimizers = [] if self._is_deepspeed else accelerator._optimizers
+                snap = snapshot(self._parts(models), guard=self._guard(optimizers) or None)
             return files
 
-        # All ranks meet here, when the folder is ready, and when all is begun: an error of any is raised on all. Of
-        # files that several ranks have under one name, the first rank's counts.
+        # All ranks meet when the save before is behind them, since they may make their slices together; when each has
+        # its snapshot; when the folder is ready; and when all is begun: an error of any is raised on all. Of files that
+        # several ranks have under one name, the first rank's counts.
+        meet(self._settle)
         of_ranks = meet(take)
         files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
         self._accelerator.project_configuration.iteration += 1
         meet(lambda: self._begin_folder(folder))
-        meet(lambda: self._begin(snap, files, folder))
+        of_engine = self._files_of_engine() if self._is_deepspeed else None
+        meet(lambda: self._begin(snap, files, folder, of_engine))
         return None if self._pending is None else self._pending[1]
 
     def wait(self) -> None:
@@ -157,16 +166,29 @@ class AsyncState:
             with suppress(OSError):  # it is gone, or was a folder
                 self._beside.unlink()
 
+    def _files_of_engine(self) -> TrainingArchive:
+        """The files of DeepSpeed's engine, which all ranks begin to write."""
+        from .deepspeed.trainer_files import EngineFiles, for_trainer  # it imports DeepSpeed
+
+        if self._engine is None:
+            self._engine = for_trainer(self._accelerator._models[0])
+        assert self._beside is not None
+        return EngineFiles(self._engine, self._beside, utils.MODEL_NAME)
+
     def _settle(self) -> None:
-        if self._pending is None:
-            return
-        folder, handle, snap = self._pending
-        error = handle.exception()
-        if self._noted is not None:
-            self._noted.result()
-        self._pending = None
+        pending, error = self._pending, None
+        if pending is not None:
+            error = pending[1].exception()
+            if self._noted is not None:
+                self._noted.result()
+            self._pending = None
+        if self._engine is not None:
+            error = self._engine.finish() or error
         if error is not None:
             raise error
+        if pending is None:
+            return
+        folder, handle, snap = pending
         report = handle.result().as_dict(LOGGED_AS)
         report[f"{LOGGED_AS}stall_seconds"] += snap.stall_seconds
         self._accelerator.log({key: value for key, value in report.items() if math.isfinite(value)})
@@ -178,11 +200,25 @@ class AsyncState:
         accelerator = self._accelerator
         parts = {"optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
         if self._layout == "archive":
-            return {"models": accelerator._models, **parts}
+            optimizers = [optimizer_of(*pair) for pair in self._pairs()]
+            models = [*map(weights_of, accelerator._models)]
+            return {**parts, "models": as_dtensors(models), "optimizers": as_dtensors(optimizers)}
+        if self._is_deepspeed:
+            return {"custom": accelerator._custom_objects}
         if not self._is_sharded:
             return {"models": models, **parts}
         optimizer, kind = next(iter(accelerator._optimizers), None), kind_for(accelerator.state.fsdp_plugin)
         return {**sharded_parts(accelerator._models[0], optimizer, kind), "custom": accelerator._custom_objects}
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Each optimizer, without accelerate's wrapper, behind the model of its number, whose optimizer it is."""
+        accelerator = self._accelerator
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+        return [
+            (model, optimizer)
+            for model, optimizer in zip_longest(accelerator._models, optimizers)
+            if optimizer is not None
+        ]
 
     def _archived(self, parts: Iterable[str]) -> tuple[type[TrainingArchive] | None, list[str]]:
         """The kind of archive, if any, and the parts that are in it: all, or those of all ranks."""
@@ -192,8 +228,10 @@ class AsyncState:
             return None, []
         return kind_for(self._accelerator.state.fsdp_plugin), [part for part in parts if part != "custom"]
 
-    def _begin(self, snap: HeldSnapshot | None, files: dict[str, bytes], folder: Path) -> None:
-        """Have this rank's part of a save written."""
+    def _begin(
+        self, snap: HeldSnapshot | None, files: dict[str, bytes], folder: Path, archive: TrainingArchive | None
+    ) -> None:
+        """Have this rank's part of a save written. `archive` is what is being written already."""
         if snap is None:
             return
         with snap:
@@ -201,8 +239,8 @@ class AsyncState:
             in_archive, in_files = {name: snap[name] for name in names}, {n: snap[n] for n in snap.keys() - {*names}}
             if self._layout == "archive":
                 in_archive, files = {**in_archive, "files": files}, {}
-            archive = None if kind is None else kind(in_archive, path_beside(folder))
-            if archive is not None:
+            if kind is not None:
+                archive = kind(in_archive, path_beside(folder))
                 handle = archive.handle
                 handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
             if self._writes:
@@ -233,7 +271,7 @@ class AsyncState:
             folder,
             [],
             [],
-            accelerator._schedulers,
+            self._own_schedulers,
             accelerator._dataloaders,
             accelerator.process_index,
             accelerator.step,
@@ -258,8 +296,14 @@ class AsyncState:
 
     @property
     def _plain_models(self) -> list[Any]:
-        """The models whose weights this process has as a whole; under FSDP2 none."""
-        return [] if self._is_sharded else list(self._accelerator._models)
+        """The models whose weights this process writes as a whole; under FSDP and DeepSpeed none."""
+        return [] if self._is_sharded or self._is_deepspeed else list(self._accelerator._models)
+
+    @property
+    def _own_schedulers(self) -> list[Any]:
+        """The schedulers that the engine of DeepSpeed does not save."""
+        schedulers = self._accelerator._schedulers
+        return [one for one in schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
 
     @property
     def _writes(self) -> bool:
@@ -288,13 +332,15 @@ class AsyncState:
             self._load_archive(archive)
         else:
             meet(lambda: self._compare(Path(folder), self._numbers_in(folder), os.listdir(folder)))
+            for pair in self._pairs():
+                optimizer_to_fill(*pair)  # of FSDP1's, accelerate loads no state that is not there
             self._accelerator.load_state(str(folder), **options)
 
     def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
         """The numbers of objects in a folder of accelerate. Under FSDP2, models and optimizers have other names."""
         names = os.listdir(folder)
         numbers = {"custom": sum(re.fullmatch(r"custom_checkpoint_\d+\.pkl", name) is not None for name in names)}
-        if not self._is_sharded:
+        if not self._is_sharded and not self._is_deepspeed:
             models = (re.fullmatch(r"(?:pytorch_)?model(_\d+)?\.(?:safetensors|bin)", name) for name in names)
             numbers["models"] = len({found[1] for found in models if found})
             numbers["optimizers"] = sum(re.fullmatch(r"optimizer(_\d+)?\.bin", name) is not None for name in names)
@@ -342,14 +388,15 @@ class AsyncState:
             if isinstance(loader.dataset, data_loader.IterableDatasetShard)
             and isinstance(loader.get_sampler(), data_loader.SeedableRandomSampler)
         ]
-        names = {_numbered("", "scheduler", i, "bin") for i in range(len(accelerator._schedulers))}
+        names = {_numbered("", "scheduler", i, "bin") for i in range(len(self._own_schedulers))}
         names |= {_numbered("", "sampler", i, "bin") for i in loaders}
         return names if accelerator.scaler is None else {*names, "scaler.pt"}
 
     def _load_archive(self, archive: Path) -> None:
         accelerator = self._accelerator
-        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
-        live = {"models": accelerator._models, "optimizers": optimizers, "custom": accelerator._custom_objects}
+        models, optimizers = accelerator._models, as_dtensors([optimizer_to_fill(*pair) for pair in self._pairs()])
+        weights = as_dtensors([*map(weights_of, models)])
+        live = {"models": weights, "optimizers": optimizers, "custom": accelerator._custom_objects}
         live = {name: objects for name, objects in live.items() if objects}
         files: dict[str, bytes] = {}
 
@@ -360,6 +407,10 @@ class AsyncState:
         meet(compare)
         if live:
             restore(live, archive, select=tuple(live))
+        for model, filled in zip(models, weights, strict=True):
+            take_back(model, filled)
+        for pair, state in zip(self._pairs(), optimizers, strict=True):
+            take_back_optimizer(*pair, state)
         with tempfile.TemporaryDirectory() as folder:
             write_files(files, folder)
             for hook in accelerator._load_model_state_pre_hook.values():
@@ -386,7 +437,7 @@ class AsyncState:
             self._settle()
         except Exception as failed:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
-        if not self._is_sharded:  # other ranks may still look at an archive
+        if not self._is_sharded and not self._is_deepspeed:  # other ranks may still use what is beside the folder
             self._clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ class Counted:
         self.number, self.mean = state["number"], state["mean"].clone()
 
 
+def stay_on_processors() -> None:
+    """Have FSDP1 give whole state dicts on processors: there it frees what it moves to where it is."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    FlatParamHandle.to_cpu = nullcontext
+
+
 class Training:
     """An Accelerator with all that it prepares. `dropout=0` has no draws, so that losses depend on no rank's numbers."""
 
@@ -43,25 +51,29 @@ class Training:
         folder: object,
         *,
         sharded: bool = False,
+        version: int = 2,
         total_limit: int | None = None,
         dropout: float = 0.1,
         workers: int = 0,
         whole_tensors: bool = False,
         on: dict[str, Any] | None = None,
     ) -> None:
-        """`on` has the arguments of an Accelerator on another device than the processor."""
+        """`version` is that of FSDP, if it is sharded by it. `on` has the arguments of an Accelerator on another device than the processor."""
         AcceleratorState._reset_state(reset_partial_state=True)
         set_seed(0)
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=total_limit)
         self.accelerator = Accelerator(project_config=project, **({"cpu": True} if on is None else on))
+        if version == 1:
+            stay_on_processors()
         if sharded:  # accelerate sets that type on accelerators only
             # Each AcceleratorState() takes it from there anew.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.device = torch.device("cpu")  # FSDP1 takes none with a number
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
+                fsdp_version=version,
                 auto_wrap_policy="no_wrap",
-                reshard_after_forward=True,
+                reshard_after_forward=True if version == 2 else "FULL_SHARD",
                 cpu_ram_efficient_loading=False,
                 state_dict_type="FULL_STATE_DICT" if whole_tensors else "SHARDED_STATE_DICT",
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerated import stay_on_processors
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -131,11 +132,14 @@ def whole_in(place: str) -> dict[str, list[str]]:
     return found
 
 
-def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> type[Any]:
-    """The trainer under FSDP2 on processors. accelerate sets that type on accelerators only, so that it is set by hand."""
+def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT", version: int = 2) -> type[Any]:
+    """The trainer under FSDP2, or FSDP1, on processors. accelerate sets that type on accelerators only: it is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+
+    if version == 1:
+        stay_on_processors()
 
     class Sharded(kind):  # type: ignore[misc]
         def create_accelerator_and_postprocess(self) -> None:
@@ -143,13 +147,14 @@ def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> typ
             # Each AcceleratorState() takes it from there anew.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.device = torch.device("cpu")  # FSDP1 takes none with a number
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
+                fsdp_version=version,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["GPT2Block"],
                 state_dict_type=state_dict_type,
                 cpu_ram_efficient_loading=False,
-                reshard_after_forward=True,
+                reshard_after_forward=True if version == 2 else "FULL_SHARD",
             )
             self.is_fsdp_enabled = True
 

@@ -1,4 +1,4 @@
-"""Files and folders as accelerate writes them under FSDP2, made from an archive of all ranks.
+"""Files and folders as accelerate writes them under FSDP, made from an archive of all ranks.
 
 In: sharded state dicts, and their archive as it becomes durable. Out: folders of torch.distributed.checkpoint, or files
 of whole tensors. Knows nothing of: trainers.
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ... import load
 from ...plumbing import write_by_torch
 from ..dcp import to_dcp
+from .fsdp1_state import as_dtensors, as_slices
 from .training_archive import TrainingArchive
 
 # The folders and files of the parts, by accelerate's names.
@@ -88,8 +89,27 @@ class FsdpFolders(FsdpArchive):
 
 
 def kind_for(plugin: Any) -> type[FsdpArchive]:
-    """The kind of archive from which that is made what accelerate writes with this plugin for FSDP2."""
+    """The kind of archive from which that is made what accelerate writes with this plugin for FSDP."""
     return FsdpFiles if "FULL_STATE_DICT" in str(plugin.state_dict_type) else FsdpFolders
+
+
+def has_optimizer(folder: str) -> bool:
+    """Whether accelerate has written the state of an optimizer there as a folder."""
+    return Path(folder, _FOLDERS["optimizer"]).is_dir()
+
+
+def refuse(plugin: Any, *, has_adapters: bool = False) -> None:
+    """Raise NotImplementedError for what is not served of FSDP1."""
+    if plugin.fsdp_version == 2:
+        return
+    if "LOCAL_STATE_DICT" in str(plugin.state_dict_type):
+        raise NotImplementedError("FSDP1's LOCAL_STATE_DICT is not served; set state_dict_type to SHARDED_STATE_DICT")
+    if "HYBRID" in str(plugin.sharding_strategy or plugin.reshard_after_forward):
+        raise NotImplementedError(
+            "FSDP1's hybrid sharding is not served; set FULL_SHARD or SHARD_GRAD_OP, or use FSDP2"
+        )
+    if has_adapters:
+        raise NotImplementedError("adapters under FSDP1 are not served; use FSDP2: fsdp_version=2")
 
 
 def sharded_parts(
@@ -97,9 +117,10 @@ def sharded_parts(
 ) -> dict[str, Any]:
     """The state dicts of a sharded model and of its optimizer, if it has one, by names of parameters.
 
-    They are views, made without communication.
+    Under FSDP2 they are views, made without communication; under FSDP1 copies, for which all ranks meet.
     """
-    parts = {"model": kind.weights_of(model, only_adapters=only_adapters)}
-    if optimizer is not None:
-        parts["optimizer"] = get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer))
-    return parts
+    with as_slices(model):
+        parts = {"model": kind.weights_of(model, only_adapters=only_adapters)}
+        if optimizer is not None:
+            parts["optimizer"] = get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer))
+    return {name: as_dtensors(part) for name, part in parts.items()}

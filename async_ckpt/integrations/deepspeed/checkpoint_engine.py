@@ -75,6 +75,11 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
     NotImplementedError for what is not served: optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders
     of each node, and with `layout="archive"` engines without ZeRO, with model parallelism or with experts.
     """
+    return DeepSpeedCheckpoints(checked(engine, layout), layout)
+
+
+def checked(engine: Any, layout: Layout) -> Any:
+    """The engine. Raises what `use` raises."""
     package = require("deepspeed", oldest=_OLDEST, newest=_NEWEST)
     require_names(package, engine, _USED)
     if layout not in ("deepspeed", "archive"):
@@ -84,7 +89,7 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
     _refuse(engine)
     if layout == "archive":
         zero_archive.refuse(engine)
-    return DeepSpeedCheckpoints(engine, layout)
+    return engine
 
 
 def _refuse(engine: Any) -> None:
@@ -127,10 +132,13 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     A checkpoint is what plain DeepSpeed writes, and loads. Its folder appears when the files of all ranks are durable,
     and then `latest` names it. One save is under way at a time: the next save, `engine.load_checkpoint`, `wait`,
     `engine.destroy` and the exit of the interpreter wait for it. The first three raise its error on every rank.
+
+    With `is_part`, its folders are parts of a trainer's checkpoints: they have neither a lock nor a history.
     """
 
-    def __init__(self, engine: Any, layout: Layout) -> None:
+    def __init__(self, engine: Any, layout: Layout, *, is_part: bool = False) -> None:
         super().__init__()
+        self._is_part = is_part
         self.name = "async_ckpt"
         self._engine, self._layout, self._guard = engine, layout, ZeroGuard()
         self._plain = SimpleNamespace(
@@ -186,7 +194,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             raise
         ended: Future[None] = threads.running_future()
         self._pending = _TagSave(folder, handle, engine.global_steps, spans.monotonic() - began, ended)
-        follow = partial(_follow, self._pending, notes=engine.global_rank == 0)
+        follow = partial(_follow, self._pending, notes=engine.global_rank == 0 and not self._is_part)
         self._follower.submit(follow, ended.set_exception)
         return True
 
@@ -255,6 +263,29 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         reports, self._reports = self._reports, []
         return reports
 
+    # --- what trainers call -----------------------------------------------------------------------------------
+
+    def begin(self, save_dir: Path, tag: str | None, **options: Any) -> Future[None]:
+        """Save, and return what is done when the files of all ranks are durable. Every rank calls it."""
+        self.save_checkpoint(save_dir, tag, **options)
+        assert self._pending is not None
+        return self._pending.ended
+
+    def guards(self) -> list[Any]:
+        """The optimizers for a snapshot of this moment."""
+        return self._guard(self._engine)
+
+    def finish(self) -> Exception | None:
+        """Wait for this rank's part of the save under way. Returns its error. One rank may call it."""
+        try:
+            with self._removing_last():
+                self._after_last()
+        except Exception as error:
+            return error
+        finally:
+            self._reports.clear()
+        return None
+
     # --- what DeepSpeed calls ---------------------------------------------------------------------------------
 
     def create(self, info: Any) -> None:
@@ -292,7 +323,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             with self._removing_last():
                 self._after_last()
         finally:
-            if last is not None and self._engine.global_rank == 0:
+            if last is not None and self._engine.global_rank == 0 and not self._is_part:
                 note_closed(last.folder.save_dir)
             let_go(self)
 
@@ -345,7 +376,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def _make(self, folder: TagFolder | StoredFolder) -> str | None:
         """On rank 0, take the folder for this process, and make the hidden folder of a save."""
-        if isinstance(folder, TagFolder) and self._engine.global_rank == 0:
+        if isinstance(folder, TagFolder) and self._engine.global_rank == 0 and not self._is_part:
             hold_for(self, folder.save_dir)
         return folder.make()
 

@@ -100,7 +100,12 @@ class TrainerHooks:
                 "Trainer(plugins=[checkpoints], callbacks=[checkpoints.callback()])"
             )
         kinds = {kind.__name__ for kind in type(strategy).mro()}
-        if saves_shards(strategy) or "DeepSpeedStrategy" in kinds:
+        if "DeepSpeedStrategy" in kinds:
+            raise ValueError(
+                "DeepSpeedStrategy writes its checkpoints by itself, and is not served; leave plugin and callback out, "
+                "or train by an engine of your own, with async_ckpt.integrations.deepspeed.use(engine)"
+            )
+        if saves_shards(strategy):
             raise ValueError(
                 f"{type(strategy).__name__} writes its checkpoints by itself; if it is a ModelParallelStrategy or an "
                 "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); other strategies are not supported"

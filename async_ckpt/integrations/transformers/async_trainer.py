@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_read_dir, local_work_dir
-from ...plumbing import spans
+from ...plumbing import sharded, spans
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, require, require_names
+from ..common.fsdp1_state import as_dtensors, optimizer_to_fill, take_back, take_back_optimizer, weights_of
+from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
-from ..common.training_archive import archive_in, missing_in
+from ..common.training_archive import TrainingArchive, archive_in, missing_in, path_beside
 from ..dcp import restore
 from .trainer_parts import FILES, parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
@@ -106,8 +108,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, and for `push_to_hub`
-    with a URL.
+    here, NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or another layout, and for FSDP1 with
+    adapters, hybrid sharding or LOCAL_STATE_DICT, and ValueError for another layout, and for `push_to_hub` with a URL.
     """
 
     layout: Layout = "transformers"
@@ -134,14 +136,21 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         require_names(require("transformers", oldest=_OLDEST, newest=_NEWEST), Trainer, _USED)
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
-        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
+        if self.is_fsdp_xla_enabled:
+            raise NotImplementedError("AsyncCheckpointing does not serve XLA; use the plain Trainer there")
+        if self.is_deepspeed_enabled and self.layout == "archive":
+            raise NotImplementedError('layout="archive" is not served under DeepSpeed; leave it out')
+        if self.is_deepspeed_enabled and is_url(self.args.output_dir):
+            raise NotImplementedError("under DeepSpeed, output_dir must be a local folder")
+        if not self.is_fsdp_enabled and any(map(sharded.is_dtensor, self.model.parameters())):
             raise NotImplementedError(
-                "AsyncCheckpointing does not support DeepSpeed and XLA; use the plain Trainer there"
+                "a model with a tp_plan is not served; save it by an AsyncCheckpointer in a loop of your own"
             )
-        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            raise NotImplementedError("AsyncCheckpointing supports only FSDP2; set fsdp_config={'version': 2}")
+        if self.is_fsdp_enabled:
+            refuse(self.accelerator.state.fsdp_plugin, has_adapters=peft_config_of(self.model) is not None)
         self._pending: TrainerSave | None = None
         self._run: LocalRun | StoredRun | None = None  # of the newest save
+        self._engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
         self._url: str | None = None
         if is_url(self.args.output_dir):
             self._write_to(self.args.output_dir)
@@ -190,16 +199,18 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
         trainer.wait_for_checkpoint()  # such as in a callback's `on_save`
         """
-        pending = self._pending
-        if pending is None:
-            return
-        error = pending.handle.exception()
-        if pending.noted is not None:
-            pending.noted.result()
-        self._pending = None
+        pending, error = self._pending, None
+        if pending is not None:
+            error = pending.handle.exception()
+            if pending.noted is not None:
+                pending.noted.result()
+            self._pending = None
+        if self._engine is not None:
+            error = self._engine.finish() or error
         if error is not None:
             raise error
-        self._settle(pending)
+        if pending is not None:
+            self._settle(pending)
 
     def _wait_on_all_ranks(self) -> None:
         """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
@@ -270,8 +281,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Take the snapshot of a checkpoint, and have it written in the background.
 
-        All ranks meet three times, so that an error of any is raised on all: when each has its snapshot, with its part
-        of the checkpoint before behind it; when the folder is ready; and when all is begun.
+        All ranks meet four times, so that an error of any is raised on all: when the checkpoint before is behind them,
+        since they may make their slices together; when each has its snapshot; when the folder is ready; and when all is
+        begun.
         """
         began = spans.monotonic()
         if self.hp_search_backend is None and trial is None:
@@ -282,36 +294,53 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         def take() -> dict[str, bytes]:
             """Take this rank's snapshot. Returns the files of its random states, by name."""
             nonlocal save
-            self._wait_for_push()
-            self.wait_for_checkpoint()
             save = self._take(self._enter(run_dir), name, began)
             return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
 
+        meet(self._wait_for_last)
         rng = {file: data for files in meet(take) for file, data in files.items()}
         run = self._enter(run_dir)
         self._note_best(run, name)
         meet(lambda: self._make_ready(run, name))
-        meet(lambda: self._begin(save, rng))
+        files = self._files_of_engine(run, name) if self.is_deepspeed_enabled else None
+        meet(lambda: self._begin(save, rng, files))
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             if save is not None and self.args.should_save:
                 run.end()  # what is hidden would be pushed, too
             self._push_from_checkpoint(run.place(name))
 
-    def _wait_for_push(self) -> None:
-        """Wait for the push under way: it takes all of `output_dir`, and would take hidden files of a save along."""
+    def _wait_for_last(self) -> None:
+        """Wait for the push under way, which takes all of `output_dir` with what is hidden there, and for the save."""
         push = getattr(self, "push_in_progress", None)
         if push is not None:
             push.wait_until_done()
+        self.wait_for_checkpoint()
 
     def _take(self, run: LocalRun | StoredRun, name: str, began: float) -> TrainerSave | None:
         """This rank's part of a save, with its snapshot taken; None if it writes nothing."""
+        is_spread = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        parts = parts_of(self) if self.args.should_save or is_spread else {}
         if not self.args.should_save and not self.is_fsdp_enabled:
             return None
-        parts = parts_of(self)
-        files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
-        snap = snapshot(parts, guard=self._guard([self.optimizer]) or None)
-        return TrainerSave(run, name, snap, files, began)
+        files = {} if is_spread else self._files_of_subclass(parts)
+        guards = self._of_engine().guards() if self.is_deepspeed_enabled else self._guard([self.optimizer])
+        return TrainerSave(run, name, snapshot(parts, guard=guards or None), files, began)
+
+    def _of_engine(self) -> Any:
+        """The saves of DeepSpeed's engine. Each `train` makes an engine."""
+        if self.deepspeed.checkpoint_engine is not self._engine:
+            from ..deepspeed.trainer_files import for_trainer  # it imports DeepSpeed
+
+            self._engine = for_trainer(self.deepspeed)
+        return self._engine
+
+    def _files_of_engine(self, run: LocalRun | StoredRun, name: str) -> Any:
+        """The files of the engine, which all ranks begin to write."""
+        from ..deepspeed.trainer_files import EngineFiles
+
+        saves, beside = self._of_engine(), path_beside(Path(run.place(name)))
+        return EngineFiles(saves, beside, exclude_frozen_parameters=peft_config_of(self.model) is not None)
 
     def _make_ready(self, run: LocalRun | StoredRun, name: str) -> None:
         """Remove what earlier saves have left where ranks are about to write. None of them writes meanwhile."""
@@ -319,12 +348,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             _clear_jit_mark(Path(run.place(name)))
             run.begin(name)
 
-    def _begin(self, save: TrainerSave | None, rng: Mapping[str, bytes]) -> None:
+    def _begin(self, save: TrainerSave | None, rng: Mapping[str, bytes], files: TrainingArchive | None) -> None:
         """Have this rank's part of a save written."""
         if self.args.should_save:
             self._note_callbacks()
         if save is not None:
-            save.begin(self, rng)
+            save.begin(self, rng, files)
             self._pending = save
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -371,6 +400,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         url = self._url if output_dir is None else output_dir
         with local_work_dir(url) if url is not None and is_url(url) else nullcontext(output_dir) as folder:
             super().save_model(folder, _internal_call)
+            if self._engine is not None:  # DeepSpeed may have saved there
+                self._engine.wait()
 
     def _note_best(self, run: LocalRun | StoredRun, name: str) -> None:
         """Name the folder of the best step, if it was saved, or is just being saved."""
@@ -424,21 +455,26 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         """Fill the model from an archive; False if that has none."""
         if archive is None or not archive.is_dir():  # only several ranks write the weights there
             return False
-        adapters = peft_config_of(model)
-        restore({"model": model if adapters is None else written_weights(model)}, archive, select="model")
+        weights = as_dtensors(weights_of(model) if peft_config_of(model) is None else written_weights(model))
+        restore({"model": weights}, archive, select="model")
+        take_back(model, weights, strict=peft_config_of(model) is None)
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         archive = archive_in(checkpoint)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if archive is None:
+            if checkpoint is not None and has_optimizer(checkpoint):
+                optimizer_to_fill(self.model, optimizer)  # of FSDP1's, accelerate loads no state that is not there
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        live = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
-        if lacking := missing_in(archive, live):  # of `save_only_model`; the Trainer goes on, too
+        if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # of `save_only_model`; the Trainer goes on, too
             self._tell_of_lacking(checkpoint, lacking)
         else:
+            to_fill = as_dtensors(optimizer_to_fill(self.model, optimizer))
+            live = {"optimizer": to_fill, "scheduler": self.lr_scheduler}
             restore(live, archive, select=tuple(live))
+            take_back_optimizer(self.model, optimizer, to_fill)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         archive, scaler = archive_in(checkpoint), getattr(self.accelerator, "scaler", None)

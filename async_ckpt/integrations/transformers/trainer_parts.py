@@ -1,6 +1,6 @@
 """The parts of a checkpoint of a trainer: what is copied, and what of it is in an archive.
 
-In: a trainer. Out: its state by parts, without communication; the kind of its archive. Knows nothing of: files, saves.
+In: a trainer. Out: its state by parts; the kind of its archive. Knows nothing of: files, saves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from ..common.fsdp1_state import as_dtensors, as_slices, optimizer_of
 from ..common.fsdp_files import FsdpArchive, kind_for, sharded_parts
 from ..common.training_archive import TrainingArchive
 
@@ -18,19 +19,37 @@ FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scale
 
 
 def parts_of(trainer: Any) -> dict[str, Any]:
-    """The state to copy, in the structure of an archive; random states are no part of it."""
+    """The state to copy, in the structure of an archive; random states are no part of it.
+
+    Under FSDP1 and ZeRO 3 all ranks meet.
+    """
     kind, adapters = kind_of_archive(trainer), peft_config_of(trainer.model)
-    if issubclass(kind, FsdpArchive):
+    if trainer.is_deepspeed_enabled:
+        parts = {"model": _weights_under_deepspeed(trainer)}
+    elif issubclass(kind, FsdpArchive):
         parts = sharded_parts(trainer.model, trainer.optimizer, kind, only_adapters=adapters is not None)
     else:
-        parts = {"model": written_weights(trainer.model), "optimizer": trainer.optimizer}
+        optimizer = optimizer_of(trainer.model, trainer.optimizer)
+        parts = as_dtensors({"model": written_weights(trainer.model), "optimizer": optimizer})
     if trainer.args.save_only_model:
         return {"model": parts["model"]}
-    parts["scheduler"] = trainer.lr_scheduler.state_dict()
+    if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":  # which the engine saves
+        parts["scheduler"] = trainer.lr_scheduler.state_dict()
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
         parts["scaler"] = scaler.state_dict()
     return parts
+
+
+def _weights_under_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
+    """The weights that the Trainer writes beside the engine's files: none where ZeRO 3 is not to gather them."""
+    engine = trainer.deepspeed
+    if engine.zero_optimization_stage() < 3:
+        return written_weights(trainer.model)
+    if not engine.zero_gather_16bit_weights_on_model_save():
+        return {}
+    only_trained = peft_config_of(trainer.model) is not None
+    return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
 
 
 def archived(trainer: Any, parts: Iterable[str]) -> list[str]:
@@ -41,7 +60,7 @@ def archived(trainer: Any, parts: Iterable[str]) -> list[str]:
 
 
 def kind_of_archive(trainer: Any) -> type[TrainingArchive]:
-    """The kind of archive: for itself, or under FSDP2 for what the plain Trainer writes."""
+    """The kind of archive: for itself, or under FSDP for what the plain Trainer writes."""
     if not trainer.is_fsdp_enabled or trainer.layout == "archive":
         return TrainingArchive
     return kind_for(trainer.accelerator.state.fsdp_plugin)
@@ -54,7 +73,8 @@ def peft_config_of(model: Any) -> Mapping[str, Any] | None:
 
 def written_weights(model: Any) -> dict[str, torch.Tensor]:
     """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
-    weights: dict[str, torch.Tensor] = model.state_dict()
+    with as_slices(model):
+        weights: dict[str, torch.Tensor] = as_dtensors(model.state_dict())
     adapters = peft_config_of(model)
     if adapters is None:
         return weights

@@ -21,6 +21,7 @@ from ...plumbing import disk, spans, write_by_torch
 from ..common.checkpoint_history import note_when_done
 from ..common.file_digests import note_digests
 from ..common.frameworks import LOGGED_AS
+from ..common.fsdp1_state import plain_of
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
 from ..common.small_files import refuse_full, write_files
@@ -51,13 +52,14 @@ class TrainerSave:
         self._archive: TrainingArchive | None = None
         self.noted: Future[None] | None = None  # done when the history has the save
 
-    def begin(self, trainer: Any, rng: Mapping[str, bytes]) -> None:
-        """Have everything written that this rank writes. `rng` has the files of random states of all ranks."""
+    def begin(self, trainer: Any, rng: Mapping[str, bytes], archive: TrainingArchive | None = None) -> None:
+        """Have everything written that this rank writes. `rng` has the files of random states of all ranks, and
+        `archive` what is being written already.
+        """
         with self._snap as snap:
             in_archive: dict[str, Any] = {part: snap[part] for part in archived(trainer, snap.keys())}
             if rng and trainer.layout == "archive":
                 in_archive["rng"] = rng
-            archive = None
             if in_archive:
                 archive = self._archive = self.run.archive(in_archive, self.name, kind_of_archive(trainer))
                 self.handle = archive.handle
@@ -119,10 +121,11 @@ def _frozen(trainer: Any) -> Any:
     frozen.args, frozen.state = copy.copy(trainer.args), copy.copy(trainer.state)
     frozen.state.log_history = list(trainer.state.log_history)
     frozen.state.stateful_callbacks = copy.deepcopy(trainer.state.stateful_callbacks)
-    frozen.model = object.__new__(type(trainer.model))  # not copy.copy: FSDP2 has its modules made anew
-    frozen.model.__dict__.update(vars(trainer.model))
-    for name in {"config", "generation_config"} & {*vars(trainer.model)}:
-        frozen.model.__dict__[name] = copy.deepcopy(vars(trainer.model)[name])
+    model = plain_of(trainer.model)
+    frozen.model = object.__new__(type(model))  # not copy.copy: FSDP2 has its modules made anew
+    frozen.model.__dict__.update(vars(model))
+    for name in {"config", "generation_config"} & {*vars(model)}:
+        frozen.model.__dict__[name] = copy.deepcopy(vars(model)[name])
     return frozen
 
 

@@ -5,7 +5,7 @@ names what is durable. Knows nothing of: how an archive is written and read.
 
 - `checkpoint_manager.py`: `VerlCheckpointManager`, which verl's engine, or a script of your own, saves and loads by.
 - `part_folder.py`: the folder of one model in that of a step, and the tracker.
-- `fsdp_state.py`: the state of a model and its optimizer under FSDP, FSDP2 or neither.
+- `fsdp_state.py`: the weights of a model under FSDP, FSDP2 or neither.
 - `engines.py`: verl's FSDP engines with this manager, by the name `async_ckpt`. It is imported by verl.
 """
 

@@ -24,6 +24,7 @@ import torch
 from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
 from ...errors import NotCommittedError
 from ...plumbing import ledger, spans, threads, waits
+from ..common import fsdp1_state
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -262,7 +263,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     def _write_exported_config(self, folder: str) -> None:
         """The configs beside exported weights, as verl has them: those of a new model in bfloat16."""
-        plain = fsdp_state.plain_of(self.model)
+        plain = fsdp1_state.plain_of(self.model)
         config = copy.deepcopy(plain.config)
         config.dtype = torch.bfloat16
         config.save_pretrained(f"{folder}/{_HF}")
@@ -276,7 +277,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.should_save_model:
             state["model"] = fsdp_state.weights_of(self.model, only_adapters=self._saves_adapters())
         if self.should_save_optimizer:
-            state["optimizer"] = fsdp_state.optimizer_of(self.model, self.optimizer)
+            state["optimizer"] = fsdp1_state.optimizer_of(self.model, self.optimizer)
         if self.should_save_extra:
             state["rng"] = RngState("verl")
             if self.lr_scheduler is not None:
@@ -409,7 +410,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.should_load_model:
             live["model"] = fsdp_state.weights_of(self.model, only_adapters=only_adapters)
         if self.should_load_optimizer:
-            live["optimizer"] = fsdp_state.optimizer_to_fill(self.model, self.optimizer)
+            live["optimizer"] = fsdp1_state.optimizer_to_fill(self.model, self.optimizer)
         if self.should_load_extra:
             if is_same_world:
                 live["rng"] = RngState("verl")
@@ -420,7 +421,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.should_load_model:
             fsdp_state.take_back(self.model, live["model"], only_adapters=only_adapters)
         if self.should_load_optimizer:
-            fsdp_state.take_back_optimizer(self.model, self.optimizer, live["optimizer"])
+            fsdp1_state.take_back_optimizer(self.model, self.optimizer, live["optimizer"])
         meet(lambda: None)  # as verl's own, which returns when all ranks have loaded
 
     def _facts(self, folder: PartFolder) -> dict[str, Any]:

@@ -1,39 +1,21 @@
-"""The state of a model and its optimizer under FSDP, FSDP2 or neither, as slices of whole tensors.
+"""The weights of a model under FSDP, FSDP2 or neither, as slices of whole tensors.
 
-In: a model and an optimizer as verl makes them. Out: what an archive is made of, and what it fills. Knows nothing of:
-folders, saves.
+In: a model as verl makes it. Out: what an archive is made of, and what it fills. Knows nothing of: folders, saves.
 
-FSDP2 and plain modules have tensors that are filled where they are. FSDP makes its slices by collectives, and takes
-them back from copies.
+FSDP2 and plain modules have tensors that are filled where they are. For FSDP there is `common.fsdp1_state`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+
+from ..common.fsdp1_state import as_slices, is_fsdp1, plain_of
 
 _LORA: Final = ("lora_", ".adapter_")
-
-
-def is_fsdp1(model: Any) -> bool:
-    return isinstance(model, FullyShardedDataParallel)
-
-
-def plain_of(model: Any) -> Any:
-    """The model that knows its config, as verl finds it."""
-    return model._fsdp_wrapped_module if is_fsdp1(model) else model
 
 
 def has_adapters(model: Any) -> bool:
@@ -47,7 +29,7 @@ def is_adapter(name: str) -> bool:
 
 def weights_of(model: Any, *, only_adapters: bool) -> dict[str, Any]:
     """The weights of this rank by name. Under FSDP every rank calls it. Raises ValueError without adapters."""
-    with _sharded(model):
+    with as_slices(model):
         weights = dict(model.state_dict())
     if not only_adapters:
         return weights
@@ -61,34 +43,8 @@ def weights_of(model: Any, *, only_adapters: bool) -> dict[str, Any]:
 
 def take_back(model: Any, weights: Mapping[str, Any], *, only_adapters: bool) -> None:
     """Give filled weights back to the model. Every rank calls it."""
-    with _sharded(model):
+    with as_slices(model):
         model.load_state_dict(weights, strict=not only_adapters)
-
-
-def optimizer_of(model: Any, optimizer: Any) -> Any:
-    """The optimizer for an archive: itself, or under FSDP its state by names of parameters, from a collective."""
-    if not is_fsdp1(model):
-        return optimizer
-    if not optimizer.state:  # torch's function would take a step to make it
-        with _sharded(model):
-            return FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    with _quietly():
-        return get_optimizer_state_dict(model, optimizer)
-
-
-def optimizer_to_fill(model: Any, optimizer: Any) -> Any:
-    """The same to be filled: an optimizer that has taken no step has its state all the same."""
-    if not is_fsdp1(model):
-        return optimizer
-    with _quietly():
-        return get_optimizer_state_dict(model, optimizer)
-
-
-def take_back_optimizer(model: Any, optimizer: Any, state: Any) -> None:
-    """Give a filled state back to the optimizer. Every rank calls it."""
-    if is_fsdp1(model):
-        with _quietly():
-            set_optimizer_state_dict(model, optimizer, state)
 
 
 def exported(model: Any, weights: Mapping[str, Any]) -> Any:
@@ -109,25 +65,3 @@ def exported(model: Any, weights: Mapping[str, Any]) -> Any:
 
 def _of_verl(module: str) -> Any:
     return import_module(f"verl.utils.{module}")
-
-
-@contextmanager
-def _sharded(model: Any) -> Iterator[None]:
-    """In this block, the state dict of a model of FSDP is of slices on its device."""
-    if not is_fsdp1(model):
-        yield
-        return
-    with (
-        _quietly(),
-        FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        ),
-    ):
-        yield
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of FSDP and of functions that it replaces itself
-        yield

@@ -114,7 +114,11 @@ here.say(f"done{{here.rank}}")
 """
 
 
-@pytest.mark.parametrize(("kind", "model"), [("Files", "None"), ("sharded(Archives)", "untied")], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [("Files", "None"), ("sharded(Archives)", "untied"), ("sharded(Files, version=1)", "untied")],
+    ids=["ddp", "fsdp2", "fsdp1"],
+)
 def test_ranks_of_which_one_is_killed_at_any_moment_resume_with_the_same_losses(worlds, quick_path, kind, model):
     def script(name: str, rank: int = 0, number: int = NEVER) -> str:
         return _RANKS.format(kind=kind, model=model, folder=str(quick_path / name), rank=rank, number=number)
