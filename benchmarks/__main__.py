@@ -58,6 +58,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "one_host": _one_host,
         "command": _command,
         "history": _history,
+        "intervals": _intervals,
         "trainers": _trainers,
         "torchtitan": lambda: _framework("torchtitan"),
         "deepspeed": lambda: _framework("deepspeed"),
@@ -146,6 +147,12 @@ def _history() -> Table:
     from . import history
 
     return Table(history.MEASURES, ("obstore",))
+
+
+def _intervals() -> Table:
+    from . import intervals
+
+    return Table(intervals.MEASURES)
 
 
 def _trainers() -> Table:
