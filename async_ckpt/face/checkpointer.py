@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
-from ..core.host.operations import observed
+from ..core.host.operations import observed, tell_of_training
 from ..core.loading.run_history import events_at
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
@@ -147,8 +147,8 @@ class AsyncCheckpointer(RunReader):
         if due is not None and not isinstance(due, Due):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
-        notice = self._notice = Notice(due.signals)
-        self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
+        self._notice = Notice(due.signals)
+        self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
         )
@@ -182,7 +182,7 @@ class AsyncCheckpointer(RunReader):
             pace_of=writers.pace_of,
             ranks=self._ranks,
         )
-        self._lineage.tiers.exit_timeout = self._saver.ledger.exit_timeout
+        self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
         if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
             self._warn_of_owner(is_early=True)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
@@ -289,7 +289,14 @@ class AsyncCheckpointer(RunReader):
         and needs no communication. Raises ValueError if there is no rule, if `step` is not a step, or once the first
         save has shown that its cost is above `Due(mtbf=…)`, so that the training would get nowhere.
         """
-        number = whole_step(step)
+        is_due = self._is_due(whole_step(step))
+        reached = None if self._saver.is_closed else self._policy.reached()
+        if reached is not None:
+            self._lineage.progressed(reached)
+            self._tell_of_training()
+        return is_due
+
+    def _is_due(self, number: int) -> bool:
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
         leaving = self._notice.has_signals and self._ranks.is_leaving(asked=self._notice.is_given)
@@ -368,7 +375,8 @@ class AsyncCheckpointer(RunReader):
 
         wandb.log(ckpt.metrics("ckpt/"))
         """
-        return self._saver.metrics(prefix, num_behind=len(self._lineage.tiers.behind()))
+        spent = self._policy.spent().as_dict(f"{prefix}time_")
+        return self._saver.metrics(prefix, num_behind=len(self._lineage.tiers.behind())) | spent
 
     def close(self) -> None:
         """Wait for every save, and raise the first error not retrieved yet. May be called again.
@@ -386,6 +394,9 @@ class AsyncCheckpointer(RunReader):
             if self._saver.belongs_here:
                 for left in self._lineage.tiers.finish():
                     warnings.warn(left, RuntimeWarning, stacklevel=2)
+                if (reached := self._policy.reached(is_last=True)) is not None:
+                    self._lineage.note("progress", reached, **self._policy.facts())
+                self._tell_of_training()
                 self._ranks.close()
                 self._roots.close()
 
@@ -485,7 +496,7 @@ class AsyncCheckpointer(RunReader):
             fallback=fallback,
         )
         with observed("restore", self.roots) as operation:
-            restored = call.restore(step, broadcast)
+            restored = call.restore(step, broadcast, operation.spans)
             seconds = operation.seconds
             operation.end(restored)
         is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
@@ -501,14 +512,14 @@ class AsyncCheckpointer(RunReader):
         behind = newest is not None and restored < newest
         if behind and is_first:
             self._roots.view()  # the next commit names what it retires, wherever that lies
-        self._lineage.restored(restored, behind=behind, seconds=seconds)
+        self._lineage.restored(restored, behind=behind, seconds=seconds, phases=operation.spans.seconds)
         if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):
             self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored)[0])
-        self._policy.restored(
-            restored, Past.of(events_at(self._roots)) if is_first and self._policy.has_interval else None
-        )
+        knows_more = is_first and self._policy.has_interval
+        self._policy.restored(restored, Past.of(events_at(self._roots)) if knows_more else None, seconds=seconds)
+        self._tell_of_training()
         return restored
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -531,6 +542,16 @@ class AsyncCheckpointer(RunReader):
             if note not in before:
                 warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=3)
         return self._owner_notes
+
+    def _is_leaving(self) -> bool:
+        return self._notice.is_given or self._is_preempted
+
+    def _stall_seconds(self) -> float:
+        return self._saver.ledger.stall_seconds
+
+    def _tell_of_training(self) -> None:
+        """Tell listeners what the time of this process went to."""
+        tell_of_training(self.roots, self._policy.spent().seconds)
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool

@@ -43,13 +43,13 @@ class Goodput:
 
     @property
     def total_seconds(self) -> float:
-        return sum(self._seconds().values())
+        return sum(self.seconds.values())
 
     @property
     def shares(self) -> dict[str, float]:
         """The share of each part in the whole time, 0 to 1; NaN if no time has passed."""
         total = self.total_seconds
-        return {part: seconds / total if total else math.nan for part, seconds in self._seconds().items()}
+        return {part: seconds / total if total else math.nan for part, seconds in self.seconds.items()}
 
     @property
     def num_failed(self) -> int:
@@ -58,11 +58,13 @@ class Goodput:
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """The seconds and shares as numbers for a logger, with the same keys on every call."""
-        row = {f"{part}_seconds": seconds for part, seconds in self._seconds().items()}
+        row = {f"{part}_seconds": seconds for part, seconds in self.seconds.items()}
         row |= {f"{part}_share": share for part, share in self.shares.items()}
         return {prefix + key: value for key, value in row.items()}
 
-    def _seconds(self) -> dict[str, float]:
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds by part."""
         return {part: getattr(self, f"{part}_seconds") for part in PARTS}
 
     def __str__(self) -> str:

@@ -109,12 +109,16 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     },
     "failed": {"error": (text, ""), "message": (text, ""), "total_seconds": (_seconds, None)},
     "skipped": {"first_step": (whole, None), "count": (count, 1)},
-    "restore": {"total_seconds": (_seconds, None), "behind": (_flag, False)},
+    "restore": {
+        "total_seconds": (_seconds, None),
+        "behind": (_flag, False),
+        **{f"{phase}_seconds": (_seconds, None) for phase in ("find", "plan", "read", "fill")},
+    },
     "rollback": {"retired": (_steps, [])},
     "retention": {"deleted": (_steps, [])},
     "moved": {"place": (text, ""), "total_seconds": (_seconds, None)},
-    "progress": {"slower_seconds": (_seconds, None)},
-    "closed": {"slower_seconds": (_seconds, None)},
+    "progress": {"slower_seconds": (_seconds, None), "interval": (text, "")},
+    "closed": {},
 }
 # Every event has, after its step, when its process has opened the run, which tells the starts of a run apart.
 _OPENED: Final = {"opened": (_time, None)}

@@ -137,11 +137,14 @@ class AdaptiveInterval:
 
     def add(self, cost: SaveCost) -> None:
         self._costs.append(cost)
+        self._measure()
 
     def resume(self, past: Past) -> None:
         """Go on from what the history of the run tells; the costs that this process has measured count as later."""
         self._failures, costs = past.failures, [*past.costs, *self._costs]
         self._costs.extend(costs)
+        if costs:
+            self._measure()
 
     def after(self, seconds: float) -> SaveInterval:
         """The interval once this process has run for so many seconds.
@@ -150,33 +153,35 @@ class AdaptiveInterval:
         """
         mtbf = self._failures.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
         if not self._costs:
-            return self._bounded(SaveInterval(FIRST_SAVE_SECONDS, "first", mtbf_seconds=mtbf))
-        cost = median(one.stall_seconds + one.slower_seconds for one in self._costs)
+            return self._bounded(FIRST_SAVE_SECONDS, "first", None, None, mtbf)
+        cost, durable = self._cost_seconds, self._durable_seconds
         if not self._has_decided and self._mtbf == mtbf and mtbf is not None and mtbf <= cost:
             raise ValueError(
                 f"Due(mtbf={mtbf:g}): a save costs {cost:.3g} s of training, so a training that fails every {mtbf:g} s "
                 "gets nowhere; give the mean time between failures in seconds, or make saves cheaper"
             )
         self._has_decided = True
-        by_rule: dict[Rule, float] = {}
-        if self._overhead is not None:
-            by_rule["overhead"] = cost / self._overhead
-        if mtbf is not None:
-            by_rule["mtbf"] = daly_seconds(cost, mtbf)
-        rule = max(by_rule, key=lambda one: by_rule[one])
-        durable = max(one.durable_seconds for one in self._costs)
-        return self._bounded(SaveInterval(by_rule[rule], rule, cost, durable, mtbf))
+        by_share = 0.0 if self._overhead is None else cost / self._overhead
+        by_failures = 0.0 if mtbf is None else daly_seconds(cost, mtbf)
+        if mtbf is None or by_share > by_failures:
+            return self._bounded(by_share, "overhead", cost, durable, mtbf)
+        return self._bounded(by_failures, "mtbf", cost, durable, mtbf)
 
-    def _bounded(self, one: SaveInterval) -> SaveInterval:
+    def _measure(self) -> None:
+        self._cost_seconds = median([one.stall_seconds + one.slower_seconds for one in self._costs])
+        self._durable_seconds = max(one.durable_seconds for one in self._costs)
+
+    def _bounded(
+        self, seconds: float, rule: Rule, cost: float | None, durable: float | None, mtbf: float | None
+    ) -> SaveInterval:
         """The interval within its bounds. None of them has saves follow each other faster than they become durable."""
-        seconds, rule = one.seconds, one.rule
         if seconds < self._at_least:
             seconds, rule = self._at_least, "at_least"
         if seconds > self._at_most:
             seconds, rule = self._at_most, "at_most"
-        if seconds < (one.durable_seconds or 0.0):
-            seconds, rule = one.durable_seconds or 0.0, "durable"
-        return SaveInterval(seconds, rule, one.cost_seconds, one.durable_seconds, one.mtbf_seconds)
+        if durable is not None and seconds < durable:
+            seconds, rule = durable, "durable"
+        return SaveInterval(seconds, rule, cost, durable, mtbf)
 
 
 def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:

@@ -1,7 +1,7 @@
 """The rules of when a save is due: after so many steps, after so much time, before the machine goes away.
 
-In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no, and the
-interval that follows from what saves cost.
+In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no, the interval
+that follows from what saves cost, and what the time of the training went to.
 Knows nothing of: how a save is made, signals, other ranks.
 
 The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
@@ -22,10 +22,12 @@ from numbers import Real
 from statistics import median
 from typing import Any, Final, Literal
 
+from ..events.goodput import Goodput
 from ..report import SaveReport
 from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
 from .interval import FIRST_SAVE_SECONDS, NUM_SAVES, AdaptiveInterval, Past, SaveCost, SaveInterval, slower_seconds
 from .signals import Signals, signals_of
+from .training_time import TrainingTime
 
 Deadline = Moment | Callable[[], float | None]
 
@@ -34,6 +36,8 @@ MARGIN_SECONDS: Final = 30.0
 _NUM_STEPS: Final = 100
 # Of saves that begin between two calls of `should_save`: more than any training makes.
 _NUM_STARTS: Final = 64
+# How often the history gets the step that was reached: so much of a killed training it does not know.
+PROGRESS_SECONDS: Final = 60.0
 
 _log = logging.getLogger("async_ckpt")
 
@@ -118,8 +122,9 @@ class SaveStart:
 class _Durations:
     """The seconds that recent steps and saves have taken. A policy owns it, and guards it by its own lock."""
 
-    def __init__(self, interval: AdaptiveInterval | None) -> None:
+    def __init__(self, interval: AdaptiveInterval | None, time: TrainingTime) -> None:
         self.interval = interval  # gets the cost of each save; None if no rule needs one
+        self._time = time
         self._under_way: list[Future[SaveReport]] = []
         self._saves: deque[float] = deque(maxlen=NUM_SAVES)
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
@@ -141,9 +146,10 @@ class _Durations:
             if Future.exception(save) is None:  # not the handle's own method, which would count as a look
                 report = Future.result(save)
                 self._saves.append(report.total_seconds)
+                plain = median(self._plain_steps) if self._plain_steps else math.inf
+                slower = slower_seconds(beside, plain, report.stall_seconds)
+                self._time.slower_seconds += slower
                 if self.interval is not None:
-                    plain = median(self._plain_steps) if self._plain_steps else math.inf
-                    slower = slower_seconds(beside, plain, report.stall_seconds)
                     self.interval.add(SaveCost(report.stall_seconds, slower, report.total_seconds))
 
     def add_step(self, seconds: float) -> None:
@@ -197,8 +203,8 @@ class _DeadlineRule:
 class SavePolicy:
     """The answers of `should_save` for one checkpointer, which creates it. Safe to call from any thread.
 
-    `preempted` tells whether the process was asked to leave. `clock` measures durations, `wall_clock` is for a deadline
-    that is a time.
+    `preempted` tells whether the process was asked to leave, `stall_seconds` for how long saves have held the training.
+    `clock` measures durations, `wall_clock` is for a deadline that is a time.
     """
 
     def __init__(
@@ -206,6 +212,7 @@ class SavePolicy:
         due: Due,
         *,
         preempted: Callable[[], bool] = lambda: False,
+        stall_seconds: Callable[[], float] = lambda: 0.0,
         clock: Clock = monotonic,
         wall_clock: Clock = wall_time,
     ) -> None:
@@ -219,8 +226,11 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
-        self._durations, self._deadline = _Durations(interval_of(due)), _DeadlineRule(due, wall_clock)
-        self._opened_at = clock()
+        self._opened_at = self._told_at = clock()
+        self._told_step: int | None = None  # of the newest event that the history has, or of the restore
+        self._told_slower = 0.0
+        self._time = TrainingTime(self._opened_at, stall_seconds)
+        self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)
 
     @property
     def is_arithmetic(self) -> bool:
@@ -271,10 +281,39 @@ class SavePolicy:
         """True if an interval follows from what saves cost."""
         return self._durations.interval is not None
 
-    def restored(self, step: int, past: Past | None = None) -> None:
-        """Begin to count anew, from the step that training goes on from, and by the history of the run."""
+    def spent(self) -> Goodput:
+        """The time of this process by what it went to."""
         with self._lock:
             self._take_starts()
+            return self._time.spent(self._clock())
+
+    def reached(self, *, is_last: bool = False) -> int | None:
+        """The step that the history is to be told of as reached, at most once in a minute; None if there is none."""
+        with self._lock:
+            self._take_starts()
+            step, now = self._asked_step, self._clock()
+            if step in (None, self._told_step, self._saved_step) or not (
+                is_last or now - self._told_at >= PROGRESS_SECONDS
+            ):
+                return None
+            self._told_step, self._told_at = step, now
+            return step
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for the next event in the history: the seconds of slower steps since the last one, the interval."""
+        with self._lock:
+            slower, self._told_slower = self._time.slower_seconds - self._told_slower, self._time.slower_seconds
+            interval = self._durations.interval
+            told = "" if interval is None else str(interval.after(self._clock() - self._opened_at))
+            return {"slower_seconds": slower or None, "interval": told}
+
+    def restored(self, step: int, past: Past | None = None, *, seconds: float = 0.0) -> None:
+        """Begin to count anew, from the step that training goes on from, and by the history of the run. The restore
+        has taken so many seconds.
+        """
+        with self._lock:
+            self._take_starts()
+            self._time.restored(step, self._clock(), seconds)
             if self._durations.interval is not None and past is not None:
                 self._durations.interval.resume(past)
             self._saved_step, self._saved_at = step, self._clock()
@@ -288,6 +327,8 @@ class SavePolicy:
             self._durations.measure_saves()
             if not start.was_skipped:
                 self._saved_step, self._saved_at = start.step, start.at
+                self._told_at = start.at
+                self._time.saved(start.step, start.at)
                 self._durations.begin(start.save)
                 self._deadline.save_began()
                 if start.was_preempted:
