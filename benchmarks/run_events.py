@@ -40,8 +40,8 @@ def events_of_run(num_saves: int, *, seed: int = 0, every: int = 100, num_ranks:
         time += _INTERVAL_SECONDS * random.uniform(0.95, 1.1)
         happened = number * 10 // num_saves if number and number % max(1, num_saves // 10) == 0 else 0
         if happened == 3:
-            for one in events:
-                one["opened"] = opened
+            for told in events:
+                told["opened"] = opened
             events.append({**event("progress", time + _INTERVAL_SECONDS / 2, step - every // 2), "opened": opened})
             time += 30 * _INTERVAL_SECONDS
             opened = time - 60
@@ -73,8 +73,8 @@ def events_of_run(num_saves: int, *, seed: int = 0, every: int = 100, num_ranks:
             events.append(event("retention", time + 0.2, step, deleted=going))
             for one in going:
                 del live[one]
-    for one in events:
-        one["opened"] = one["opened"] or opened
+    for told in events:
+        told["opened"] = told["opened"] or opened
     for saved in live.values():
         saved["kept"] = True
     return events

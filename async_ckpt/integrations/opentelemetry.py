@@ -48,7 +48,7 @@ class CheckpointTelemetry:
         self._recorders = {metric: _recorder(meter, metric) for metric in METRICS if metric is not ACTIVE}
         self._active: ActiveOperations | None = ActiveOperations()
         meter.create_observable_up_down_counter(ACTIVE.name, [self._observe], ACTIVE.unit, ACTIVE.description)
-        self._listening = operations.listen(self._tell)
+        self._listening = operations.listen(self._tell, training=True)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the SDK has everything that has ended. False if that takes longer than `timeout` seconds."""

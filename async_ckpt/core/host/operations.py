@@ -131,10 +131,12 @@ class Operation:
 
 
 def tell_of_training(roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
-    """Have all listeners called with what the time of a training went to so far, in seconds. Returns at once."""
+    """Have the listeners that want it called with what the time of a training went to so far, in seconds. Returns at
+    once.
+    """
     end = wall_time()
     named, begin, context = _named(roots), end - sum(parts.values()), copy_context()
-    for listening in _listening:
+    for listening in (one for one in _listening if one.hears_training):
         listening.put(Ended("train", named, None, "done", begin, end, (), None, 0, "", "", context, parts))
 
 
@@ -163,8 +165,8 @@ def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
 class Listening:
     """A listener and its thread, which calls it in the order in which operations end. `listen` creates it."""
 
-    def __init__(self, listener: Callable[[Ended], None]) -> None:
-        self._listener = listener
+    def __init__(self, listener: Callable[[Ended], None], *, training: bool) -> None:
+        self._listener, self.hears_training = listener, training
         self._queue: queue.SimpleQueue[Ended | threading.Event | None] = queue.SimpleQueue()
         self._is_closed = False
         self._has_failed = self._has_dropped = False  # each is logged once
@@ -215,15 +217,16 @@ _listening: tuple[Listening, ...] = ()  # replaced as a whole, under _changing; 
 _under_way: dict[int, Operation] = {}  # by id; each use is one call of the dict's, which is atomic
 
 
-def listen(listener: Callable[[Ended], None]) -> Listening:
+def listen(listener: Callable[[Ended], None], *, training: bool = False) -> Listening:
     """Call `listener` with each operation that ends from now on, on a thread of its own.
 
         listening = listen(lambda ended: print(ended.kind, ended.step, ended.outcome, ended.seconds))
 
-    The first error of the listener is logged. A forked child has no listeners.
+    With `training`, it is also called with what the time of a training went to, as an operation "train". The first
+    error of the listener is logged. A forked child has no listeners.
     """
     global _listening
-    listening = Listening(listener)
+    listening = Listening(listener, training=training)
     with _changing:
         _listening = (*_listening, listening)
     return listening
