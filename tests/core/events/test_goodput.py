@@ -65,6 +65,14 @@ def test_steps_above_the_one_restored_were_trained_in_vain():
     assert seconds(spent) == [210, 0, 0, 10, 60]
 
 
+def test_what_a_killed_process_did_after_its_last_step_is_lost_however_the_next_one_resumes():
+    events = [save(100, 10), at("retention", 130, 10), save(1100, 20, opened=1000.0)]
+    first, second = goodput_of(events).starts
+
+    assert seconds(first) == [100, 0, 0, 0, 30]
+    assert (first.has_failed, second.has_failed) == (True, False)
+
+
 def test_a_process_that_closes_after_its_last_save_has_lost_nothing():
     events = [
         save(100, 10),

@@ -78,6 +78,17 @@ def test_going_back_within_a_process_makes_what_is_above_the_step_done_again():
     assert training.spent == [10, 0, 0, 4, 25]
 
 
+def test_going_back_to_the_last_save_loses_only_what_came_after_it():
+    training = Training()
+    for _ in range(2):
+        training.run(10)
+        training.end(training.save())
+    training.run(5)
+    training.restore(20, seconds=3)
+
+    assert training.spent == [20, 0, 0, 3, 5]
+
+
 def test_going_back_to_the_step_of_the_last_restore_counts_from_there():
     training = Training()
     training.restore(100, seconds=1)
