@@ -60,6 +60,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "command": _command,
         "history": _history,
         "memory": _memory,
+        "intervals": _intervals,
         "trainers": _trainers,
         "torchtitan": lambda: _framework("torchtitan"),
         "deepspeed": lambda: _framework("deepspeed"),
@@ -154,6 +155,12 @@ def _memory() -> Table:
     from . import memory_place
 
     return Table({"memory": memory_place.memory_place})
+
+
+def _intervals() -> Table:
+    from . import intervals
+
+    return Table(intervals.MEASURES)
 
 
 def _trainers() -> Table:

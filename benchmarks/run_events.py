@@ -34,13 +34,17 @@ def events_of_run(num_saves: int, *, seed: int = 0, every: int = 100, num_ranks:
     random = Random(seed)
     events: list[Event] = []
     live: dict[int, Event] = {}
-    step, lender, time = 0, 0, BEGIN
+    step, lender, time, opened = 0, 0, BEGIN, BEGIN
     for number in range(num_saves):
         step += every
         time += _INTERVAL_SECONDS * random.uniform(0.95, 1.1)
         happened = number * 10 // num_saves if number and number % max(1, num_saves // 10) == 0 else 0
         if happened == 3:
+            for told in events:
+                told["opened"] = opened
+            events.append({**event("progress", time + _INTERVAL_SECONDS / 2, step - every // 2), "opened": opened})
             time += 30 * _INTERVAL_SECONDS
+            opened = time - 60
             events.append(event("restore", time - 30, step - every, total_seconds=4.2, behind=False))
         if happened == 5:
             message = "s3://bucket/run: 503 Slow Down, for 30 s"
@@ -69,6 +73,8 @@ def events_of_run(num_saves: int, *, seed: int = 0, every: int = 100, num_ranks:
             events.append(event("retention", time + 0.2, step, deleted=going))
             for one in going:
                 del live[one]
+    for told in events:
+        told["opened"] = told["opened"] or opened
     for saved in live.values():
         saved["kept"] = True
     return events
@@ -79,7 +85,7 @@ def write_history(root: Path, events: Iterable[Event]) -> None:
     now = 0.0
     log = EventLog(LocalStorage(root), lambda: now)
     for number, one in enumerate(events, 1):
-        facts = {name: value for name, value in one.items() if name not in ("kind", "time", "step", "kept")}
+        facts = {name: value for name, value in one.items() if name not in ("kind", "time", "step", "opened", "kept")}
         now = one["time"]
         log.note(one["kind"], one["step"], **facts)
         if number % _EVENTS_A_WRITE == 0:

@@ -63,6 +63,8 @@ class Setting:
     stored_steps: tuple[int, ...] = (20, 160, 640)
     """Committed steps that one more is committed beside: on the disk, and in a store."""
     kept_rounds: int = 30
+    num_trainings: int = 10_000
+    """Simulated ones, that fail at random."""
     rank_bytes: int = 256 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
@@ -105,6 +107,7 @@ class Setting:
             "kept_steps": (3, 20),
             "stored_steps": (3, 20),
             "kept_rounds": 2,
+            "num_trainings": 20,
             "rank_bytes": 32 * MIB,
             "store_bytes": 96 * MIB,
             "served_bytes": 48 * MIB,

@@ -55,6 +55,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         }
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
+    "intervals": {"figures": {"interval_known_weibull", "interval_measured_exponential", "interval_overhead"}},
     "dcp": {"figures": {"plugged_stall", "plugged_durable", "restore_columns", "read_columns"}},
     "scale": {
         "figures": {

@@ -117,7 +117,11 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
-    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0, signals=False)",
+    AsyncCheckpointer.interval: "(self)",
+    async_ckpt.Due: (
+        "(every=None, seconds=None, deadline=None, margin_seconds=30.0, signals=False, overhead=None, mtbf=None, "
+        "at_least=None, at_most=None)"
+    ),
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None, every=None, volatile=None)",

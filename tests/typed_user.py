@@ -17,7 +17,7 @@ def train(root: Path) -> list[int]:
     state = {"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}
     place = async_ckpt.Place(root / "far", keep=async_ckpt.Keep(last=3))
     with async_ckpt.AsyncCheckpointer(
-        [root / "a", place], keep=2, guard=optimizer, due=async_ckpt.Due(every=2)
+        [root / "a", place], keep=2, guard=optimizer, due=async_ckpt.Due(every=2, overhead=0.01, mtbf="measured")
     ) as ckpt:
         start: int | None = ckpt.restore(state)
         for step in range(0 if start is None else start + 1, 6):
@@ -29,7 +29,8 @@ def train(root: Path) -> list[int]:
         best: int = ckpt.best("loss", mode="min")
         numbers: dict[str, float] = ckpt.metrics("ckpt/")
         stalls: list[float] = [event["stall_seconds"] for event in ckpt.history() if event["kind"] == "save"]
-        print(best, len(numbers), stalls)
+        trained: float = ckpt.history().goodput().shares["trained"]
+        print(best, len(numbers), stalls, trained, ckpt.interval().seconds)
         ckpt.wait()
         return ckpt.steps()
 

@@ -9,11 +9,13 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
-from ..core.host.operations import observed
+from ..core.host.operations import observed, tell_of_training
+from ..core.loading.run_history import events_at
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
@@ -27,6 +29,7 @@ from ..core.runs.run import Run
 from ..core.saving.admission import Admission, OnOverlap
 from ..core.saving.drain import Writers
 from ..core.saving.handle import SaveHandle
+from ..core.saving.interval import Past, SaveInterval
 from ..core.saving.ledger import Ledger
 from ..core.saving.lineage import Lineage
 from ..core.saving.planner import pool_for
@@ -67,8 +70,8 @@ class AsyncCheckpointer(RunReader):
             step exists if one of them has it.
         keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
             `Place(…, keep=…)` gives one of several places a retention of its own.
-        due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
-            checkpointer must be constructed on the main thread.
+        due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
+            signals, the checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
         host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
@@ -111,6 +114,7 @@ class AsyncCheckpointer(RunReader):
 
     _is_preempted = False
     _owner_notes: Sequence[str] = ()  # the newest that a warning has told
+    _interval: SaveInterval | None = None  # rank 0's, as of the last `should_save`
 
     def __init__(
         self,
@@ -143,8 +147,8 @@ class AsyncCheckpointer(RunReader):
         if due is not None and not isinstance(due, Due):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
-        notice = self._notice = Notice(due.signals)
-        self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
+        self._notice = Notice(due.signals)
+        self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
         )
@@ -178,7 +182,7 @@ class AsyncCheckpointer(RunReader):
             pace_of=writers.pace_of,
             ranks=self._ranks,
         )
-        self._lineage.tiers.exit_timeout = self._saver.ledger.exit_timeout
+        self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
         if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
             self._warn_of_owner(is_early=True)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
@@ -276,22 +280,45 @@ class AsyncCheckpointer(RunReader):
         before the first save). When that save has ended, another is due only if it still fits. If no save fits any
         more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
 
+        With `overhead` or `mtbf`, a save is due once the interval that follows from the cost of the last saves is over,
+        and `interval` tells which one that is. Steps are timed between the calls.
+
         The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
-        answer. With several ranks and rules of time or signals, rank 0 answers for all of them, and the others tell it
-        here of a signal: call it on every rank, at every step. `Due(every=…)` alone depends only on the step, and needs
-        no communication. Raises ValueError if there is no rule, or if `step` is not a step.
+        answer. With several ranks and rules of time, cost or signals, rank 0 answers for all of them, and the others
+        tell it here of a signal: call it on every rank, at every step. `Due(every=…)` alone depends only on the step,
+        and needs no communication. Raises ValueError if there is no rule, if `step` is not a step, or once the first
+        save has shown that its cost is above `Due(mtbf=…)`, so that the training would get nowhere.
         """
-        number = whole_step(step)
+        is_due = self._is_due(whole_step(step))
+        reached = None if self._saver.is_closed else self._policy.reached()
+        if reached is not None:
+            self._lineage.progressed(reached)
+            self._tell_of_training()
+        return is_due
+
+    def _is_due(self, number: int) -> bool:
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
         leaving = self._notice.has_signals and self._ranks.is_leaving(asked=self._notice.is_given)
 
-        def answer() -> tuple[bool, bool]:
+        def answer() -> tuple[Any, ...]:
             self._is_preempted = leaving
-            return self._policy.should_save(number), leaving
+            is_due = self._policy.should_save(number)
+            return is_due, leaving, astuple(self._policy.interval()) if self._policy.has_interval else None
 
-        is_due, self._is_preempted = self._ranks.answers_of_rank_0("should_save()", number, answer)
-        return is_due
+        is_due, self._is_preempted, interval = self._ranks.answers_of_rank_0("should_save()", number, answer)
+        self._interval = None if interval is None else SaveInterval(*interval)
+        return bool(is_due)
+
+    def interval(self) -> SaveInterval:
+        """The interval of `Due(overhead=…)` or `Due(mtbf=…)` as it is now, and why.
+
+            print(ckpt.interval())  # 420 s by overhead: a save costs 4.2 s of training, durable after 9.1 s
+
+        `seconds` are counted from the beginning of one save to that of the next. With several ranks, all return what
+        rank 0 knew at the last `should_save`. Raises ValueError without such a rule.
+        """
+        return self._interval if self._interval and not self._ranks.is_alone else self._policy.interval()
 
     @property
     def preempted(self) -> bool:
@@ -348,7 +375,8 @@ class AsyncCheckpointer(RunReader):
 
         wandb.log(ckpt.metrics("ckpt/"))
         """
-        return self._saver.metrics(prefix, num_behind=len(self._lineage.tiers.behind()))
+        spent = self._policy.spent().as_dict(f"{prefix}time_")
+        return self._saver.metrics(prefix, num_behind=len(self._lineage.tiers.behind())) | spent
 
     def close(self) -> None:
         """Wait for every save, and raise the first error not retrieved yet. May be called again.
@@ -366,6 +394,9 @@ class AsyncCheckpointer(RunReader):
             if self._saver.belongs_here:
                 for left in self._lineage.tiers.finish():
                     warnings.warn(left, RuntimeWarning, stacklevel=2)
+                if (reached := self._policy.reached(is_last=True)) is not None:
+                    self._lineage.note("progress", reached, **self._policy.facts())
+                self._tell_of_training()
                 self._ranks.close()
                 self._roots.close()
         if self._saver.belongs_here:
@@ -467,7 +498,7 @@ class AsyncCheckpointer(RunReader):
             fallback=fallback,
         )
         with observed("restore", self.roots) as operation:
-            restored = call.restore(step, broadcast)
+            restored = call.restore(step, broadcast, operation.spans)
             seconds = operation.seconds
             operation.end(restored)
         is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
@@ -483,12 +514,14 @@ class AsyncCheckpointer(RunReader):
         behind = newest is not None and restored < newest
         if behind and is_first:
             self._roots.view()  # the next commit names what it retires, wherever that lies
-        self._lineage.restored(restored, behind=behind, seconds=seconds)
+        self._lineage.restored(restored, behind=behind, seconds=seconds, phases=operation.spans.seconds)
         if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):
             self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored)[0])
-        self._policy.restored(restored)
+        knows_more = is_first and self._policy.has_interval
+        self._policy.restored(restored, Past.of(events_at(self._roots)) if knows_more else None, seconds=seconds)
+        self._tell_of_training()
         return restored
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -511,6 +544,16 @@ class AsyncCheckpointer(RunReader):
             if note not in before:
                 warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=3)
         return self._owner_notes
+
+    def _is_leaving(self) -> bool:
+        return self._notice.is_given or self._is_preempted
+
+    def _stall_seconds(self) -> float:
+        return self._saver.ledger.stall_seconds
+
+    def _tell_of_training(self) -> None:
+        """Tell listeners what the time of this process went to."""
+        tell_of_training(self.roots, self._policy.spent().seconds)
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool

@@ -51,7 +51,7 @@ PHASE: Final = Metric(
     "async_ckpt.phase.duration",
     "histogram",
     "s",
-    "Duration of a part of a save: stage, write or commit. Parts overlap.",
+    "Duration of a part of a save: stage, write or commit, which overlap; or of a restore: find, plan, read or fill.",
     ("operation", "run", "phase"),
     buckets=_LONG,
 )
@@ -88,8 +88,16 @@ FREE: Final = Metric(
     ("run", "root"),
 )
 
+TIME: Final = Metric(
+    "async_ckpt.training.time",
+    "gauge",
+    "s",
+    "Time of this process so far, by what it went to: trained, stall, slower, restore or redone.",
+    ("run", "part"),
+)
+
 METRICS: Final = (
-    OPERATIONS, ACTIVE, DURATION, PHASE, STALL, IO, RETRIES, RECOVERY_POINT, RECOVERY_STEP, STEP_SIZE, FREE,
+    OPERATIONS, ACTIVE, DURATION, PHASE, STALL, IO, RETRIES, RECOVERY_POINT, RECOVERY_STEP, STEP_SIZE, FREE, TIME,
 )  # fmt: skip
 
 
@@ -104,6 +112,9 @@ class Measurement(NamedTuple):
 def measured(ended: operations.Ended) -> Iterator[Measurement]:
     """The values of one operation. It may take as long as a disk takes to tell how much space is free."""
     run = {"run": ended.run}
+    if ended.kind == "train":
+        yield from (Measurement(TIME, seconds, {**run, "part": part}) for part, seconds in ended.parts.items())
+        return
     series = {"operation": ended.kind, **run}
     yield Measurement(OPERATIONS, 1, {**series, "outcome": ended.outcome, "error_type": ended.error_type})
     report = ended.report
@@ -116,6 +127,9 @@ def measured(ended: operations.Ended) -> Iterator[Measurement]:
             yield Measurement(RETRIES, report.retries, series)
             for phase in ("stage", "write", "commit"):
                 yield Measurement(PHASE, getattr(report, f"{phase}_seconds"), {**series, "phase": phase})
+        if ended.kind == "restore":
+            for one in ended.phases:
+                yield Measurement(PHASE, one.end - one.begin, {**series, "phase": one.name})
         if ended.run and ended.kind in ("save", "restore"):
             yield Measurement(RECOVERY_POINT, ended.begin if ended.kind == "save" else ended.end, run)
             if ended.step is not None:
@@ -144,4 +158,5 @@ class ActiveOperations:
         return [Measurement(ACTIVE, n, {"operation": kind, "run": run}) for (kind, run), n in counts.items()]
 
     def note(self, kind: str, run: str) -> None:
-        self._seen[kind, run] = None
+        if kind != "train":  # which is no operation that begins and ends
+            self._seen[kind, run] = None

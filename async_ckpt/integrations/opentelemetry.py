@@ -28,9 +28,9 @@ class CheckpointTelemetry:
         CheckpointTelemetry()  # once, beside the set-up of the SDK
 
     A save is a span `async_ckpt.save` with the parts `async_ckpt.save.call`, `.stage`, `.write` and `.commit`;
-    publications are alike, and a restore or pull is one span. A span's parent is the span that was current in the call.
-    Spans are made when the operation has ended, with the times of its parts, on a thread of their own: a save does not
-    wait for an exporter.
+    publications are alike. A restore has the parts `.find`, `.plan`, `.read` and `.fill`, and a pull is one span. A
+    span's parent is the span that was current in the call. Spans are made when the operation has ended, with the times
+    of its parts, on a thread of their own: a save does not wait for an exporter.
 
     Args:
         tracer_provider: by default the global one, also if that is set later.
@@ -48,7 +48,7 @@ class CheckpointTelemetry:
         self._recorders = {metric: _recorder(meter, metric) for metric in METRICS if metric is not ACTIVE}
         self._active: ActiveOperations | None = ActiveOperations()
         meter.create_observable_up_down_counter(ACTIVE.name, [self._observe], ACTIVE.unit, ACTIVE.description)
-        self._listening = operations.listen(self._tell)
+        self._listening = operations.listen(self._tell, training=True)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the SDK has everything that has ended. False if that takes longer than `timeout` seconds."""
@@ -69,7 +69,8 @@ class CheckpointTelemetry:
     def _tell(self, ended: operations.Ended) -> None:
         if (active := self._active) is not None:
             active.note(ended.kind, ended.run)
-        self._span(ended)
+        if ended.kind != "train":  # which lasts as long as the process
+            self._span(ended)
         for metric, value, attributes in measured(ended):
             self._recorders[metric](value, _keys(attributes))
 

@@ -112,6 +112,19 @@ def test_restores_publications_and_pulls_are_spans(tmp_path, telemetry):
     assert spans["async_ckpt.restore"].parent is None
 
 
+def test_the_parts_of_a_restore_are_spans_below_it_and_a_training_is_none(tmp_path, telemetry):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt.restore(state_at(0))
+
+    spans = telemetry.spans()
+    restore = spans["async_ckpt.restore"]
+    parts = {name.rpartition(".")[2]: span for name, span in spans.items() if name.startswith("async_ckpt.restore.")}
+    assert set(parts) == {"find", "plan", "read", "fill"}
+    assert {part.parent.span_id for part in parts.values()} == {restore.context.span_id}
+    assert "async_ckpt.train" not in spans
+
+
 def test_a_failed_save_is_a_span_with_its_error(tmp_path, telemetry):
     with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
         disk.fail("write", error=StorageUnavailableError("the disk is gone", path=str(tmp_path)))

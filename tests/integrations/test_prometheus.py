@@ -19,6 +19,7 @@ from states import open_run, state_at
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError
+from async_ckpt.core.events.goodput import PARTS
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402
@@ -75,6 +76,23 @@ def scraped() -> Iterator[Scraped]:
 
 def names_in(expression: str) -> set[str]:
     return set(re.findall(r"\basync_ckpt_\w+", expression))
+
+
+def test_the_time_of_a_training_and_the_parts_of_a_restore_are_told(tmp_path, scraped):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), 1).result()
+        ckpt.restore(state_at(0))
+        run = ckpt.root
+        spent = {part: scraped.value("async_ckpt_training_time_seconds", run=run, part=part) for part in PARTS}
+        told = ckpt.metrics()
+
+    assert spent["stall"] == told["stall_seconds_total"] > 0
+    assert spent["restore"] == told["time_restore_seconds"] > 0
+    assert spent["trained"] > 0
+    for phase in ("find", "plan", "read", "fill"):
+        assert scraped.value("async_ckpt_phase_duration_seconds_count", operation="restore", phase=phase) == 1
+    assert scraped.value("async_ckpt_operations_total", operation="train") is None
+    assert scraped.value("async_ckpt_active_operations", operation="train") is None
 
 
 def test_a_save_is_counted_and_measured_as_its_report_says(tmp_path, scraped):

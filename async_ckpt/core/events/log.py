@@ -53,8 +53,9 @@ _log = logging.getLogger("async_ckpt")
 class EventLog:
     """The log of events at one root. A Run creates and owns it. From any thread; `note` and `write` raise no error."""
 
-    def __init__(self, storage: Storage, clock: Clock) -> None:
-        self._storage, self._clock = storage, clock
+    def __init__(self, storage: Storage, clock: Clock, opened: float | None = None) -> None:
+        """`opened` is when this process has opened the run."""
+        self._storage, self._clock, self._opened = storage, clock, opened
         # Without a lock, since callers of `save` may be interrupted at any line.
         self._noted: deque[Event] = deque(maxlen=_WAITING)
         self._writing = threading.Lock()  # held over requests: two threads must not replace the same file
@@ -66,7 +67,7 @@ class EventLog:
 
     def note(self, kind: str, step: int | None, **facts: Any) -> None:
         """Remember an event until the next `write`."""
-        self._noted.append(event(kind, self._clock(), step, **facts))
+        self._noted.append(event(kind, self._clock(), step, opened=self._opened, **facts))
 
     def write(self, *, again: bool = True) -> None:
         """Write the events noted so far. Without `again`, only if the write before did not fail."""
@@ -91,6 +92,12 @@ class EventLog:
         """The events on storage, in the order in which they were written. Raises StorageUnavailableError."""
         newest = self._content()[0]  # first: it may be put away at this moment, and then its lines are read twice
         return parse(b"\n".join([*self._parts(self._names()), newest]))
+
+    def read_with_noted(self) -> list[Event]:
+        """The events on storage, and those of this process that are not written yet."""
+        noted = self._noted.copy()  # first: what is written meanwhile is read twice, and counts once
+        events = self.read()
+        return events + [one for one in noted if one not in events]
 
     def read_newest(self) -> list[Event]:
         """The last events: those that are not put away yet."""

@@ -11,6 +11,7 @@ Every event has a `kind`, the `time` at which it ended in seconds since the epoc
     restore      live objects were filled from the step
     rollback     the commit of the step has retired the newer steps `retired`
     retention    after the commit of the step, the steps `deleted` were deleted
+    progress     once in a minute: the step that the training has reached since
     closed       the process that saved there has closed the run
 
 A reader leaves out lines that are damaged, and kinds that it does not know. A field that is missing, or is not of its
@@ -47,6 +48,10 @@ def _flag(value: object) -> bool:
 
 def _seconds(value: object) -> float:
     return round(number(value), 5)  # finer, it would be noise that does not compress
+
+
+def _time(value: object) -> float:
+    return round(number(value), 3)
 
 
 def _steps(value: object) -> list[int]:
@@ -92,6 +97,8 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
         "borrowed": (_counts, {}),
         "record": (table, {}),
         "destinations": (_places, []),
+        "slower_seconds": (_seconds, None),
+        "interval": (text, ""),
         "world_size": (count, 1),
         "slowest_rank": (count, None),
         "slowest_rank_seconds": (_seconds, None),
@@ -102,12 +109,19 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     },
     "failed": {"error": (text, ""), "message": (text, ""), "total_seconds": (_seconds, None)},
     "skipped": {"first_step": (whole, None), "count": (count, 1)},
-    "restore": {"total_seconds": (_seconds, None), "behind": (_flag, False)},
+    "restore": {
+        "total_seconds": (_seconds, None),
+        "behind": (_flag, False),
+        **{f"{phase}_seconds": (_seconds, None) for phase in ("find", "plan", "read", "fill")},
+    },
     "rollback": {"retired": (_steps, [])},
     "retention": {"deleted": (_steps, [])},
     "moved": {"place": (text, ""), "total_seconds": (_seconds, None)},
+    "progress": {"slower_seconds": (_seconds, None), "interval": (text, "")},
     "closed": {},
 }
+# Every event has, after its step, when its process has opened the run, which tells the starts of a run apart.
+_OPENED: Final = {"opened": (_time, None)}
 
 
 # The fields of a save that are those of its report.
@@ -125,7 +139,7 @@ MEASURED: Final = (
 
 def event(kind: str, time: float, step: int | None, **facts: Any) -> Event:
     """An event of this kind, with all of its fields."""
-    return {"kind": kind, "time": round(time, 3), "step": step, **_read_fields(facts, KINDS[kind])}
+    return {"kind": kind, "time": _time(time), "step": step, **_read_fields(facts, {**_OPENED, **KINDS[kind]})}
 
 
 def dump(events: Iterable[Event]) -> list[bytes]:
@@ -196,5 +210,5 @@ def _read_fields(facts: Mapping[str, Any], types: Mapping[str, tuple[_Read, Any]
 
 def _without_unknown(one: Event) -> Event:
     """The fields of an event that say something, which keeps its line short."""
-    unknown = {name: nothing for name, (_, nothing) in KINDS[one["kind"]].items()}
+    unknown = {name: nothing for name, (_, nothing) in {**_OPENED, **KINDS[one["kind"]]}.items()}
     return {name: value for name, value in one.items() if name not in unknown or value != unknown[name]}

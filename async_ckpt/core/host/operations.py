@@ -1,6 +1,7 @@
 """The operations of this process, told to listeners when they have ended: what metrics and traces are made of.
 
-In: saves, publications, restores and pulls, as they begin and end. Out: calls of listeners. Knows nothing of: what an
+In: saves, publications, restores and pulls, as they begin and end, and what the time of a training went to. Out: calls
+of listeners. Knows nothing of: what an
 operation does, and what a listener does with it.
 
 Each listener has a thread of its own, so one that raises or never returns costs no save and no other listener anything.
@@ -13,10 +14,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ..report import PullReport, SaveReport
@@ -24,7 +25,7 @@ from ..spans import TIMEKEEPER, Interval, Spans, wall_time
 from .process import in_forked_child
 from .threads import start_thread
 
-Kind = Literal["save", "publish", "restore", "pull"]
+Kind = Literal["save", "publish", "restore", "pull", "train"]
 Outcome = Literal["done", "failed", "skipped"]
 
 # Operations that wait for a listener; any more are dropped, so that a listener that hangs takes little memory.
@@ -56,6 +57,8 @@ class Ended:
     error_type: str
     error: str
     context: Context
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of "train", which tells of a training so far, about once in a minute: the seconds by what they went to."""
 
     @property
     def run(self) -> str:
@@ -72,8 +75,8 @@ class Operation:
 
     def __init__(self, kind: Kind, roots: tuple[str, ...], spans: Spans, context: Context | None = None) -> None:
         """`spans` began with the operation. `context` is by default that of this thread."""
-        self.kind, self.roots = kind, tuple(root.rstrip("/") or "/" for root in roots)
-        self._spans, self._context = spans, copy_context() if context is None else context
+        self.kind, self.roots = kind, _named(roots)
+        self.spans, self._context = spans, copy_context() if context is None else context
         self._epoch = wall_time() - spans.clock()
         _under_way[id(self)] = self
 
@@ -85,7 +88,7 @@ class Operation:
     @property
     def seconds(self) -> float:
         """How long it has taken so far."""
-        return self._spans.total()
+        return self.spans.total()
 
     def end(
         self,
@@ -106,16 +109,16 @@ class Operation:
         if isinstance(report, SaveReport) and report.status == "skipped":
             outcome = "skipped"
         # Whoever asks how long a save took hears one number.
-        seconds = (isinstance(report, SaveReport) and report.total_seconds) or self._spans.total()
+        seconds = (isinstance(report, SaveReport) and report.total_seconds) or self.spans.total()
         ended = Ended(
             kind=self.kind,
             roots=self.roots,
             step=step,
             outcome=outcome,
-            begin=self._epoch + self._spans.begin,
-            end=self._epoch + self._spans.begin + seconds,
+            begin=self._epoch + self.spans.begin,
+            end=self._epoch + self.spans.begin + seconds,
             phases=tuple(
-                Interval(p.name, self._epoch + p.begin, self._epoch + p.end) for p in self._spans.phases.copy().values()
+                Interval(p.name, self._epoch + p.begin, self._epoch + p.end) for p in self.spans.phases.copy().values()
             ),
             report=report,
             num_bytes=(report.num_bytes if report is not None else 0) if written_bytes is None else written_bytes,
@@ -125,6 +128,20 @@ class Operation:
         )
         for listening in _listening:
             listening.put(ended)
+
+
+def tell_of_training(roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
+    """Have the listeners that want it called with what the time of a training went to so far, in seconds. Returns at
+    once.
+    """
+    end = wall_time()
+    named, begin, context = _named(roots), end - sum(parts.values()), copy_context()
+    for listening in (one for one in _listening if one.hears_training):
+        listening.put(Ended("train", named, None, "done", begin, end, (), None, 0, "", "", context, parts))
+
+
+def _named(roots: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(root.rstrip("/") or "/" for root in roots)
 
 
 def _text_of(error: BaseException | None) -> str:
@@ -148,8 +165,8 @@ def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
 class Listening:
     """A listener and its thread, which calls it in the order in which operations end. `listen` creates it."""
 
-    def __init__(self, listener: Callable[[Ended], None]) -> None:
-        self._listener = listener
+    def __init__(self, listener: Callable[[Ended], None], *, training: bool) -> None:
+        self._listener, self.hears_training = listener, training
         self._queue: queue.SimpleQueue[Ended | threading.Event | None] = queue.SimpleQueue()
         self._is_closed = False
         self._has_failed = self._has_dropped = False  # each is logged once
@@ -200,15 +217,16 @@ _listening: tuple[Listening, ...] = ()  # replaced as a whole, under _changing; 
 _under_way: dict[int, Operation] = {}  # by id; each use is one call of the dict's, which is atomic
 
 
-def listen(listener: Callable[[Ended], None]) -> Listening:
+def listen(listener: Callable[[Ended], None], *, training: bool = False) -> Listening:
     """Call `listener` with each operation that ends from now on, on a thread of its own.
 
         listening = listen(lambda ended: print(ended.kind, ended.step, ended.outcome, ended.seconds))
 
-    The first error of the listener is logged. A forked child has no listeners.
+    With `training`, it is also called with what the time of a training went to, as an operation "train". The first
+    error of the listener is logged. A forked child has no listeners.
     """
     global _listening
-    listening = Listening(listener)
+    listening = Listening(listener, training=training)
     with _changing:
         _listening = (*_listening, listening)
     return listening

@@ -17,6 +17,7 @@ import torch
 
 from ...errors import CorruptCheckpointError, StateMismatchError
 from ..host.pool import SegmentPool
+from ..spans import Spans
 from ..spec import with_article
 from ..state.generators import is_generator
 from ..state.names import Select, selector
@@ -50,6 +51,7 @@ def restore_state(
     pool: SegmentPool | None = None,
     sharing: Sharing | None = None,
     state_dicts: LiveStateDicts | None = None,
+    spans: Spans | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
     borrows.
@@ -57,11 +59,14 @@ def restore_state(
     Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
     writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
     part of what other ranks hold, too, and receives the rest from them. With `strict=False`, missing and unexpected
-    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same.
+    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same. `spans` get the
+    parts: "plan", "read" and "fill".
 
     Raises StateMismatchError before anything is written, and CorruptCheckpointError, with `partly_overwritten` if
     something was written.
     """
+    spans = spans or Spans()
+    begin = spans.clock()
     _check_root(live)
     state_dicts = state_dicts or LiveStateDicts()
     shares = list(_shares(parts, live))
@@ -89,16 +94,18 @@ def restore_state(
     for archive, items in wanted:
         archive.need((item.number, item.box) for item in items)
     plan = planned(wanted)
+    spans.add("plan", begin)
     if options.verify == "first":
         fill(plan, copy=False, pool=pool)
     actions = [action for match, _ in matches for action in match.actions]
     actions += [functools.partial(_update, live, share) for _, share in matches if share is not live]
     with _partly_overwritten():
-        fill(plan, pool=pool)
-        if sharing is not None:
-            sharing.afterwards(actions)
-            return
-        with torch.no_grad():
+        with spans.span("read"):
+            fill(plan, pool=pool)
+        with spans.span("fill"), torch.no_grad():
+            if sharing is not None:
+                sharing.afterwards(actions)
+                return
             for action in actions:
                 action()
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
+from ..events.goodput import Goodput, goodput_of
 from ..events.log import EventLog
 from ..events.shapes import Event, bandwidth_of
 from ..notebooks.markup import line, paragraph, table
@@ -39,6 +40,13 @@ class History(list[Event]):
 
     pandas.DataFrame(async_ckpt.history("runs/a"))
     """
+
+    def goodput(self) -> Goodput:
+        """The time of the run by what it went to: training, stalls, slower steps, restores, and steps done again.
+
+        print(async_ckpt.history("runs/a").goodput().shares["trained"])
+        """
+        return goodput_of(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
         printer.text("\n".join([_in_words(self), *("  ".join(row) for row in map(_row, self[-_SHOWN:]))]))
@@ -122,17 +130,26 @@ def history(run: Anywhere) -> History:
 
 def history_of(roots: Roots) -> History:
     """The history by the log of the first root that has one. Raises StorageUnavailableError if no root answers."""
-    steps = roots.steps()
-    events: list[Event] = []
-    for run in roots.runs:
-        with suppress(StorageUnavailableError):
-            events = events or run.events.read()
+    steps, events = roots.steps(), _events_at(roots)
 
     def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
         commits = roots.view() if steps else {}
         return {step: commits.get(step) for step in steps}
 
     return _with_steps(events, steps, manifests)
+
+
+def events_at(roots: Roots) -> list[Event]:
+    """The events of a run so far, also those of this process that are not written yet; none if no root answers."""
+    return _events_at(roots, EventLog.read_with_noted)
+
+
+def _events_at(roots: Roots, read: Callable[[EventLog], list[Event]] = EventLog.read) -> list[Event]:
+    events: list[Event] = []
+    for run in roots.runs:
+        with suppress(StorageUnavailableError):
+            events = events or read(run.events)
+    return events
 
 
 def _with_steps(

@@ -14,6 +14,7 @@ from ...errors import CorruptCheckpointError
 from ..host.pool import SegmentPool
 from ..ranks.peers import Ranks
 from ..runs.roots import Roots
+from ..spans import Spans
 from ..spec import flag
 from ..state.rng import RngState
 from .archives.contents import Part
@@ -49,8 +50,12 @@ class RunRestore:
         self._fallback = flag("fallback", fallback)
         self.state_dicts = LiveStateDicts()
 
-    def restore(self, step: int | None, broadcast: Any) -> int | None:
-        """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed."""
+    def restore(self, step: int | None, broadcast: Any, spans: Spans) -> int | None:
+        """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed.
+
+        `spans` get the parts: "find", until its archives are open; "plan"; "read", into tensors; "fill", the rest.
+        """
+        self._spans, self._finds_since = spans, spans.clock()
         sharing = None if broadcast is None else Sharing(broadcast)
         if not self._ranks.world.is_one:
             self.state_dicts.take_all(self._state)
@@ -91,7 +96,19 @@ class RunRestore:
         return None if resumed is None else resumed[0]
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
-        restore_state(parts, self._state, self._options, pool=self._pool, sharing=sharing, state_dicts=self.state_dicts)
+        self._spans.add("find", self._finds_since)
+        try:
+            restore_state(
+                parts,
+                self._state,
+                self._options,
+                pool=self._pool,
+                sharing=sharing,
+                state_dicts=self.state_dicts,
+                spans=self._spans,
+            )
+        finally:
+            self._finds_since = self._spans.clock()  # of an older step, if this one is damaged
 
 
 def _names_of_generators(state: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ...errors import PeerFailedError
 from .store import Words
@@ -34,8 +34,8 @@ class Answers:
         self._num_asked[about] = number + 1
         return f"{about}/{number}"
 
-    def of_rank_0(self, question: str, ask: Callable[[], tuple[bool, ...]] | None) -> tuple[bool, ...]:
-        """Return the answer of `ask` on rank 0, which is None on the others.
+    def of_rank_0(self, question: str, ask: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:
+        """Return the answer of `ask`, which is JSON, on rank 0. `ask` is None on the others.
 
         Raises PeerFailedError on the others where it raises on rank 0, and where rank 0 says nothing in time.
         """

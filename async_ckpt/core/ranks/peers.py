@@ -182,7 +182,7 @@ class Ranks:
         if self.nodes is not None:
             self.nodes.close()
 
-    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
+    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
 
         Raises PeerFailedError on the others where it raises on rank 0.

@@ -101,7 +101,7 @@ class Run:
         self.refusal = ""  # why no step may be saved here, as long as this process lives
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
-        self.events = EventLog(storage, clock)
+        self.events = EventLog(storage, clock, clock())
 
     @property
     def storage(self) -> Storage:

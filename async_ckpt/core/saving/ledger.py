@@ -240,6 +240,11 @@ class Ledger:
         """Raise the first unseen error; the others are noted in it."""
         raise_error_of(self._unseen())
 
+    @property
+    def stall_seconds(self) -> float:
+        """The seconds for which all saves so far have held the training."""
+        return self._stall_seconds
+
     def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int, num_behind: int) -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys; NaN before the first report."""
         last = self._last_report.as_dict("last_") if self._last_report else dict.fromkeys(_LAST, nan)

@@ -11,11 +11,13 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, Protocol
 
-from ...errors import CheckpointError, NotUnchangedError, StorageUnavailableError
+from ...errors import CheckpointError, ClosedError, NotUnchangedError, StorageUnavailableError
+from ..host.loop import get_loop
 from ..ranks.calls import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
@@ -68,6 +70,7 @@ class Lineage:
     ) -> None:
         """`pace_of` gives the pace of the writes to a place."""
         self.roots, self.retire = roots, retire
+        self.facts: Callable[[], dict[str, Any]] = dict  # of the training, for its events in the history
         self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, ranks)
         self._pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
@@ -92,12 +95,26 @@ class Lineage:
     def has_one_root(self) -> bool:
         return len(self.roots.runs) == 1
 
-    def restored(self, step: int, *, behind: bool, seconds: float) -> None:
-        """Note that training goes on from a step; `behind` the newest commit. The restore took so many seconds."""
+    def restored(self, step: int, *, behind: bool, seconds: float, phases: Mapping[str, float]) -> None:
+        """Note that training goes on from a step; `behind` the newest commit. The restore and its parts took so many
+        seconds.
+        """
         with self._lock:
             self.rolled_back = object() if behind else None
             self._digests = {}
-        self.note("restore", step, behind=behind, total_seconds=seconds)
+        parts = {f"{phase}_seconds": of_phase for phase, of_phase in phases.items()}
+        self.note("restore", step, behind=behind, total_seconds=seconds, **parts)
+
+    def progressed(self, step: int) -> None:
+        """Note in the history, in the background, that the training has reached a step."""
+        if self._ranks.world.rank:
+            return
+        self.note("progress", step, **self.facts())
+        loop = get_loop()
+        for run in self.roots.runs:
+            write = partial(run.write_events, again=False)
+            with suppress(ClosedError):  # the interpreter is exiting
+                loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
         """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save."""

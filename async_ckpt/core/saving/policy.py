@@ -1,6 +1,7 @@
 """The rules of when a save is due: after so many steps, after so much time, before the machine goes away.
 
-In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no.
+In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no, the interval
+that follows from what saves cost, and what the time of the training went to.
 Knows nothing of: how a save is made, signals, other ranks.
 
 The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
@@ -18,22 +19,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from typing import Final
+from statistics import median
+from typing import Any, Final, Literal
 
+from ..events.goodput import Goodput
 from ..report import SaveReport
 from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
+from .interval import FIRST_SAVE_SECONDS, NUM_SAVES, AdaptiveInterval, Past, SaveCost, SaveInterval, slower_seconds
 from .signals import Signals, signals_of
+from .training_time import TrainingTime
 
 Deadline = Moment | Callable[[], float | None]
 
-# What a save is expected to take while none has been measured.
-FIRST_SAVE_SECONDS: Final = 60.0
 MARGIN_SECONDS: Final = 30.0
 # The longest of these is expected next: enough steps to hold an evaluation, few enough to forget the compilation.
 _NUM_STEPS: Final = 100
 # Of saves that begin between two calls of `should_save`: more than any training makes.
 _NUM_STARTS: Final = 64
-_NUM_SAVES: Final = 5
+# How often the history gets the step that was reached: so much of a killed training it does not know.
+PROGRESS_SECONDS: Final = 60.0
 
 _log = logging.getLogger("async_ckpt")
 
@@ -56,6 +60,15 @@ class Due:
             end the process, the first one no longer does, but a second one of the same kind does. Handlers that were
             installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only if
             it is named, and still raises KeyboardInterrupt.
+        overhead: the largest share of training time that saves may cost, such as 0.01. The interval follows from what
+            the last five saves have cost: their stalls, and steps that were slower beside them.
+        mtbf: the mean time between failures in seconds, or "measured": then the history of the run tells it, and it is
+            a day until there were three failures. The interval is the one at which saves and work that is done again
+            cost the least together, about `sqrt(2 * cost * mtbf)` (Young, Communications of the ACM 17(9), 1974), with
+            the higher-order terms of Daly (Future Generation Computer Systems 22(3), 2006). With `overhead` as well,
+            the longer interval counts.
+        at_least, at_most: the bounds of that interval, in seconds. Whatever they are, a save is due only once the one
+            before is durable. The first save is due after a minute.
 
     Raises ValueError if a rule is not valid, and TypeError if the deadline is not a time or a signal is not a signal.
     """
@@ -65,14 +78,27 @@ class Due:
     deadline: Deadline | None = None
     margin_seconds: float = MARGIN_SECONDS
     signals: Signals = False
+    overhead: float | None = None
+    mtbf: float | Literal["measured"] | None = None
+    at_least: float | None = None
+    at_most: float | None = None
 
     def __post_init__(self) -> None:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ValueError(f"Due(every=…) must be a whole number from 1 on, got {self.every!r:.100}")
-        if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
-            raise ValueError(f"Due(seconds=…) must be a number above 0, got {self.seconds!r:.100}")
+        for name in ("seconds", "at_least", "at_most"):
+            _refuse_unless_above_0(name, getattr(self, name))
         if not (_is_number(self.margin_seconds) and self.margin_seconds >= 0):
             raise ValueError(f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}")
+        if self.overhead is not None and not (_is_number(self.overhead) and 0 < self.overhead <= 1):
+            raise ValueError(f"Due(overhead=…) must be a share above 0 and up to 1, got {self.overhead!r:.100}")
+        if self.mtbf != "measured":
+            _refuse_unless_above_0("mtbf", self.mtbf, ' of seconds, or "measured"')
+        has_bounds = (self.at_least, self.at_most) != (None, None)
+        if has_bounds and (self.overhead, self.mtbf) == (None, None):
+            raise ValueError("Due(at_least=…, at_most=…) bound the interval of overhead= or mtbf=; give one of these")
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+            raise ValueError(f"Due(at_least={self.at_least!r}) is above at_most={self.at_most!r}")
         _countdown(self.deadline, wall_time)
         if not isinstance(self.signals, bool):  # an iterator would be empty the second time
             object.__setattr__(self, "signals", signals_of(self.signals))
@@ -96,19 +122,39 @@ class SaveStart:
 class _Durations:
     """The seconds that recent steps and saves have taken. A policy owns it, and guards it by its own lock."""
 
-    def __init__(self) -> None:
-        self.under_way: list[Future[SaveReport]] = []
-        self._saves: deque[float] = deque(maxlen=_NUM_SAVES)
+    def __init__(self, interval: AdaptiveInterval | None, time: TrainingTime) -> None:
+        self.interval = interval  # gets the cost of each save; None if no rule needs one
+        self._time = time
+        self._under_way: list[Future[SaveReport]] = []
+        self._saves: deque[float] = deque(maxlen=NUM_SAVES)
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._plain_steps: deque[float] = deque(maxlen=_NUM_STEPS)  # while no save was under way
+        self._beside: list[float] = []  # the steps beside the oldest save that is under way
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was under way when saves were measured last, or has begun since."""
+        return bool(self._under_way)
+
+    def begin(self, save: Future[SaveReport]) -> None:
+        self._under_way.append(save)
 
     def measure_saves(self) -> None:
-        for save in [save for save in self.under_way if save.done()]:
-            self.under_way.remove(save)
+        for save in [save for save in self._under_way if save.done()]:
+            self._under_way.remove(save)
+            beside, self._beside = self._beside, []
             if Future.exception(save) is None:  # not the handle's own method, which would count as a look
-                self._saves.append(Future.result(save).total_seconds)
+                report = Future.result(save)
+                self._saves.append(report.total_seconds)
+                plain = median(self._plain_steps) if self._plain_steps else math.inf
+                slower = slower_seconds(beside, plain, report.stall_seconds)
+                self._time.slower_seconds += slower
+                if self.interval is not None:
+                    self.interval.add(SaveCost(report.stall_seconds, slower, report.total_seconds))
 
     def add_step(self, seconds: float) -> None:
         self._steps.append(seconds)
+        (self._beside if self.is_saving else self._plain_steps).append(seconds)
 
     @property
     def save_seconds(self) -> float:
@@ -145,21 +191,20 @@ class _DeadlineRule:
         self._has_tried = self._is_near
 
     def is_last_chance(self, seconds_left: float | None, durations: _Durations) -> bool:
-        durations.measure_saves()
         needed = durations.save_seconds + self._margin_seconds
         if seconds_left is None or seconds_left >= needed + durations.step_seconds:
             self._is_near = self._has_tried = False
             return False
         self._is_near = True
         # A save that does not fit by this reckoning is tried once all the same: it may fit, and a commit stays.
-        return not durations.under_way and (seconds_left >= needed or not self._has_tried)
+        return not durations.is_saving and (seconds_left >= needed or not self._has_tried)
 
 
 class SavePolicy:
     """The answers of `should_save` for one checkpointer, which creates it. Safe to call from any thread.
 
-    `preempted` tells whether the process was asked to leave. `clock` measures durations, `wall_clock` is for a deadline
-    that is a time.
+    `preempted` tells whether the process was asked to leave, `stall_seconds` for how long saves have held the training.
+    `clock` measures durations, `wall_clock` is for a deadline that is a time.
     """
 
     def __init__(
@@ -167,6 +212,7 @@ class SavePolicy:
         due: Due,
         *,
         preempted: Callable[[], bool] = lambda: False,
+        stall_seconds: Callable[[], float] = lambda: 0.0,
         clock: Clock = monotonic,
         wall_clock: Clock = wall_time,
     ) -> None:
@@ -180,22 +226,28 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
-        self._durations, self._deadline = _Durations(), _DeadlineRule(due, wall_clock)
+        self._opened_at = self._told_at = clock()
+        self._told_step: int | None = None  # of the newest event that the history has, or of the restore
+        self._told_slower = 0.0
+        self._time = TrainingTime(self._opened_at, stall_seconds)
+        self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)
 
     @property
     def is_arithmetic(self) -> bool:
         """True if the answers depend on nothing but steps, so that they are the same in every process."""
         due = self._due
-        return (due.seconds, due.deadline) == (None, None) and not due.signals
+        return (due.seconds, due.deadline) == (None, None) and not (due.signals or self.has_interval)
 
     def should_save(self, step: int) -> bool:
         """True if a save of `step` is due. To be called once at every step; called again, the answer is the same.
 
         False for the step of the last save, however that ended, and for the one restored. Raises ValueError when there
-        is no rule, and nothing else.
+        is no rule, and once the first save has shown that its cost is above `Due(mtbf=…)`.
         """
         if self.is_arithmetic and self._due.every is None:
-            raise ValueError("should_save needs a rule: pass due=Due(every=…, seconds=…, deadline=… or signals=True)")
+            raise ValueError(
+                "should_save needs a rule: pass due=Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=… or signals=True)"
+            )
         seconds_left = self._deadline.seconds_left()
         with self._lock:
             self._take_starts()
@@ -216,10 +268,53 @@ class SavePolicy:
         with self._lock:
             return bool(self._starts) or self._saved_step is not None
 
-    def restored(self, step: int) -> None:
-        """Begin to count anew, from the step that training goes on from."""
+    def interval(self) -> SaveInterval:
+        """The interval that follows from the costs so far. Raises ValueError if there is no rule that needs one."""
+        with self._lock:
+            if self._durations.interval is None:
+                raise ValueError("there is no interval: give due=Due(overhead=…) or Due(mtbf=…)")
+            return self._durations.interval.after(self._clock() - self._opened_at)
+
+    @property
+    def has_interval(self) -> bool:
+        """True if an interval follows from what saves cost."""
+        return self._durations.interval is not None
+
+    def spent(self) -> Goodput:
+        """The time of this process by what it went to."""
         with self._lock:
             self._take_starts()
+            return self._time.spent(self._clock())
+
+    def reached(self, *, is_last: bool = False) -> int | None:
+        """The step that the history is to be told of as reached, at most once in a minute; None if there is none."""
+        with self._lock:
+            self._take_starts()
+            step, now = self._asked_step, self._clock()
+            if step in (None, self._told_step, self._saved_step) or not (
+                is_last or now - self._told_at >= PROGRESS_SECONDS
+            ):
+                return None
+            self._told_step, self._told_at = step, now
+            return step
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for the next event in the history: the seconds of slower steps since the last one, the interval."""
+        with self._lock:
+            slower, self._told_slower = self._time.slower_seconds - self._told_slower, self._time.slower_seconds
+            interval = self._durations.interval
+            told = "" if interval is None else str(interval.after(self._clock() - self._opened_at))
+            return {"slower_seconds": slower or None, "interval": told}
+
+    def restored(self, step: int, past: Past | None = None, *, seconds: float = 0.0) -> None:
+        """Begin to count anew, from the step that training goes on from, and by the history of the run. The restore
+        has taken so many seconds.
+        """
+        with self._lock:
+            self._take_starts()
+            self._time.restored(step, self._clock(), seconds)
+            if self._durations.interval is not None and past is not None:
+                self._durations.interval.resume(past)
             self._saved_step, self._saved_at = step, self._clock()
             self._asked_step = None
 
@@ -231,26 +326,47 @@ class SavePolicy:
             self._durations.measure_saves()
             if not start.was_skipped:
                 self._saved_step, self._saved_at = start.step, start.at
-                self._durations.under_way.append(start.save)
+                self._told_at = start.at
+                self._time.saved(start.step, start.at)
+                self._durations.begin(start.save)
                 self._deadline.save_began()
                 if start.was_preempted:
                     self._last_saves.append(start.save)
 
     def _decide(self, step: int, seconds_left: float | None) -> bool:
-        now = self._clock()
+        now, durations = self._clock(), self._durations
         if self._asked_step is not None:
-            self._durations.add_step(now - self._asked_at)
+            durations.add_step(now - self._asked_at)
         self._asked_step, self._asked_at = step, now
+        durations.measure_saves()
         every, seconds = self._due.every, self._due.seconds
         by_steps = every is not None and step > 0 and step % every == 0
         by_time = seconds is not None and now - self._saved_at >= seconds
-        by_deadline = self._deadline.is_last_chance(seconds_left, self._durations)
+        by_interval = durations.interval is not None and self._is_over(durations.interval, now)
+        by_deadline = self._deadline.is_last_chance(seconds_left, durations)
         by_signal = self._preempted() and all(map(_has_failed, self._last_saves))
-        return by_steps or by_time or by_deadline or by_signal
+        return by_steps or by_time or by_interval or by_deadline or by_signal
+
+    def _is_over(self, interval: AdaptiveInterval, now: float) -> bool:
+        """Whether the interval that follows from the costs is over."""
+        seconds = interval.after(now - self._opened_at).seconds
+        return not self._durations.is_saving and now - self._saved_at >= seconds
+
+
+def interval_of(due: Due) -> AdaptiveInterval | None:
+    """The interval that follows from what is measured; None if no rule needs one."""
+    if (due.overhead, due.mtbf) == (None, None):
+        return None
+    return AdaptiveInterval(overhead=due.overhead, mtbf=due.mtbf, at_least=due.at_least, at_most=due.at_most)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _refuse_unless_above_0(name: str, value: Any, of: str = "") -> None:
+    if value is not None and not (_is_number(value) and value > 0):
+        raise ValueError(f"Due({name}=…) must be a number above 0{of}, got {value!r:.100}")
 
 
 def _has_failed(save: Future[SaveReport]) -> bool:

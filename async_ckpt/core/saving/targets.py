@@ -470,6 +470,7 @@ class StepTarget(JointTarget):
             "save",
             self._call.step,
             **measured,
+            **self._lineage.facts(),
             attempt=self._token,
             call_seconds=call_seconds,
             free_bytes=self.storage.free_bytes(),

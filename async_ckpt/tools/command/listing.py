@@ -34,6 +34,8 @@ _READERS: Final = 32
 _SHOWN_UNSEEN: Final = 5
 # A metric, which end of it is best, and how many.
 Best = tuple[str, Literal["min", "max"], int]
+# A run that has lasted so long has a line that says what its time went to.
+_WORTH_A_LINE_SECONDS: Final = 60.0
 # The entries of records that have a column: those that most steps have.
 _MOST_METRICS: Final = 12
 
@@ -122,10 +124,13 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
         _print_runs(place, rows_of(place, below, best), below.unseen, best, as_json=as_json)
     elif kind in ("run", "trainer") or (kind == "nothing" and with_all):
         statuses: Sequence[PlaceStatus] = ()
+        spent = run_events.Goodput()
         if kind == "trainer":
             rows = checkpoints_of(place, names)
         else:
-            rows = steps_of(storage, names, clock=spans.wall_time, with_all=with_all, check=check)
+            events = run_events.EventLog(storage, spans.wall_time).read()
+            spent = run_events.goodput_of(events)
+            rows = steps_of(storage, names, clock=spans.wall_time, events=events, with_all=with_all, check=check)
             everywhere = RunPlaces(place)
             statuses = everywhere.look()
             rows = _with_places(rows, everywhere.places, statuses)
@@ -133,7 +138,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
             raise nothing_at(place)
         if best is not None:
             _mark_best(rows, best)
-        _print_steps(place, rows, statuses, as_json=as_json)
+        _print_steps(place, rows, statuses, spent, as_json=as_json)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
@@ -143,14 +148,20 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
 
 
 def steps_of(
-    storage: Storage, names: list[str], *, clock: spans.Clock, with_all: bool = False, check: bool = False
+    storage: Storage,
+    names: list[str],
+    *,
+    clock: spans.Clock,
+    events: Sequence[run_events.Event] | None = None,
+    with_all: bool = False,
+    check: bool = False,
 ) -> list[StepRow]:
     """The steps of a run with these names, ascending. Of several namings, the steps of each.
 
     `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
-    events = run_events.EventLog(storage, clock).read()
+    events = run_events.EventLog(storage, clock).read() if events is None else events
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
@@ -500,9 +511,18 @@ def _print_runs(
         print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
 
 
-def _print_steps(place: Place, rows: Sequence[StepRow], statuses: Sequence[PlaceStatus] = (), *, as_json: bool) -> None:
+def _print_steps(
+    place: Place,
+    rows: Sequence[StepRow],
+    statuses: Sequence[PlaceStatus] = (),
+    spent: run_events.Goodput | None = None,
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
-        document = {"place": place.shown, "steps": [row.as_json() for row in rows]}
+        document: dict[str, Any] = {"place": place.shown, "steps": [row.as_json() for row in rows]}
+        if spent:
+            document["goodput"] = spent.as_dict()
         print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))
         return
     now = spans.wall_time()
@@ -545,6 +565,8 @@ def _print_steps(place: Place, rows: Sequence[StepRow], statuses: Sequence[Place
         ),
         right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
     )
+    if spent and spent.total_seconds >= _WORTH_A_LINE_SECONDS:
+        print_text(f"time: {spent}", "dim")
     for number, status in enumerate(statuses, 1):
         print_text(escaped(f"{number}: {status.described}"), "" if status.trouble else "dim")
     if len(counts) > len(metrics):

@@ -242,6 +242,11 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
 
 
+def shown_hours(seconds: float) -> str:
+    """A long time for people, such as "3.25 h"."""
+    return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else shown_seconds(seconds)
+
+
 def short(value: Any) -> str:
     """A value of a record in few characters."""
     if isinstance(value, float):

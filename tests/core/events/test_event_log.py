@@ -52,8 +52,9 @@ def test_events_come_back_in_their_order_with_all_fields_of_their_kind(tmp_path)
     assert save == event("save", NOW, 5, num_bytes=7, groups={"model": 7}, record={"loss": 0.5, "name": "<b>"})
     assert save["stall_seconds"] is None
     assert save["unchanged"] == []
-    assert retention == {"kind": "retention", "time": NOW, "step": 5, "deleted": [1, 2]}
-    assert restore == {"kind": "restore", "time": NOW, "step": 5, "total_seconds": 1.5, "behind": True}
+    assert retention == {"kind": "retention", "time": NOW, "step": 5, "opened": None, "deleted": [1, 2]}
+    assert restore == event("restore", NOW, 5, total_seconds=1.5, behind=True)
+    assert (restore["total_seconds"], restore["behind"], restore["find_seconds"]) == (1.5, True, None)
 
 
 def test_saves_that_are_skipped_in_a_row_are_one_event(tmp_path):

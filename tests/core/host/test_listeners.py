@@ -297,3 +297,18 @@ def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_its_end(tmp_pa
 
 def _dedented(script: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in script.splitlines())
+
+
+def test_a_listener_is_told_what_the_time_of_a_training_went_to_if_it_asks_for_that(tmp_path):
+    told: list[Ended] = []
+    listening = listen(told.append, training=True)
+    try:
+        with open_run(tmp_path) as ckpt:
+            ckpt.save(state_at(1), step=1).result()
+        assert listening.flush(PATIENCE)
+    finally:
+        listening.close()
+
+    assert [one.kind for one in told] == ["save", "train"]
+    assert told[-1].parts["stall"] == told[0].report.stall_seconds > 0
+    assert told[-1].seconds == pytest.approx(sum(told[-1].parts.values()), abs=1e-3)

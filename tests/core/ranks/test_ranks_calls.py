@@ -386,6 +386,23 @@ def test_signals_at_several_ranks_at_any_step_beside_a_save_make_one_save_due(wo
     assert steps_of(worlds)[1:] in ([earliest], [earliest + 1])
 
 
+def test_all_ranks_save_after_the_interval_that_rank_0_has_measured(worlds):
+    """Its clock and its saves decide. The others hear of the interval with the answer."""
+    script = """
+    from async_ckpt import Due
+    from async_ckpt.core.saving.interval import SaveCost
+    with open_run(here.root, due=Due(overhead=0.5, at_most=1e-6 if here.rank == 0 else 3600)) as ckpt:
+        for step in range(1, 4):
+            here.tell([ckpt.should_save(step), *ckpt.interval().__getstate__()[:2]])
+            if here.rank == 0 and step == 1:
+                ckpt._policy._durations.interval.add(SaveCost(900.0, 0.0, 1800.0))
+    """
+    first, second = worlds.run(2, script)
+
+    assert first.told == [[True, 1e-6, "at_most"], [False, 1800.0, "durable"], [False, 1800.0, "durable"]]
+    assert second.told == first.told
+
+
 def test_record_and_driver_are_those_of_rank_0(worlds):
     script = """
     with open_run(here.root) as ckpt:

@@ -18,7 +18,7 @@ from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
 from scripted_disk import scripted
-from states import open_run
+from states import open_run, state_at
 
 import async_ckpt
 from async_ckpt.core.runs.naming import naming_of
@@ -478,3 +478,16 @@ def test_a_table_that_a_terminal_is_too_narrow_for_becomes_lines(root: Path) -> 
     lines = in_terminal("ls", root, columns=40).decode().splitlines()
     assert any("borrows from 1" in line for line in lines)
     assert any(re.fullmatch(r"(\x1b\[[0-9;]*m)*step 2(\x1b\[[0-9;]*m)*", line) for line in lines)
+
+
+def test_ls_says_what_the_time_of_a_run_went_to(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        log = ckpt._roots.runs[0].events
+        log._opened = log._clock() - 600  # as if it had begun ten minutes ago
+        ckpt.save(state_at(1), 1).result()
+
+    assert re.search(r"^time: \d+\.\d% trained, .* 0\.0% redone, of 60\d s$", run_command("ls", tmp_path).stdout, re.M)
+    goodput = documented("ls", tmp_path)["goodput"]
+    assert sum(
+        goodput[f"{part}_share"] for part in ("trained", "stall", "slower", "restore", "redone")
+    ) == pytest.approx(1)

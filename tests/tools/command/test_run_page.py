@@ -131,6 +131,27 @@ def test_the_page_asks_for_nothing_and_runs_only_its_own_scripts() -> None:
     assert len(digests) == 2
 
 
+def test_the_time_of_each_start_is_a_stacked_bar_of_its_shares() -> None:
+    events = [
+        saved(10, BEGIN + 100, opened=BEGIN, stall_seconds=10, total_seconds=0),
+        event("progress", BEGIN + 200, 20, opened=BEGIN),
+        event("restore", BEGIN + 1050, 10, opened=BEGIN + 1000, total_seconds=50),
+        saved(30, BEGIN + 1100, opened=BEGIN + 1000, total_seconds=0, interval="42 s by overhead: a save costs 1 s"),
+    ]
+    text = text_of(events)
+    page = Tags(text)
+
+    bars = [one for one in page.attributes if one.get("class") == "bar"]
+    assert len(bars) == 2
+    widths = [(one["class"], float(one["width"])) for one in page.attributes if one.get("height") == "1"]
+    first, second = dict(widths[:5]), dict(widths[5:])
+    assert first == {"trained": 50.0, "stall": 5.0, "slower": 0.0, "restore": 0.0, "redone": 45.0}
+    assert second == {"trained": 50.0, "stall": 0.0, "slower": 0.0, "restore": 50.0, "redone": 0.0}
+    assert "50.0% of 300.00 s was training that counts, in 2 starts.\n1 of them lost work." in text
+    assert "The last interval between saves was 42 s by overhead: a save costs 1 s." in text
+    assert "<dt>interval</dt><dd>42 s by overhead</dd>" in text
+
+
 def test_the_license_of_the_library_is_in_the_page() -> None:
     page = text_of(events_of_run(3))
     assert "The MIT License (MIT)" in page

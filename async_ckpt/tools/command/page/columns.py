@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
 from ..run_places import PlaceStatus
-from ..screen import counted
+from ..screen import counted, shown_seconds
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None
@@ -41,6 +41,7 @@ _MEASURED: Final[Mapping[str, tuple[str, Unit]]] = {
     "write_seconds": ("writing", "seconds"),
     "commit_seconds": ("commit", "seconds"),
     "total_seconds": ("from call to commit", "seconds"),
+    "slower_seconds": ("slower steps", "seconds"),
     "num_bytes": ("size", "bytes"),
     "free_bytes": ("free", "bytes"),
     "retries": ("retries", "count"),
@@ -140,7 +141,10 @@ def about(event: Mapping[str, Any]) -> str:
             since = "" if first in (None, event["step"]) else f", from step {first:,}"
             return f"{counted(event['count'], 'save')} skipped{since}, since an earlier one was under way"
         case "restore":
-            return "a newer step was committed" if event["behind"] else "from the newest step"
+            parts = [
+                f"{name} {shown_seconds(event[f'{name}_seconds'])}" for name in _RESTORED if event[f"{name}_seconds"]
+            ]
+            return ", ".join(["a newer step was committed" if event["behind"] else "from the newest step", *parts])
         case "rollback":
             return f"retired {listed(event['retired'])}"
         case "retention":
@@ -179,7 +183,10 @@ _KINDS: Final[Mapping[str, str]] = {
     "rollback": "rolled back",
     "retention": "deleted",
     "moved": "copied",
+    "progress": "trained",
 }
+# The parts of a restore.
+_RESTORED: Final = ("find", "plan", "read", "fill")
 
 
 def _written_after(event: Mapping[str, Any]) -> float | None:

@@ -19,8 +19,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from ....plumbing import events as run_events
 from ....plumbing import spans
 from ..run_places import durable_steps
+from ..screen import counted, shown_hours
 from .columns import RunColumns, Value, listed
 from .pictures import Best, Picture, comparison_of, pictures_of
 from .summary import facts_of, losses_of, title_of
@@ -28,6 +30,15 @@ from .summary import facts_of, losses_of, title_of
 _ASSETS: Final = Path(__file__).parent / "assets"
 # The newest failures, which stand in the page itself; all of them are in the table of the first picture.
 _LOSSES: Final = 20
+_STARTS: Final = 50
+# The parts of the time of a run, with their names on the page.
+PARTS: Final = {
+    "trained": "training",
+    "stall": "stalls",
+    "slower": "slower steps",
+    "restore": "restores",
+    "redone": "done again",
+}
 
 
 def page_of(runs: Sequence[RunColumns], now: float, best: Sequence[Best] = ()) -> bytes:
@@ -103,13 +114,59 @@ def _run(run: RunColumns, number: int, pictures: Sequence[Picture], now: float, 
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>\n" for name, value in facts_of(run, now).items()
     )
     heading = f"<h2>{escape(run.name)}</h2>\n" if several else ""
-    figures = "".join(_figure(first + at, picture, 3 if several else 2) for at, picture in enumerate(pictures))
+    level = 3 if several else 2
+    figures = "".join(_figure(first + at, picture, level) for at, picture in enumerate(pictures))
     return f"""<section class="run" id="run{number}">
 {heading}<dl class="facts">
 {facts}</dl>
-{_places(run, 3 if several else 2)}{_losses(run, 3 if several else 2)}<div class="range" data-run="{number}"></div>
+{_goodput(run, level)}{_places(run, level)}{_losses(run, level)}<div class="range" data-run="{number}"></div>
 {figures}</section>
 """
+
+
+def _goodput(run: RunColumns, level: int) -> str:
+    """The time of a run by what it went to: a stacked bar for each start, and a table of the same seconds."""
+    spent = run_events.goodput_of(run.events)
+    if not spent.total_seconds:
+        return ""
+    starts = [one for one in spent.starts if one.total_seconds]
+    bars = "".join(_bar(one) for one in starts[-_STARTS:])
+    key = "".join(f"<li><i class={part}>■</i>{name}</li>" for part, name in PARTS.items())
+    heads = "".join(f"<th scope=col>{name}</th>" for name in ("start", *PARTS.values()))
+    rows = "".join(_spent_row(one, escape(spans.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
+    told = [one["interval"] for one in run.events if one.get("interval")]
+    interval = f" The last interval between saves was {escape(told[-1])}." if told else ""
+    more = f" The last {_STARTS} of {len(starts):,} starts." if len(starts) > _STARTS else ""
+    share, hours = f"{spent.shares['trained']:.1%}", escape(shown_hours(spent.total_seconds))
+    name = "What the time went to"
+    return f"""<section class="goodput">
+<h{level}>{name}</h{level}>
+<p>{share} of {hours} was training that counts, in {counted(len(starts), "start")}.
+{spent.num_failed:,} of them lost work.{more}{interval}</p>
+<ul class="key">{key}</ul>
+{bars}<details><summary>Table</summary><div class="scroll" tabindex=0 role=region aria-label="{name}">
+<table><thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}{_spent_row(spent, "all")}</tbody></table></div></details>
+</section>
+"""
+
+
+def _bar(spent: run_events.Goodput) -> str:
+    """One start. The policy of the page allows no style attributes, so the bar is a drawing."""
+    parts, at = "", 0.0
+    for part, share in spent.shares.items():
+        parts += f'<rect class="{part}" x="{at:.2f}" width="{100 * share:.2f}" height="1"/>'
+        at += 100 * share
+    return (
+        f'<svg class="bar" role="img" viewBox="0 0 100 1" preserveAspectRatio="none" aria-label="{escape(str(spent))}">'
+        f"<title>{escape(str(spent))}</title>{parts}</svg>\n"
+    )
+
+
+def _spent_row(spent: run_events.Goodput, name: str) -> str:
+    cells = "".join(f"<td class=figure>{escape(shown_hours(spent.seconds[part]))}</td>" for part in PARTS)
+    return f"<tr><th scope=row>{name}</th>{cells}</tr>\n"
 
 
 def _places(run: RunColumns, level: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from ....plumbing import events as run_events
 from ....plumbing import reports, spans
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
@@ -33,6 +34,8 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
     newest = max(
         (save for save in durable if _is_durable(run, save["step"])), key=lambda save: save["step"], default=None
     )
+    spent = run_events.goodput_of(run.events)
+    told = [one["interval"] for one in run.events if one.get("interval")]
     stalls = [value for _, value in run.known("stall_seconds")]
     return {
         "last durable step": "none" if newest is None else f"{newest['step']:,}",
@@ -46,6 +49,8 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "median bandwidth": _median(run, "bandwidth", lambda rate: f"{reports.sized(rate)}/s"),
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
+        "trained": f"{spent.shares['trained']:.1%}" if spent.total_seconds else "unknown",
+        "interval": told[-1].partition(":")[0] if told else "not measured",
     }
 
 

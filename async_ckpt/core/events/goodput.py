@@ -1,0 +1,171 @@
+"""Goodput: the time of a run by what it went to. Training counts unless it was done again.
+
+In: the events of a run. Out: seconds by what they went to, for each start and in all. Knows nothing of: storage.
+
+A start lasts from the opening of the run by its process until its last event. The events that name a step divide that
+time into stretches. A stall belongs to the stretch after the call of its save; the seconds of slower steps are in the
+event after them. A restore takes the training back: stretches above its step are done again, whichever start has
+trained them. If a process never closed the run, the stretch after its last step is lost as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+# Events that tell which step the training had reached.
+_REACHED: Final = frozenset({"save", "failed", "skipped", "progress"})
+PARTS: Final = ("trained", "stall", "slower", "restore", "redone")
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The time of a run, or of one of its starts, by what it went to. `starts` are empty for one start.
+
+        print(async_ckpt.history("runs/a").goodput())  # 97.1 % of 3.2 h trained, 0.4 % stall, …
+
+    `trained_seconds` is training that was not done again. The others are lost: `stall_seconds` while saves held the
+    training, `slower_seconds` in steps that were slower beside a save, `restore_seconds`, and `redone_seconds` in steps
+    that were done again. `opened` is when the start began, in seconds since the epoch. `has_failed` says whether work
+    was lost at its end.
+    """
+
+    trained_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    slower_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    redone_seconds: float = 0.0
+    opened: float | None = None
+    has_failed: bool = False
+    starts: tuple[Goodput, ...] = ()
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the whole time, 0 to 1; NaN if no time has passed."""
+        total = self.total_seconds
+        return {part: seconds / total if total else math.nan for part, seconds in self.seconds.items()}
+
+    @property
+    def num_failed(self) -> int:
+        """The number of starts at whose end work was lost."""
+        return sum(start.has_failed for start in self.starts)
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """The seconds and shares as numbers for a logger, with the same keys on every call."""
+        row = {f"{part}_seconds": seconds for part, seconds in self.seconds.items()}
+        row |= {f"{part}_share": share for part, share in self.shares.items()}
+        return {prefix + key: value for key, value in row.items()}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds by part."""
+        return {part: getattr(self, f"{part}_seconds") for part in PARTS}
+
+    def __str__(self) -> str:
+        if not self.total_seconds:
+            return "no time is known"
+        shares = ", ".join(f"{share:.1%} {part}" for part, share in self.shares.items())
+        return f"{shares}, of {self.total_seconds:,.0f} s"
+
+
+@dataclass(slots=True)
+class _Trained:
+    """Training up to a step; up to none that was saved if that is infinite."""
+
+    step: float
+    seconds: float
+    start: _StartSpent
+
+
+@dataclass(slots=True)
+class _StartSpent:
+    opened: float
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    has_failed: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        return str(self.events[-1]["kind"]) == "closed"
+
+
+def goodput_of(events: Sequence[Mapping[str, Any]]) -> Goodput:
+    """How the time of a run was spent, by its events."""
+    starts = _starts_of(events)
+    trained: list[_Trained] = []
+    for number, start in enumerate(starts):
+        _account(start, trained)
+        if not start.is_closed and number + 1 < len(starts):
+            start.has_failed = True
+            _go_back(trained, math.inf, starts[number + 1])
+    made = tuple(_made(start.seconds, opened=start.opened, has_failed=start.has_failed) for start in starts)
+    sums = {part: sum(start.seconds[part] for start in starts) for part in PARTS}
+    return _made(sums, opened=starts[0].opened if starts else None, starts=made)
+
+
+def _made(seconds: Mapping[str, float], **facts: Any) -> Goodput:
+    named: dict[str, Any] = {f"{part}_seconds": value for part, value in seconds.items()}
+    return Goodput(**named, **facts)
+
+
+def _starts_of(events: Sequence[Mapping[str, Any]]) -> list[_StartSpent]:
+    """The starts with their events. Events of older versions do not tell them apart but by the closing of the run."""
+    starts: list[_StartSpent] = []
+    for one in events:
+        opened = one.get("opened")
+        is_new = not starts or (starts[-1].is_closed if opened is None else starts[-1].opened != opened)
+        if is_new:
+            starts.append(_StartSpent(_reached_at(one) if opened is None else opened))
+        starts[-1].events.append(one)
+    return starts
+
+
+def _account(start: _StartSpent, trained: list[_Trained]) -> None:
+    """Account for the time of one start. `trained` are the stretches that count so far, and become those after it."""
+    at, held = start.opened, 0.0  # the end of the last stretch, and the seconds since then that were no training
+
+    def stretch(step: float, until: float) -> None:
+        nonlocal at, held
+        stretch = _Trained(step, max(0.0, until - at - held), start)
+        start.seconds["trained"] += stretch.seconds
+        if not math.isnan(step):
+            trained.append(stretch)
+        at, held = max(at, until), 0.0
+
+    for one in sorted(start.events, key=_reached_at):
+        kind, until = one["kind"], _reached_at(one)
+        for part in ("slower", "stall"):
+            start.seconds[part] += one.get(f"{part}_seconds") or 0.0
+        held += one.get("slower_seconds") or 0.0
+        if kind in _REACHED and one["step"] is not None:
+            stretch(one["step"], until)
+            held += one.get("stall_seconds") or 0.0
+        elif kind == "restore":
+            seconds = one["total_seconds"] or 0.0
+            start.seconds["restore"] += seconds
+            has_trained = trained and trained[-1].start is start
+            stretch(math.inf if has_trained else math.nan, until - seconds)  # before its first restore it sets up
+            _go_back(trained, one["step"], start)
+            at = max(at, until)
+    stretch(trained[-1].step if start.is_closed and trained else math.inf, max(one["time"] for one in start.events))
+
+
+def _go_back(trained: list[_Trained], step: float, start: _StartSpent) -> None:
+    """The training of `start` goes on from a step: what was trained above it was lost."""
+    while trained and (trained[-1].step > step or trained[-1].step == math.inf):
+        lost = trained.pop()
+        lost.start.seconds["trained"] -= lost.seconds
+        lost.start.seconds["redone"] += lost.seconds
+        lost.start.has_failed |= lost.start is not start
+
+
+def _reached_at(event: Mapping[str, Any]) -> float:
+    """When the training had reached the step of an event: a save is noted once it has ended."""
+    begun_before = event.get("total_seconds") if event["kind"] in ("save", "failed") else None
+    return float(event["time"]) - (begun_before or 0.0)
