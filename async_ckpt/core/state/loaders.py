@@ -1,4 +1,4 @@
-"""What the order of a data loader's items depends on, beside the position that its state has.
+"""Facts about a data loader: what the order of its items depends on, beside the position that its state has.
 
 In: a data loader, a sampler or a dataset with a position. Out: a few numbers, and the differences between those of two,
 in words. Knows nothing of: which package a loader is from, files.
@@ -17,6 +17,12 @@ import torch
 
 from ..spec import Json
 
+HOW_TO_KEEP_ORDER: Final = "construct the data loader as it was at the save"
+# The warning: of a checkpoint, a loader, and the facts that differ.
+ANOTHER_ORDER: Final = (
+    "async_ckpt: %s: %s gives its data in another order than it did: %s; "
+    f"{HOW_TO_KEEP_ORDER}, or some items come twice and others not at all"
+)
 # The facts, in the words of messages.
 _WORDS: Final = {
     "items": "number of items", "batches": "number of batches", "batch_size": "batch size",

@@ -10,6 +10,7 @@ background, the trainer's own methods write the folder from that snapshot.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import os
@@ -29,6 +30,7 @@ from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, require, require_names
 from ..common.joint_errors import meet
+from ..common.loader_order import ORDER, order_file, warn_of_order
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
@@ -88,6 +90,26 @@ def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bo
     return trainer
 
 
+def use(layout: Layout = "transformers", *, all_figures: bool = False) -> None:
+    """Have every trainer of this process write its checkpoints in the background, also one that another program makes.
+
+        async_ckpt.integrations.transformers.use()
+        llamafactory.train.tuner.run_exp()
+
+    Each trainer becomes what `make_async` makes of it when its `train` is called, which raises what that raises.
+    """
+    require("transformers", oldest=_OLDEST, newest=_NEWEST)
+    plain = Trainer.train
+
+    @functools.wraps(plain)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, AsyncCheckpointing):
+            return plain(self, *args, **kwargs)
+        return AsyncCheckpointing.train(make_async(self, layout, all_figures=all_figures), *args, **kwargs)
+
+    Trainer.train = train
+
+
 class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     """A Trainer whose checkpoints are written in the background. It is the last of the base classes.
 
@@ -143,10 +165,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self._pending: TrainerSave | None = None
         self._run: LocalRun | StoredRun | None = None  # of the newest save
         self._url: str | None = None
+        self._resumed: str | None = None  # the checkpoint that training goes on from
         if is_url(self.args.output_dir):
             self._write_to(self.args.output_dir)
         self._guard = StepGuard()
-        self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
+        # Before those that close loggers; in a new list, since a callback may be what makes the trainer asynchronous.
+        self.callback_handler.callbacks = [_BeginAndEnd(self), *self.callback_handler.callbacks]
 
     def _write_to(self, url: str) -> None:
         """Have checkpoints and the model written to a URL, and what else the trainer writes to its default folder."""
@@ -253,6 +277,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         # A copy of the control: a log that is due now stays due.
         self.callback_handler.on_log(self.args, then, copy.copy(self.control), figures)
 
+    def _compare_order(self, loader: Any) -> None:
+        """Warn if the batches that are skipped are not those that the checkpoint has seen."""
+        path = None if self._resumed is None or self.args.ignore_data_skip else Path(self._resumed, ORDER)
+        if path is not None and path.is_file():
+            warn_of_order({ORDER: path.read_bytes()}, [loader], str(path.parent))
+
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""
         self._wait_on_all_ranks()
@@ -310,6 +340,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             return None
         parts = parts_of(self)
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
+        files |= order_file([self.callback_handler.train_dataloader])
         snap = snapshot(parts, guard=self._guard([self.optimizer]) or None)
         return TrainerSave(run, name, snap, files, began)
 
@@ -429,6 +460,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._resumed = checkpoint
         archive = archive_in(checkpoint)
         if archive is None:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -462,11 +494,16 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             super()._load_rng_state(folder)
 
 
-class _AtEnd(TrainerCallback):  # type: ignore[misc]
-    """Waits for the last checkpoint while loggers still take its figures."""
+class _BeginAndEnd(TrainerCallback):  # type: ignore[misc]
+    """Compares the order of the data at the beginning, and waits at the end for the last checkpoint, whose figures
+    loggers still take then.
+    """
 
     def __init__(self, trainer: AsyncCheckpointing) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        self._trainer._compare_order(train_dataloader)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer._end()

@@ -38,7 +38,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 import async_ckpt
 from async_ckpt import CheckpointError, StateMismatchError, StorageFullError
 from async_ckpt.errors import RunTakenError
-from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async
+from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async, use
 
 KINDS = [Trainer, *OURS]
 
@@ -504,6 +504,63 @@ def test_a_plain_trainer_is_made_asynchronous(tmp_path):
     trainer.train()
     assert isinstance(trainer, AsyncCheckpointing)
     assert folders(tmp_path) == [saved(2)]
+
+
+def test_each_trainer_of_the_process_is_made_asynchronous_when_it_trains(tmp_path, monkeypatch, whole):
+    """Also that of another program, whatever its class."""
+
+    class Theirs(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", Trainer.train)  # which is put back
+    use("archive", all_figures=True)
+    use("archive")
+    for kind in (Trainer, Theirs, Files):
+        trainer = trainer_of(kind, tmp_path / kind.__name__)
+        trainer.train()
+        assert isinstance(trainer, AsyncCheckpointing)
+        assert not trainer.all_figures
+        assert losses(trainer) == whole["Trainer"][0]
+        is_archive = "training.tar" in names_in(tmp_path / kind.__name__ / saved(STEPS))
+        assert is_archive is (kind is not Files)  # whose layout is its own
+
+
+def test_a_callback_of_the_trainer_makes_it_asynchronous(tmp_path):
+    class MakesAsync(TrainerCallback):
+        trainer: Any
+
+        def on_init_end(self, *_: Any, **__: Any) -> None:
+            make_async(self.trainer)
+
+    class Knows(Trainer):
+        """Gives itself to its callbacks before they are called, as that of ms-swift does."""
+
+        def __init__(self, *args: Any, callbacks: Any, **given: Any) -> None:
+            callbacks[0].trainer = self
+            super().__init__(*args, callbacks=callbacks, **given)
+
+    trainer = trainer_of(Knows, tmp_path, max_steps=2, callbacks=[MakesAsync()])
+    trainer.train()
+    assert isinstance(trainer, AsyncCheckpointing)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"per_device_train_batch_size": 4}, "number of batches 32 in the checkpoint and 16 here, batch size 2"),
+        ({"dataloader_num_workers": 1}, "number of workers 0 in the checkpoint and 1 here"),
+        ({"dataloader_pin_memory": False}, None),
+        ({"dataloader_num_workers": 1, "ignore_data_skip": True}, None),
+    ],
+)
+def test_data_in_another_order_is_told_when_a_training_is_resumed(tmp_path, caplog, whole, kind, given, facts):
+    trainer = trainer_of(kind, tmp_path, max_steps=4, **given)
+    trainer.train(resume_from_checkpoint=str(whole[kind.__name__][1] / saved(2)))
+    warnings = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(warnings) == (facts is not None)
+    assert facts is None or f"data loader 0 gives its data in another order than it did: {facts}" in warnings[0]
 
 
 def tuner_of_trl(folder: Path, **given: Any) -> Any:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ....errors import StateMismatchError
+from ...state.loaders import ANOTHER_ORDER, HOW_TO_KEEP_ORDER
 from ...state.names import Path, Selector, dotted, shown
 from ...state.tree import ValuesByRank
 
 _MAX_LINES: Final = 50
-_HOW_TO_KEEP_ORDER: Final = "construct the data loader as it was at the save"
 _log = logging.getLogger("async_ckpt")
 
 
@@ -29,7 +29,7 @@ class Differences:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
-        self._orders: list[str] = []
+        self._orders: dict[str, str] = {}
         self._lacks_selected = self._lacks_own = False
         self._shares_a_name = True  # at the top; True if there are no names
 
@@ -45,7 +45,10 @@ class Differences:
         `checkpoint` is the path of the checkpoint, and `holds` the names in it.
         """
         missing, unexpected = (self._missing, self._unexpected) if names else ([], [])
-        mismatched = [*self._mismatched, *(self._orders if order else [])]
+        orders = [
+            f"{name} gives its data in another order than it did: {facts}" for name, facts in self._orders.items()
+        ]
+        mismatched = [*self._mismatched, *(orders if order else [])]
         if not (missing or unexpected or mismatched):
             return
         lines = [
@@ -61,7 +64,7 @@ class Differences:
         if missing or unexpected:
             advice = "; pass strict=False to ignore names that only one side has, or load() all that was saved"
         if mismatched != self._mismatched:
-            advice += f"; {_HOW_TO_KEEP_ORDER}, or leave strict=True out to go on with another order"
+            advice += f"; {HOW_TO_KEEP_ORDER}, or leave strict=True out to go on with another order"
         raise StateMismatchError(
             f"{checkpoint} does not fit the live state; nothing was overwritten{advice}:\n  {text}",
             missing=tuple(missing),
@@ -70,18 +73,13 @@ class Differences:
         )
 
     def warn_of_order(self, checkpoint: str) -> None:
-        for line in self._orders:
-            _log.warning(
-                "async_ckpt: %s: %s; %s, or some items come twice and others not at all",
-                checkpoint,
-                line,
-                _HOW_TO_KEEP_ORDER,
-            )
+        for name, facts in self._orders.items():
+            _log.warning(ANOTHER_ORDER, checkpoint, name, facts)
 
     def add_order(self, path: Path, facts: Sequence[str]) -> None:
         """Add the facts that give the data of a loader another order than it had."""
         if facts:
-            self._orders.append(f"{shown(path)} gives its data in another order than it did: {', '.join(facts)}")
+            self._orders[shown(path)] = ", ".join(facts)
 
     def add(self, path: Path, sentence: str) -> None:
         """Add a difference of an entry that both sides have."""
