@@ -510,8 +510,10 @@ class _BeginAndEnd(TrainerCallback):  # type: ignore[misc]
 
 
 def _clear_jit_mark(folder: Path) -> None:
-    """Remove the folder that the trainer has made on SIGTERM, if it has nothing but the mark of that."""
-    if folder.is_dir() and [path.name for path in folder.iterdir()] == [_JIT_MARK]:
+    """Remove the folder that the trainer has made on SIGTERM, or a subclass before the save, if it has no more than the
+    mark of that.
+    """
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {_JIT_MARK}:
         shutil.rmtree(folder)
 
 

@@ -517,9 +517,12 @@ def test_each_trainer_of_the_process_is_made_asynchronous_when_it_trains(tmp_pat
     use("archive", all_figures=True)
     use("archive")
     for kind in (Trainer, Theirs, Files):
-        trainer = trainer_of(kind, tmp_path / kind.__name__)
+        lock, held = tmp_path / kind.__name__ / "_async_ckpt.lock", list[bool]()
+        look = At(1, lambda lock=lock, held=held: held.append(lock.exists()))
+        trainer = trainer_of(kind, lock.parent, callbacks=[look])
         trainer.train()
         assert isinstance(trainer, AsyncCheckpointing)
+        assert held == [True]  # by our own `train`
         assert not trainer.all_figures
         assert losses(trainer) == whole["Trainer"][0]
         is_archive = "training.tar" in names_in(tmp_path / kind.__name__ / saved(STEPS))
@@ -827,3 +830,20 @@ def test_of_an_adapted_model_the_adapter_alone_is_copied_and_written(tmp_path):
     assert names_in(ours) == names_in(plain)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (ours / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_folder_that_a_subclass_makes_before_its_save_is_not_there_until_it_is_whole(tmp_path, monkeypatch):
+    """As that of axolotl does: after a kill, an empty folder would be taken for the newest checkpoint."""
+
+    class Early(Trainer):
+        def _save_checkpoint(self, *given: Any) -> None:
+            Path(self.args.output_dir, saved(self.state.global_step)).mkdir()
+            super()._save_checkpoint(*given)
+
+    found, begin = list[bool](), AsyncCheckpointing._begin
+    monkeypatch.setattr(
+        AsyncCheckpointing, "_begin", lambda *given: (found.append((tmp_path / saved(2)).exists()), begin(*given))[1]
+    )
+    make_async(trainer_of(Early, tmp_path, max_steps=2)).train()
+    assert found == [False]
+    assert folders(tmp_path) == [saved(2)]
