@@ -13,7 +13,7 @@ are loaded when they are first asked for. They may change with each minor versio
 - One file: `Appender` writes from front to back, `compressed` packs, `save_within` saves with little memory,
   `write_by_torch` calls torch.save, `pack` makes a tar of a folder.
 - The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
-  `memory` and `shared_memory`, `get_loop` and `OffLoop` for the loop in the background, `operations` for what listens.
+  `memory` and `shared_memory`, `loops` for the loop in the background, `operations` for what listens.
 - Words: `spans` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
 - Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` and
   `rebuild_layout` mend a run.
@@ -21,8 +21,8 @@ are loaded when they are first asked for. They may change with each minor versio
   `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
 - States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
   and dtypes, `wrappers` and `optimizer_parts` see through what is around a model or an optimizer, `another_kind`
-  compares two of those. `guards` hold steps back; `sharded` and `cover` are the geometry of shards; `backends` and
-  `device` know tensors of devices.
+  compares two of those, and `loaders` two loaders of data. `guards` hold steps back; `sharded` and `cover` are the
+  geometry of shards; `backends` and `device` know tensors of devices.
 - Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
 - Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
   `CopySave` is one that writes no archive; `run_movers` bring steps to further places.
@@ -35,13 +35,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "OffLoop", "Reader", "Sink", "Storage", "another_kind",
-    "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk",
-    "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights", "kept_memory",
-    "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack", "places",
-    "process", "rebuild_layout", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors",
-    "save_within", "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads",
-    "urls", "verification", "waits", "worlds", "wrappers", "write_by_torch",
+    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "Reader", "Sink", "Storage", "another_kind", "backends",
+    "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk", "events",
+    "fields", "fill", "find", "guards", "hf_shards", "hf_weights", "kept_memory", "leaf_names", "ledger", "limits",
+    "loaders", "locks", "loops", "memory", "operations", "optimizer_parts", "pack", "places", "process",
+    "rebuild_layout", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors", "save_within",
+    "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads", "urls",
+    "verification", "waits", "worlds", "wrappers", "write_by_torch",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .core import report as reports
     from .core.format import safetensors
     from .core.host import limits, memory, operations, process, shared_memory, threads, waits
-    from .core.host.loop import OffLoop, get_loop
+    from .core.host import loop as loops
     from .core.loading import fill
     from .core.loading import verify as verification
     from .core.loading.archives import contents, find
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .core.slicing import cover, sharded
     from .core.staging import device
     from .core.staging import guard as guards
-    from .core.state import capture, captured, wrappers
+    from .core.state import capture, captured, loaders, wrappers
     from .core.state import names as leaf_names
     from .core.state import optimizers as optimizer_parts
     from .core.storage import bulk, compressed, disk, locks, store_facts
@@ -85,8 +85,7 @@ else:
     _NAMES = {
         ".core": "backends events fields reports=report runs spans spec",
         ".core.format": "safetensors",
-        ".core.host": "limits memory operations process shared_memory threads waits",
-        ".core.host.loop": "OffLoop get_loop",
+        ".core.host": "limits loops=loop memory operations process shared_memory threads waits",
         ".core.loading": "fill verification=verify",
         ".core.loading.archives": "contents find",
         ".core.loading.catch_up": "copy_step",
@@ -97,7 +96,7 @@ else:
         ".face.around.copy_save": "CopySave",
         ".core.slicing": "cover sharded",
         ".core.staging": "device guards=guard",
-        ".core.state": "capture captured leaf_names=names optimizer_parts=optimizers wrappers",
+        ".core.state": "capture captured leaf_names=names loaders optimizer_parts=optimizers wrappers",
         ".core.storage": "bulk compressed disk locks places=place scratches=scratch store_facts urls=url",
         ".core.storage.interface": "MemoryLoan Reader Sink Storage",
         ".core.storage.local": "LocalStorage",

@@ -99,7 +99,7 @@ SIGNATURES = {
         "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)"
     ),
     AsyncCheckpointer.restore: (
-        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=(), from_ranks=None, "
+        "(self, state, step=None, *, select=None, strict=None, trust=False, verify=True, types=(), from_ranks=None, "
         "fallback=False, broadcast=None)"
     ),
     AsyncCheckpointer.steps: "(self)",

@@ -435,7 +435,7 @@ class AsyncCheckpointer(RunReader):
         step: int | None = None,
         *,
         select: Select = None,
-        strict: bool = True,
+        strict: bool | None = None,
         trust: bool = False,
         verify: Verify = True,
         types: Iterable[type] = (),
@@ -460,7 +460,8 @@ class AsyncCheckpointer(RunReader):
             state: the objects to fill, in the structure that was saved.
             step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
             select: restore only this part, as for `save`.
-            strict: whether names that only one side has are an error. A different shape always is.
+            strict: False ignores names that only one side has, which are an error otherwise, as another shape always
+                is. True also makes an error of a data loader that would go on in another order, instead of a warning.
             trust: as for `async_ckpt.load`.
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.
@@ -489,7 +490,12 @@ class AsyncCheckpointer(RunReader):
             self._roots,
             state,
             RestoreOptions(
-                select, flag("strict", strict), flag("trust", trust), verify, types, goes_back=self._policy.has_step
+                select,
+                None if strict is None else flag("strict", strict),
+                flag("trust", trust),
+                verify,
+                types,
+                goes_back=self._policy.has_step,
             ),
             ranks=self._ranks,
             pool=self._saver.pool,

@@ -33,6 +33,7 @@ from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp1_state import as_dtensors, optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet
+from .common.loader_order import ORDER, order_file, warn_of_order
 from .common.small_files import refuse_full, write_files, written_by
 from .common.step_guard import StepGuard
 from .common.training_archive import TrainingArchive, archive_in, num_items_in, path_beside
@@ -123,6 +124,7 @@ class AsyncState:
             accelerator = self._accelerator
             models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
             files = written_by(lambda folder: self._write_small_files(models, folder), in_memory=True)
+            files |= order_file(accelerator._dataloaders)
             if self._writes or self._is_sharded:  # under DeepSpeed, of registered objects alone
                 optimizers = [] if self._is_deepspeed else accelerator._optimizers
                 snap = snapshot(self._parts(models), guard=self._guard(optimizers) or None)
@@ -334,6 +336,10 @@ class AsyncState:
             meet(lambda: self._compare(Path(folder), self._numbers_in(folder), os.listdir(folder)))
             for pair in self._pairs():
                 optimizer_to_fill(*pair)  # of FSDP1's, accelerate loads no state that is not there
+            order = Path(folder, ORDER)
+            warn_of_order(
+                {ORDER: order.read_bytes()} if order.is_file() else {}, self._accelerator._dataloaders, str(folder)
+            )
             self._accelerator.load_state(str(folder), **options)
 
     def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
@@ -405,6 +411,7 @@ class AsyncState:
             self._compare(archive.parent, num_items_in(archive), files)
 
         meet(compare)
+        warn_of_order(files, accelerator._dataloaders, str(archive.parent))
         if live:
             restore(live, archive, select=tuple(live))
         for model, filled in zip(models, weights, strict=True):

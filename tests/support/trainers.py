@@ -110,8 +110,8 @@ def losses(trainer: Any) -> dict[int, float]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """The files of the framework in a checkpoint, without their digests."""
-    return {path.name for path in folder.iterdir()} - {"_async_ckpt.digests.json"}
+    """The files of the framework in a checkpoint, without ours beside them."""
+    return {path.name for path in folder.iterdir()} - {"_async_ckpt.digests.json", "_async_ckpt.loaders.json"}
 
 
 def folders(folder: object) -> list[str]:

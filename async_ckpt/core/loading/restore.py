@@ -35,12 +35,17 @@ class RestoreOptions(NamedTuple):
     """The options of `AsyncCheckpointer.restore` for the comparison and the reading."""
 
     select: Select = None
-    strict: bool = True
+    strict: bool | None = None
+    """With False, names that only one side has are ignored; with True, another order of data is an error, too."""
     trust: bool = False
     verify: Verify = True
     types: Iterable[type] = ()
     goes_back: bool = False
     """The training has saved or restored before, so that names which the checkpoint lacks were added since."""
+
+    @property
+    def compares_names(self) -> bool:
+        return self.strict is not False
 
 
 def restore_state(
@@ -59,8 +64,9 @@ def restore_state(
     Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
     writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
     part of what other ranks hold, too, and receives the rest from them. With `strict=False`, missing and unexpected
-    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same. `spans` get the
-    parts: "plan", "read" and "fill".
+    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same. A data loader
+    that gives another order than it did is a warning, and with `strict=True` an error. `spans` get the parts: "plan",
+    "read" and "fill".
 
     Raises StateMismatchError before anything is written, and CorruptCheckpointError, with `partly_overwritten` if
     something was written.
@@ -84,10 +90,17 @@ def restore_state(
     for match, _ in matches:
         try:
             archive = match.archive
-            match.differences.raise_any(archive.path, archive.names(), strict=options.strict or nothing_fits)
+            match.differences.raise_any(
+                archive.path,
+                archive.names(),
+                names=options.compares_names or nothing_fits,
+                order=options.strict is True,
+            )
         except StateMismatchError:
             archive.check_headers()  # if the index is damaged, raise that error instead
             raise
+    for match, _ in matches:
+        match.differences.warn_of_order(match.archive.path)
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
     if sharing is not None:
         wanted = _own(wanted, sharing)
@@ -131,7 +144,7 @@ def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, optio
             state_dicts,
             live,
             keeps_empty=part.keeps_empty,
-            goes_back=options.goes_back and options.strict,
+            goes_back=options.goes_back and options.compares_names,
         )
         try:
             match.visit(share, saved, ())

@@ -71,7 +71,7 @@ class RunRestore:
 
     def restored_groups(self) -> list[str]:
         """The names of the groups whose memory has the bytes of the step now, so that `unchanged=` may refer to it."""
-        if not (self._options.strict and self._options.select is None and isinstance(self._state, Mapping)):
+        if not (self._options.compares_names and self._options.select is None and isinstance(self._state, Mapping)):
             return []
         groups = ((name, value) for name, value in self._state.items() if isinstance(name, str))
         return [name for name, value in groups if is_looked_into(value, self.state_dicts.of)]

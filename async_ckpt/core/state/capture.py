@@ -12,7 +12,7 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ from ..collector import no_collection
 from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
-from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
+from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, notes_in, per_rank_in, tree_of
+from .loaders import loader_facts
 from .megatron_tensors import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, dtype_name, is_describable, selector, shown
 from .optimizers import classes_of, is_optimizer
 from .rng import RngState
-from .tree import Encoder, is_omitted, with_classes
+from .tree import CLASSES, LOADER, Encoder, is_omitted, with_notes
 from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -64,7 +65,7 @@ def capture(
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
                 raise KeyError(f"select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
-            skeleton = json.dumps(with_classes(node, walk.classes), separators=(",", ":"))
+            skeleton = json.dumps(with_notes(node, walk.notes), separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
     return Capture(
@@ -80,7 +81,7 @@ def capture(
         walk.slices,
         tuple(walk.per_rank),
         walk.placed,
-        walk.classes,
+        walk.notes,
     )
 
 
@@ -101,7 +102,7 @@ class _CaptureWalk:
         self._at: dict[int, int] = {}  # the first tensor at an address
         self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
         self.frozen = FrozenParts()
-        self.classes: dict[Path, list[list[str]]] = {}
+        self.notes: dict[Path, Mapping[str, Json]] = {}
 
     def contents(self, value: Any, path: Path) -> Any:
         """The contents of an object with a state dict."""
@@ -111,14 +112,16 @@ class _CaptureWalk:
             if view is not value:
                 return value.state_dict()
             self.per_rank += per_rank_in(view, path)
-            self.classes |= classes_in(view, path)
+            self.notes |= notes_in(view, path)
             return tree_of(view)
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
         if isinstance(value, torch.nn.Module):
             self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
         elif is_optimizer(value):
-            self.classes[path] = classes_of(value)
+            self.notes[path] = {CLASSES: classes_of(value)}
+        elif facts := loader_facts(value):
+            self.notes[path] = {LOADER: facts}
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:

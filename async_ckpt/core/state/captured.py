@@ -21,7 +21,7 @@ import torch
 from ...errors import ClosedError, UnsupportedStateError
 from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
-from ..spec import TensorSpec, with_article
+from ..spec import Json, TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
 from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, leaves, replaced
 from .wrapped import plain_parts
@@ -54,8 +54,8 @@ class Capture:
     """The names of values that each process has for itself: random generators."""
     placed: Mapping[int, Placed] = field(default_factory=dict)
     """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
-    classes: Mapping[Path, list[list[str]]] = field(default_factory=dict)
-    """The names of the classes of optimizers, by path: see `optimizers.classes_of`."""
+    notes: Mapping[Path, Mapping[str, Json]] = field(default_factory=dict)
+    """What a restore compares with the live objects beside their state dicts, by path: see `tree.with_notes`."""
 
 
 def structure_of(captured: Capture) -> Any:
@@ -72,7 +72,7 @@ class SnapshotCopies:
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
         self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
-        self.per_rank, self.placed, self.classes = captured.per_rank, captured.placed, captured.classes
+        self.per_rank, self.placed, self.notes = captured.per_rank, captured.placed, captured.notes
         self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
         self._specs, self._marks = captured.specs, captured.marks
@@ -301,11 +301,11 @@ def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
     return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
 
 
-def classes_in(view: SnapshotView, path: Path) -> dict[Path, list[list[str]]]:
-    """The names of the classes of the optimizers in a snapshot that lies at a path of a state."""
+def notes_in(view: SnapshotView, path: Path) -> dict[Path, Mapping[str, Json]]:
+    """The notes beside the state dicts in a snapshot that lies at a path of a state."""
     top = view._path
-    known = view._source.classes
-    return {(*path, *inner[len(top) :]): names for inner, names in known.items() if inner[: len(top)] == top}
+    known = view._source.notes
+    return {(*path, *inner[len(top) :]): notes for inner, notes in known.items() if inner[: len(top)] == top}
 
 
 def tree_of(view: SnapshotView) -> Any:

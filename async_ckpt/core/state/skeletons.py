@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import Json
 from .names import Path, dotted, is_within, shown
-from .tree import NodesByRank, classes_of_all, key_of
+from .tree import NodesByRank, key_of, notes_of_all
 
 # Ranks with equal nodes, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
@@ -149,7 +149,7 @@ class _MergeWalk:
         metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
         # Version numbers of all modules, some of which only some ranks have.
         more = {"metadata": self._metadata(metadata)} if metadata else {}
-        return {kind: items, **more, **classes_of_all(node for _, node in variants)}
+        return {kind: items, **more, **notes_of_all([node for _, node in variants])}
 
     def _items(self, variants: Sequence[tuple[tuple[int, ...], Json]], path: Path) -> list[Json]:
         entries: dict[tuple[bool, str], tuple[Json, list[_Variant]]] = {}

@@ -6,8 +6,8 @@ Knows nothing of: files, devices, how a tensor is stored.
 A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
 `types`. Nothing in a skeleton can name code: decoding imports nothing. Beside the state dict of an optimizer stand the
-names of its classes, with which a restore compares those of the live one. A tensor that is made of others is a
-container of these.
+names of its classes, and beside that of a data loader what the order of its items depends on: notes, with which a
+restore compares the live object. A tensor that is made of others is a container of these.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
 
 
-# The key beside the state dict of an optimizer: the names of the classes that each of its parts is derived from.
-_CLASSES: Final = "optimizer"
+# The keys of notes beside a state dict: of an optimizer, the names of the classes that each of its parts is derived
+# from; of a data loader, its `loaders.loader_facts`.
+CLASSES: Final = "optimizer"
+LOADER: Final = "loader"
 
 
 def is_omitted(node: Json) -> bool:
@@ -387,27 +389,36 @@ def _rebuilt(cls: Any) -> Any:
     raise TypeError(f"types must be classes of namedtuples, dataclasses, enums or wrapped tensors; got {name}")
 
 
-def with_classes(node: Json, classes: Mapping[Path, Json]) -> Json:
-    """The skeleton, with the names of classes beside the state dicts of the optimizers at these paths."""
-    for path, names in classes.items():
+def with_notes(node: Json, notes: Mapping[Path, Mapping[str, Json]]) -> Json:
+    """The skeleton, with notes beside the state dicts of the objects at these paths."""
+    for path, own in notes.items():
         inner = _node_at(node, path)
         if isinstance(inner, dict) and "dict" in inner:
-            inner[_CLASSES] = names
+            inner.update(own)
     return node
 
 
 def classes_at(node: Json, path: Path) -> list[list[str]]:
     """The names of the classes of each part of the optimizer that was saved at a path; empty if they are not known."""
-    inner = _node_at(node, path)
-    names = inner.get(_CLASSES) if isinstance(inner, dict) else None
+    names = note_at(node, path, CLASSES)
     known = names if isinstance(names, list) else []
     return [[str(name) for name in chain] for chain in known if isinstance(chain, list) and chain]
 
 
-def classes_of_all(nodes: Iterable[Json]) -> dict[str, Json]:
-    """The entry for the classes of optimizers that several ranks have, in one node; empty if there is none."""
-    unique = dict.fromkeys(tuple(chain) for node in nodes for chain in classes_at(node, ()))
-    return {_CLASSES: [*map(list, unique)]} if unique else {}
+def note_at(node: Json, path: Path, key: str) -> Json:
+    """A note beside the state dict that was saved at a path; None if there is none."""
+    inner = _node_at(node, path)
+    return inner.get(key) if isinstance(inner, dict) else None
+
+
+def notes_of_all(nodes: Sequence[Json]) -> dict[str, Json]:
+    """The notes of several ranks beside one node: the classes of all, and what is alike about their loaders."""
+    classes = dict.fromkeys(tuple(chain) for node in nodes for chain in classes_at(node, ()))
+    loaders = [note_at(node, (), LOADER) for node in nodes]
+    notes: dict[str, Json] = {CLASSES: [*map(list, classes)]} if classes else {}
+    if all(isinstance(facts, dict) for facts in loaders):
+        notes[LOADER] = {name: fact for name, fact in loaders[0].items() if all(fact == of.get(name) for of in loaders)}
+    return notes
 
 
 def _node_at(node: Json, path: Path) -> Json:

@@ -49,7 +49,7 @@ def restore(
     path: Anywhere,
     *,
     select: Select = None,
-    strict: bool = True,
+    strict: bool | None = None,
     trust: bool = False,
     verify: bool = True,
     types: Iterable[type] = (),
@@ -66,7 +66,7 @@ def restore(
         state: the objects to fill, in the structure that was saved.
         path: a path, a URL or a Place.
         select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-        strict: whether names that only one side has are an error. A different shape is always one.
+        strict: as for `AsyncCheckpointer.restore`.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
         verify: compare the digest of every block that is read. Of a folder of torch, whole entries are read, and
             compared with their CRC-32.
@@ -77,7 +77,13 @@ def restore(
     """
 
     def fill_state(parts: Sequence[Part]) -> None:
-        restore_state(parts, state, RestoreOptions(select, flag("strict", strict), flag("trust", trust), verify, types))
+        restore_state(
+            parts,
+            state,
+            RestoreOptions(
+                select, None if strict is None else flag("strict", strict), flag("trust", trust), verify, types
+            ),
+        )
 
     from_path(path, fill_state, verify=verify, readers=readers_of_this_rank(from_ranks))
 

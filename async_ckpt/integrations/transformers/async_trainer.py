@@ -10,6 +10,7 @@ background, the trainer's own methods write the folder from that snapshot.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import os
@@ -31,6 +32,7 @@ from ..common.frameworks import LOGGED_AS, require, require_names
 from ..common.fsdp1_state import as_dtensors, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet
+from ..common.loader_order import ORDER, order_file, warn_of_order
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
@@ -88,6 +90,26 @@ def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bo
     trainer.__class__ = type(kind.__name__, bases, own)
     trainer._begin_async()
     return trainer
+
+
+def use(layout: Layout = "transformers", *, all_figures: bool = False) -> None:
+    """Have every trainer of this process write its checkpoints in the background, also one that another program makes.
+
+        async_ckpt.integrations.transformers.use()
+        llamafactory.train.tuner.run_exp()
+
+    Each trainer becomes what `make_async` makes of it when its `train` is called, which raises what that raises.
+    """
+    require("transformers", oldest=_OLDEST, newest=_NEWEST)
+    plain = Trainer.train
+
+    @functools.wraps(plain)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, AsyncCheckpointing):
+            return plain(self, *args, **kwargs)
+        return AsyncCheckpointing.train(make_async(self, layout, all_figures=all_figures), *args, **kwargs)
+
+    Trainer.train = train
 
 
 class AsyncCheckpointing(Trainer):  # type: ignore[misc]
@@ -152,10 +174,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self._run: LocalRun | StoredRun | None = None  # of the newest save
         self._engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
         self._url: str | None = None
+        self._resumed: str | None = None  # the checkpoint that training goes on from
         if is_url(self.args.output_dir):
             self._write_to(self.args.output_dir)
         self._guard = StepGuard()
-        self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
+        # Before those that close loggers; in a new list, since a callback may be what makes the trainer asynchronous.
+        self.callback_handler.callbacks = [_BeginAndEnd(self), *self.callback_handler.callbacks]
 
     def _write_to(self, url: str) -> None:
         """Have checkpoints and the model written to a URL, and what else the trainer writes to its default folder."""
@@ -264,6 +288,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         # A copy of the control: a log that is due now stays due.
         self.callback_handler.on_log(self.args, then, copy.copy(self.control), figures)
 
+    def _compare_order(self, loader: Any) -> None:
+        """Warn if the batches that are skipped are not those that the checkpoint has seen."""
+        path = None if self._resumed is None or self.args.ignore_data_skip else Path(self._resumed, ORDER)
+        if path is not None and path.is_file():
+            warn_of_order({ORDER: path.read_bytes()}, [loader], str(path.parent))
+
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""
         self._wait_on_all_ranks()
@@ -324,6 +354,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if not self.args.should_save and not self.is_fsdp_enabled:
             return None
         files = {} if is_spread else self._files_of_subclass(parts)
+        files |= order_file([self.callback_handler.train_dataloader])
         guards = self._of_engine().guards() if self.is_deepspeed_enabled else self._guard([self.optimizer])
         return TrainerSave(run, name, snapshot(parts, guard=guards or None), files, began)
 
@@ -461,6 +492,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._resumed = checkpoint
         archive = archive_in(checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if archive is None:
@@ -498,19 +530,26 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             super()._load_rng_state(folder)
 
 
-class _AtEnd(TrainerCallback):  # type: ignore[misc]
-    """Waits for the last checkpoint while loggers still take its figures."""
+class _BeginAndEnd(TrainerCallback):  # type: ignore[misc]
+    """Compares the order of the data at the beginning, and waits at the end for the last checkpoint, whose figures
+    loggers still take then.
+    """
 
     def __init__(self, trainer: AsyncCheckpointing) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        self._trainer._compare_order(train_dataloader)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer._end()
 
 
 def _clear_jit_mark(folder: Path) -> None:
-    """Remove the folder that the trainer has made on SIGTERM, if it has nothing but the mark of that."""
-    if folder.is_dir() and [path.name for path in folder.iterdir()] == [_JIT_MARK]:
+    """Remove the folder that the trainer has made on SIGTERM, or a subclass before the save, if it has no more than the
+    mark of that.
+    """
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {_JIT_MARK}:
         shutil.rmtree(folder)
 
 

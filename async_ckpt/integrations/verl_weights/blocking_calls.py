@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...plumbing import get_loop, threads
+from ...plumbing import loops, threads
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def off_loop(fn: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    loop = get_loop()
+    loop = loops.get_loop()
     loop.soon(lambda: loop.callers.submit(call, outcome.set_exception))
     result: T = await asyncio.wrap_future(outcome)
     return result

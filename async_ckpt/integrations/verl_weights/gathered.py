@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from ...errors import UnsupportedStateError
-from ...plumbing import capture, get_loop, kept_memory, spec
+from ...plumbing import capture, kept_memory, loops, spec
 from ...plumbing import captured as captured_state
 
 _ALIGNMENT: Final = 64
@@ -56,7 +56,7 @@ class GatheredWeights:
             begin = 0
             self._buffer = kept_memory.held_memory().lend(
                 max(num_bytes, self._room_bytes),
-                crew=get_loop().copiers,
+                crew=loops.get_loop().copiers,
                 max_bytes=self._max_bytes,
                 shared=self._shared,
             )

@@ -27,17 +27,16 @@ from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnav
 from ...plumbing import (
     CopySave,
     LocalStorage,
-    OffLoop,
     Sink,
     Storage,
     bulk,
     captured,
     disk,
-    get_loop,
     guards,
     hf_shards,
     hf_weights,
     leaf_names,
+    loops,
     operations,
     rendezvous,
     reports,
@@ -141,7 +140,7 @@ class Publication(CopySave):
 
     def begin(self) -> SaveHandle:
         handle = super().begin()
-        get_loop().begin(self._meet())
+        loops.get_loop().begin(self._meet())
         return handle
 
     async def _meet(self) -> None:
@@ -149,7 +148,7 @@ class Publication(CopySave):
         try:
             await asyncio.wrap_future(self.readable)
             if self._call is not None and await self._call.all_done([], self._check_failed):
-                await get_loop().off_loop(self._call.decide)
+                await loops.get_loop().off_loop(self._call.decide)
             elif self._call is not None:
                 await self._call.hear(self._check_failed)
             self.readable_of_all.set_result(None)
@@ -161,7 +160,7 @@ class Publication(CopySave):
         if self.has_failed:
             raise ClosedError(f"{self.path} was not published")
 
-    async def _write(self, off_loop: OffLoop) -> None:
+    async def _write(self, off_loop: loops.OffLoop) -> None:
         try:
             await off_loop(self._write_version)
         except StorageUnavailableError:
@@ -185,7 +184,7 @@ class Publication(CopySave):
         super().failed(error)
         self._series.base.crew.stop()
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self, off_loop: loops.OffLoop) -> None:
         """Old versions go, too: on a disk, each has a hidden name while it is being deleted."""
         await super().tidy(off_loop)
         await off_loop(self._series.retain)

@@ -24,7 +24,7 @@ from ...errors import (
     NotCommittedError,
     UsageError,
 )
-from ...plumbing import get_loop, kept_memory, operations, places, spec, threads
+from ...plumbing import kept_memory, loops, operations, places, spec, threads
 from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
@@ -398,7 +398,7 @@ class WholeWeights(Protocol):
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     try:
-        return kept_memory.held_memory().lend(num_bytes, crew=get_loop().copiers)
+        return kept_memory.held_memory().lend(num_bytes, crew=loops.get_loop().copiers)
     except MemoryError:
         raise MemoryError(
             "a pull into a module, or of versions that ranks have published, takes the size of the weights in host "

@@ -47,7 +47,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {"history.jsonl", "_async_ckpt.digests.json"}
+    return {path.name for path in folder.iterdir()} - {
+        "history.jsonl",
+        "_async_ckpt.digests.json",
+        "_async_ckpt.loaders.json",
+    }
 
 
 # --- what is written, and loaded ----------------------------------------------------------------------------------
@@ -126,6 +130,16 @@ def test_a_loader_with_workers_is_no_hindrance(tmp_path, whole):
     training = Training(tmp_path, workers=1)
     with AsyncState(training.accelerator) as state:
         assert training.run(4, state.save_state) == whole[0][:4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_in_another_order_is_told_when_it_is_loaded(tmp_path, whole, caplog, layout, workers):
+    training = Training(tmp_path, workers=workers)
+    training.state(layout).load_state(str(whole[1][layout] / "checkpoints" / "checkpoint_1"))
+    told = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(told) == workers
+    assert all("data loader 0" in line and "number of workers 0 in the checkpoint and 1 here" in line for line in told)
 
 
 # --- objects of one side alone ------------------------------------------------------------------------------------

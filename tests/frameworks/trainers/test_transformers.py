@@ -38,7 +38,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 import async_ckpt
 from async_ckpt import CheckpointError, StateMismatchError, StorageFullError
 from async_ckpt.errors import RunTakenError
-from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async
+from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async, use
 
 KINDS = [Trainer, *OURS]
 
@@ -506,6 +506,66 @@ def test_a_plain_trainer_is_made_asynchronous(tmp_path):
     assert folders(tmp_path) == [saved(2)]
 
 
+def test_each_trainer_of_the_process_is_made_asynchronous_when_it_trains(tmp_path, monkeypatch, whole):
+    """Also that of another program, whatever its class."""
+
+    class Theirs(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", Trainer.train)  # which is put back
+    use("archive", all_figures=True)
+    use("archive")
+    for kind in (Trainer, Theirs, Files):
+        lock, held = tmp_path / kind.__name__ / "_async_ckpt.lock", list[bool]()
+        look = At(1, lambda lock=lock, held=held: held.append(lock.exists()))
+        trainer = trainer_of(kind, lock.parent, callbacks=[look])
+        trainer.train()
+        assert isinstance(trainer, AsyncCheckpointing)
+        assert held == [True]  # by our own `train`
+        assert not trainer.all_figures
+        assert losses(trainer) == whole["Trainer"][0]
+        is_archive = "training.tar" in names_in(tmp_path / kind.__name__ / saved(STEPS))
+        assert is_archive is (kind is not Files)  # whose layout is its own
+
+
+def test_a_callback_of_the_trainer_makes_it_asynchronous(tmp_path):
+    class MakesAsync(TrainerCallback):
+        trainer: Any
+
+        def on_init_end(self, *_: Any, **__: Any) -> None:
+            make_async(self.trainer)
+
+    class Knows(Trainer):
+        """Gives itself to its callbacks before they are called, as that of ms-swift does."""
+
+        def __init__(self, *args: Any, callbacks: Any, **given: Any) -> None:
+            callbacks[0].trainer = self
+            super().__init__(*args, callbacks=callbacks, **given)
+
+    trainer = trainer_of(Knows, tmp_path, max_steps=2, callbacks=[MakesAsync()])
+    trainer.train()
+    assert isinstance(trainer, AsyncCheckpointing)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"per_device_train_batch_size": 4}, "number of batches 32 in the checkpoint and 16 here, batch size 2"),
+        ({"dataloader_num_workers": 1}, "number of workers 0 in the checkpoint and 1 here"),
+        ({"dataloader_pin_memory": False}, None),
+        ({"dataloader_num_workers": 1, "ignore_data_skip": True}, None),
+    ],
+)
+def test_data_in_another_order_is_told_when_a_training_is_resumed(tmp_path, caplog, whole, kind, given, facts):
+    trainer = trainer_of(kind, tmp_path, max_steps=4, **given)
+    trainer.train(resume_from_checkpoint=str(whole[kind.__name__][1] / saved(2)))
+    warnings = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(warnings) == (facts is not None)
+    assert facts is None or f"data loader 0 gives its data in another order than it did: {facts}" in warnings[0]
+
+
 def tuner_of_trl(folder: Path, **given: Any) -> Any:
     """trl's trainer, with a tokenizer of single letters."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -770,3 +830,20 @@ def test_of_an_adapted_model_the_adapter_alone_is_copied_and_written(tmp_path):
     assert names_in(ours) == names_in(plain)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (ours / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_a_folder_that_a_subclass_makes_before_its_save_is_not_there_until_it_is_whole(tmp_path, monkeypatch):
+    """As that of axolotl does: after a kill, an empty folder would be taken for the newest checkpoint."""
+
+    class Early(Trainer):
+        def _save_checkpoint(self, *given: Any) -> None:
+            Path(self.args.output_dir, saved(self.state.global_step)).mkdir()
+            super()._save_checkpoint(*given)
+
+    found, begin = list[bool](), AsyncCheckpointing._begin
+    monkeypatch.setattr(
+        AsyncCheckpointing, "_begin", lambda *given: (found.append((tmp_path / saved(2)).exists()), begin(*given))[1]
+    )
+    make_async(trainer_of(Early, tmp_path, max_steps=2)).train()
+    assert found == [False]
+    assert folders(tmp_path) == [saved(2)]

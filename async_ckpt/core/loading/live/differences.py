@@ -5,14 +5,17 @@ In: names, and sentences. Out: StateMismatchError, or nothing. Knows nothing of:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ....errors import StateMismatchError
+from ...state.loaders import ANOTHER_ORDER, HOW_TO_KEEP_ORDER
 from ...state.names import Path, Selector, dotted, shown
 from ...state.tree import ValuesByRank
 
 _MAX_LINES: Final = 50
+_log = logging.getLogger("async_ckpt")
 
 
 class Differences:
@@ -26,6 +29,7 @@ class Differences:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
+        self._orders: dict[str, str] = {}
         self._lacks_selected = self._lacks_own = False
         self._shares_a_name = True  # at the top; True if there are no names
 
@@ -34,18 +38,23 @@ class Differences:
         """True if every selected live entry was saved in the same shape."""
         return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
 
-    def raise_any(self, checkpoint: str, holds: str, *, strict: bool) -> None:
-        """Raises StateMismatchError if there are differences; unless `strict`, names may differ.
+    def raise_any(self, checkpoint: str, holds: str, *, names: bool, order: bool) -> None:
+        """Raises StateMismatchError if there are differences: in names only with `names`, and in the order of data only
+        with `order`.
 
         `checkpoint` is the path of the checkpoint, and `holds` the names in it.
         """
-        missing, unexpected = (self._missing, self._unexpected) if strict else ([], [])
-        if not (missing or unexpected or self._mismatched):
+        missing, unexpected = (self._missing, self._unexpected) if names else ([], [])
+        orders = [
+            f"{name} gives its data in another order than it did: {facts}" for name, facts in self._orders.items()
+        ]
+        mismatched = [*self._mismatched, *(orders if order else [])]
+        if not (missing or unexpected or mismatched):
             return
         lines = [
             *(f"missing in the checkpoint: {name}" for name in missing),
             *(f"unexpected in the checkpoint: {name}" for name in unexpected),
-            *self._mismatched,
+            *mismatched,
         ]
         if not self._shares_a_name:
             lines.insert(0, f"none of its names is one of the live state; it holds {holds}")
@@ -54,12 +63,23 @@ class Differences:
         advice = ""
         if missing or unexpected:
             advice = "; pass strict=False to ignore names that only one side has, or load() all that was saved"
+        if mismatched != self._mismatched:
+            advice += f"; {HOW_TO_KEEP_ORDER}, or leave strict=True out to go on with another order"
         raise StateMismatchError(
             f"{checkpoint} does not fit the live state; nothing was overwritten{advice}:\n  {text}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
-            mismatched=tuple(self._mismatched),
+            mismatched=tuple(mismatched),
         )
+
+    def warn_of_order(self, checkpoint: str) -> None:
+        for name, facts in self._orders.items():
+            _log.warning(ANOTHER_ORDER, checkpoint, name, facts)
+
+    def add_order(self, path: Path, facts: Sequence[str]) -> None:
+        """Add the facts that give the data of a loader another order than it had."""
+        if facts:
+            self._orders[shown(path)] = ", ".join(facts)
 
     def add(self, path: Path, sentence: str) -> None:
         """Add a difference of an entry that both sides have."""

@@ -34,11 +34,13 @@ from ...slicing.slices import Ints
 from ...spec import Json, with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
+from ...state.loaders import order_differences
 from ...state.megatron_tensors import name_of
 from ...state.names import Path, Selector, dtype_name, printable, shown
 from ...state.optimizers import is_optimizer
 from ...state.plain import SCALARS, method_of
 from ...state.tree import (
+    LOADER,
     InnerTensors,
     StoredLeaf,
     ValuesByRank,
@@ -46,6 +48,7 @@ from ...state.tree import (
     facts_of,
     has_inner_tensors,
     leaves,
+    note_at,
     replaced,
 )
 from ...state.wrapped import Wrapper, is_sparse_layout, plain_parts, taken_apart
@@ -121,6 +124,8 @@ class Match(ContainerMatch):
             if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
                 with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
+            note = note_at(self.archive.index.skeleton, path, LOADER)
+            self.differences.add_order(path, order_differences(live, note))
             if is_optimizer(live) and (why := another_kind(live, saved, self._names, self._classes(path))):
                 self.differences.add(path, why)
                 return live

@@ -1,0 +1,328 @@
+"""A data loader that would go on in another order than it was saved in is told by name, before anything is filled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_worlds import Worlds
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+
+import async_ckpt
+from async_ckpt import StateMismatchError
+from async_ckpt.core.state import loaders
+from async_ckpt.core.state.skeletons import merge
+from async_ckpt.core.state.tree import LOADER, note_at, with_notes
+from async_ckpt.integrations.dcp import restore
+
+datasets = pytest.importorskip("datasets")
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+accelerate = pytest.importorskip("accelerate")
+
+WARM = ("torchdata.stateful_dataloader", "datasets")
+
+
+class Counting(IterableDataset):
+    """Numbers without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(64))
+
+
+class Measured(Counting):
+    """Says a length that is too small, as when documents are split."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+def items(number: int = 64) -> TensorDataset:
+    return TensorDataset(torch.arange(number))
+
+
+def numbers(num_shards: int = 4) -> Any:
+    return datasets.Dataset.from_dict({"n": list(range(64))}).to_iterable_dataset(num_shards)
+
+
+def of_replicas(number: int, **how: Any) -> Any:
+    data = items()
+    return StatefulDataLoader(data, 4, sampler=DistributedSampler(data, number, 0, **how))
+
+
+def split(num_nodes: int) -> Any:
+    return split_dataset_by_node(numbers(), 0, num_nodes)
+
+
+def prepared(number: int, loader: Any = None) -> Any:
+    """A loader of accelerate for one of several processes."""
+    loader = StatefulDataLoader(items(), 4, shuffle=True) if loader is None else loader
+    return accelerate.data_loader.prepare_data_loader(
+        loader, num_processes=number, process_index=0, put_on_device=False, use_stateful_dataloader=True
+    )
+
+
+def in_batches(size: int) -> Any:
+    data = items()
+    return StatefulDataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), size, drop_last=False))
+
+
+def saved(folder: Path, loader: Any) -> Path:
+    async_ckpt.save({"loader": loader, "epoch": 1}, folder / "x.tar").result()
+    return folder / "x.tar"
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+SAYS = {
+    "a shuffled loader of another length": (
+        lambda: StatefulDataLoader(items(64), 4, shuffle=True),
+        lambda: StatefulDataLoader(items(65), 4, shuffle=True),
+        ["number of items 64 in the checkpoint and 65 here", "number of batches 16 in the checkpoint and 17 here"],
+    ),
+    "a loader of another length in order": (
+        lambda: StatefulDataLoader(items(64), 4),
+        lambda: StatefulDataLoader(items(62), 4),
+        ["number of items 64 in the checkpoint and 62 here"],
+    ),
+    "a sampler that takes fewer": (
+        lambda: StatefulDataLoader(items(), 4, sampler=RandomSampler(items())),
+        lambda: StatefulDataLoader(items(), 4, sampler=RandomSampler(items(), num_samples=32)),
+        ["number of batches 16 in the checkpoint and 8 here"],
+    ),
+    "other batches": (
+        lambda: StatefulDataLoader(items(), 4),
+        lambda: StatefulDataLoader(items(), 8),
+        ["number of batches 16 in the checkpoint and 8 here", "batch size 4 in the checkpoint and 8 here"],
+    ),
+    "another batch sampler": (
+        lambda: in_batches(4),
+        lambda: in_batches(8),
+        ["number of batches 16 in the checkpoint and 8 here", "batch size 4 in the checkpoint and 8 here"],
+    ),
+    "another number of workers": (
+        lambda: StatefulDataLoader(items(), 4, shuffle=True, num_workers=2, multiprocessing_context="spawn"),
+        lambda: StatefulDataLoader(items(), 4, shuffle=True),
+        ["number of workers 2 in the checkpoint and 0 here"],
+    ),
+    "a distributed sampler of more ranks": (
+        lambda: of_replicas(2, shuffle=True),
+        lambda: of_replicas(4, shuffle=True),
+        ["number of batches 8 in the checkpoint and 4 here", "world size 2 in the checkpoint and 4 here"],
+    ),
+    "no distributed sampler any more": (
+        lambda: of_replicas(2, shuffle=False),
+        lambda: StatefulDataLoader(items(), 4),
+        ["number of batches 8 in the checkpoint and 16 here", "world size 2 in the checkpoint and 1 here"],
+    ),
+    "accelerate's loader for more processes": (
+        lambda: prepared(2),
+        lambda: prepared(4),
+        ["number of batches 8 in the checkpoint and 4 here", "world size 2 in the checkpoint and 4 here"],
+    ),
+    "accelerate's loader of an iterable dataset": (
+        lambda: prepared(2, StatefulDataLoader(Counting(), 4)),
+        lambda: prepared(1, StatefulDataLoader(Counting(), 4)),
+        ["world size 2 in the checkpoint and 1 here"],
+    ),
+    "a streamed dataset for more nodes": (
+        lambda: split(2),
+        lambda: split(4),
+        ["number of shards 2 in the checkpoint and 1 here", "world size 2 in the checkpoint and 4 here"],
+    ),
+    "a streamed dataset of other files": (
+        lambda: numbers(4),
+        lambda: numbers(8),
+        ["number of shards 4 in the checkpoint and 8 here"],
+    ),
+    "a loader of a streamed dataset": (
+        lambda: StatefulDataLoader(split(2).with_format("torch"), 4),
+        lambda: StatefulDataLoader(numbers().with_format("torch"), 4),
+        ["number of shards 2 in the checkpoint and 4 here", "world size 2 in the checkpoint and 1 here"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_another_order_is_a_warning_by_name_and_an_error_with_strict(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    before, after, facts = SAYS[case]
+    path = saved(tmp_path, before())
+    caplog.clear()
+    live: dict[str, Any] = {"loader": after(), "epoch": 0}
+    with pytest.raises(StateMismatchError, match="leave strict=True out to go on with another order") as caught:
+        restore(live, path, strict=True)
+    assert f"loader gives its data in another order than it did: {', '.join(facts)}" in str(caught.value)
+    assert caught.value.mismatched == (str(caught.value).splitlines()[1].strip(),)
+    assert live["epoch"] == 0
+    assert not told(caplog)
+    for how in ({}, {"strict": False}):
+        caplog.clear()
+        restore({"loader": after(), "epoch": 0}, path, **how)
+        (warning,) = told(caplog)
+        assert f"loader gives its data in another order than it did: {', '.join(facts)}; construct" in warning
+
+
+SILENT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "settings of the host": (
+        lambda: StatefulDataLoader(items(), 4, shuffle=True),
+        lambda: StatefulDataLoader(items(), 4, shuffle=True, pin_memory=False, timeout=0, collate_fn=list),
+    ),
+    "settings of the workers": (
+        lambda: StatefulDataLoader(items(), 4, num_workers=1, multiprocessing_context="spawn"),
+        lambda: StatefulDataLoader(
+            items(), 4, num_workers=1, multiprocessing_context="spawn", prefetch_factor=4, persistent_workers=True
+        ),
+    ),
+    "a distributed sampler of one rank": (
+        lambda: of_replicas(1, shuffle=False),
+        lambda: StatefulDataLoader(items(), 4),
+    ),
+    "accelerate with one process": (
+        lambda: prepared(1, StatefulDataLoader(items(), 4)),
+        lambda: StatefulDataLoader(items(), 4),
+    ),
+    "a streamed dataset in another format": (numbers, lambda: numbers().with_format("torch")),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_what_changes_no_order_is_not_told(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    before, after = SILENT[case]
+    path = saved(tmp_path, before())
+    caplog.clear()
+    restore({"loader": after(), "epoch": 0}, path, strict=True)
+    assert not told(caplog)
+
+
+def test_a_loader_goes_on_where_it_was(tmp_path: Path):
+    """The facts stand beside its state, and are no part of it."""
+    loader = StatefulDataLoader(items(), 4, shuffle=True)
+    batches = iter(loader)
+    before = [next(batches) for _ in range(3)]
+    path = saved(tmp_path, loader)
+    rest = [batch[0].tolist() for batch in batches]
+    live = StatefulDataLoader(items(), 4, shuffle=True)
+    restore({"loader": live}, path, strict=True)
+    assert [batch[0].tolist() for batch in live] == rest
+    assert len(before) + len(rest) == 16
+    assert async_ckpt.load(path, select="loader")["loader"].keys() == loader.state_dict().keys()
+
+
+def test_a_checkpoint_without_the_facts_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As those of earlier versions."""
+    monkeypatch.setattr("async_ckpt.core.state.capture.loader_facts", lambda _: {})
+    path = saved(tmp_path, StatefulDataLoader(items(), 4))
+    monkeypatch.undo()
+    caplog.clear()
+    restore({"loader": StatefulDataLoader(items(), 8)}, path, strict=True)
+    assert not told(caplog)
+
+
+def test_facts_of_a_hostile_file_are_only_shown():
+    live = StatefulDataLoader(items(), 4)
+    for saved in (None, [], "x", {"num_workers": {"dict": []}, "items": "\x1b[2J" * 99, "more": 1}):
+        assert all(line.isprintable() and len(line) < 120 for line in loaders.order_differences(live, saved))
+
+
+def test_a_loader_in_a_snapshot_is_known(tmp_path: Path):
+    with async_ckpt.snapshot({"all": [{"loader": of_replicas(2)}]}) as snap:
+        path = saved(tmp_path, snap["all"][0]["loader"])
+    with pytest.raises(StateMismatchError, match="world size 2 in the checkpoint and 3 here"):
+        restore({"loader": of_replicas(3)}, path, strict=True)
+
+
+def test_the_length_of_an_iterable_dataset_is_not_asked_of_its_loader(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    """torch warns of each item that is beyond it, once it was asked."""
+    loader = StatefulDataLoader(Measured(), 4)
+    path = saved(tmp_path, loader)
+    restore({"loader": loader}, path, strict=True)
+    assert len(list(loader)) == 16
+    assert not [str(one.message) for one in recwarn.list if "set_vital" not in str(one.message)]
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+_LOADER = """
+import logging, torch
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+class Divided(IterableDataset):
+    "Divides its numbers itself."
+    def __iter__(self):
+        return iter(range(here.rank, 64, here.size))
+data = TensorDataset(torch.arange(64))
+def make(kind):
+    if kind == "streamed":
+        return split_dataset_by_node(Dataset.from_list([{{"n": n}} for n in range(64)]).to_iterable_dataset(4), here.rank, here.size)
+    if kind == "whole":
+        return Dataset.from_list([{{"n": n}} for n in range(64)]).to_iterable_dataset(4)
+    if kind == "divided":
+        return StatefulDataLoader(Divided(), 4)
+    return StatefulDataLoader(data, 4, sampler=DistributedSampler(data, here.size, here.rank, shuffle=kind == "shuffled"))
+kind, per_rank = {kind!r}, {per_rank}
+loader = make(kind)
+"""
+_SAVE = """
+batches = iter(loader)
+for _ in range(2 + 2 * here.rank if per_rank else 2):
+    next(batches)
+with open_run(here.root) as ckpt:
+    here.tell(ckpt.save({"loader": loader}, 1, per_rank={"loader"} if per_rank else ()).result().status)
+"""
+_RESTORE = """
+class Log(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING:
+            here.tell(record.getMessage())
+logging.getLogger("async_ckpt").addHandler(Log())
+from async_ckpt import StateMismatchError
+with open_run(here.root) as ckpt:
+    try:
+        ckpt.restore({"loader": loader}, strict=True, **{how})
+        here.tell("as it was")
+    except StateMismatchError as error:
+        here.tell(error.mismatched)
+    ckpt.restore({"loader": loader}, **{how})
+"""
+OTHER_SIZE = "world size 2 in the checkpoint and 1 here"
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "streamed", "divided"])
+@pytest.mark.parametrize("per_rank", [False, True], ids=["alike", "per rank"])
+def test_one_rank_instead_of_two_is_told_and_as_many_are_not(worlds: Worlds, kind: str, per_rank: bool):
+    loader = _LOADER.format(kind=kind, per_rank=per_rank)
+    how = {"from_ranks": {"loader": 1}} if per_rank else {}
+    assert [end.told for end in worlds.run(2, loader + _SAVE)] == [["committed"], ["committed"]]
+    for end in worlds.run(2, loader + _RESTORE.replace("{how}", "{}")):
+        assert end.told == ["as it was"]
+    (end,) = worlds.run(1, loader + _RESTORE.replace("{how}", str(how)))
+    refused, *warnings = end.told
+    assert OTHER_SIZE in refused[0]
+    assert any("loader gives its data in another order" in line and OTHER_SIZE in line for line in warnings)
+
+
+def test_a_dataset_that_no_rank_has_split_is_the_same_on_any_number_of_ranks(worlds: Worlds):
+    loader = _LOADER.format(kind="whole", per_rank=False)
+    worlds.run(2, loader + _SAVE)
+    (end,) = worlds.run(1, loader + _RESTORE.replace("{how}", "{}"))
+    assert end.told == ["as it was"]
+
+
+def test_where_ranks_differ_only_what_is_alike_is_compared():
+    nodes = {rank: {"dict": [["loader", {"dict": [["at", 0]]}]]} for rank in range(3)}
+    for rank, node in nodes.items():
+        with_notes(node, {("loader",): {LOADER: {"items": 64 + rank, "batch_size": 4}}})
+    merged = merge(nodes, dict.fromkeys(nodes, 0)).skeleton
+    assert note_at(merged, ("loader",), LOADER) == {"batch_size": 4}
