@@ -458,7 +458,8 @@ class AsyncCheckpointer(RunReader):
 
         Args:
             state: the objects to fill, in the structure that was saved.
-            step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
+            step: which step. With None, a corrupt step is skipped with a warning, for the next older one, and saves
+                up to the next commit may replace it, or take it out of the run.
             select: restore only this part, as for `save`.
             strict: False ignores names that only one side has, which are an error otherwise, as another shape always
                 is. True also makes an error of a data loader that would go on in another order, instead of a warning.
@@ -520,7 +521,9 @@ class AsyncCheckpointer(RunReader):
         behind = newest is not None and restored < newest
         if behind and is_first:
             self._roots.view()  # the next commit names what it retires, wherever that lies
-        self._lineage.restored(restored, behind=behind, seconds=seconds, phases=operation.spans.seconds)
+        self._lineage.restored(
+            restored, behind=behind, damaged=call.damaged, seconds=seconds, phases=operation.spans.seconds
+        )
         if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):

@@ -49,6 +49,7 @@ class RunRestore:
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
         self._fallback = flag("fallback", fallback)
         self.state_dicts = LiveStateDicts()
+        self.damaged: list[int] = []  # the steps that were skipped
 
     def restore(self, step: int | None, broadcast: Any, spans: Spans) -> int | None:
         """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed.
@@ -91,9 +92,17 @@ class RunRestore:
             talk=self._ranks.meeting.talk(),
             see_own_saves=self._see_own_saves,
             fallback=self._fallback,
-            on_corrupt=_warn_of_skipped,
+            on_corrupt=self._skip,
         )
         return None if resumed is None else resumed[0]
+
+    def _skip(self, step: int, error: CorruptCheckpointError) -> None:
+        self.damaged.append(step)
+        warnings.warn(
+            f"step {step} is skipped, and a save at or below it will take its place: {error}",
+            RuntimeWarning,
+            stacklevel=7,
+        )
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
         self._spans.add("find", self._finds_since)
@@ -119,7 +128,3 @@ def _names_of_generators(state: Any) -> Iterator[str]:
             seen.add(id(part))
             yield from (f"{prefix}{name}" for name, value in part.items() if isinstance(value, RngState))
             todo += [(f"{prefix}{name}.", value) for name, value in part.items()]
-
-
-def _warn_of_skipped(step: int, error: CorruptCheckpointError) -> None:
-    warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=7)

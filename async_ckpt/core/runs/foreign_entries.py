@@ -7,7 +7,7 @@ Knows nothing of: loading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -40,12 +40,14 @@ class OtherNaming(NamedTuple):
     advice: str  # how to open the run with that naming
 
 
-def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> OtherNaming | None:
+def newest_of_other_namings(
+    storage: Storage, is_own: Callable[[str], bool], names: Sequence[str] | None = None
+) -> OtherNaming | None:
     """The step that was committed last among the newest steps of all other namings.
 
     Steps of two namings are compared by time: under a new naming, a run may count from 0 again.
     """
-    names = storage.names("")
+    names = storage.names("") if names is None else names
     others = list(_by_naming(name for name in names if not is_own(name)))
     paths = {f"{folder}/{MANIFEST}": folder for folders in others for folder in folders}
     committed = {paths[path] for path in storage.existing(list(paths))}

@@ -41,6 +41,7 @@ class Listing(NamedTuple):
     steps: list[int]
     intents: list[tuple[int, str]]
     starts: list[Start] = []  # noqa: RUF012 - never changed
+    is_one_step: bool = False  # the folder is that of a step
 
     def has(self, step: int) -> bool:
         at = bisect_left(self.steps, step)
@@ -110,7 +111,7 @@ class Root:
         if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
             self._parsed = {}
         steps.sort()
-        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents, starts)
+        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents, starts, MANIFEST in names)
         return listing
 
     def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:

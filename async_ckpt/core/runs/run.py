@@ -43,6 +43,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
+from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
 from .naming import STEP_FORMAT, TRACKER, TRACKERS, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
@@ -172,7 +173,9 @@ class Run:
 
         Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
         """
-        other = newest_of_other_namings(self.storage, self.root.is_step)
+        names = self.storage.names("")
+        self._refuse_step_folder(MANIFEST in names)
+        other = newest_of_other_namings(self.storage, self.root.is_step, names)
         newest = None if other is None else self.latest()
         own = None if newest is None else self.committed(newest)
         if other is None or (newest is not None and (own is None or own.created >= other.manifest.created)):
@@ -186,6 +189,17 @@ class Run:
             path=shown,
             step=None,
         )
+
+    def _refuse_step_folder(self, is_one_step: bool) -> None:
+        """Raise NotCommittedError if the root is the folder of a step: a run in it would begin anew."""
+        if is_one_step:
+            shown = self.storage.locate("").rstrip("/")
+            run = shown.rpartition("/")[0]
+            raise NotCommittedError(
+                f"{shown} is the folder of one step, not of a run; open the run, {run}, or read the step with load({shown!r})",
+                path=shown,
+                step=None,
+            )
 
     def describe_foreign(self) -> str | None:
         """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
@@ -217,6 +231,7 @@ class Run:
         other roots are known to have.
         """
         listing = self.root.relist()
+        self._refuse_step_folder(listing.is_one_step)
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
         above = bisect_right(steps, step)

@@ -69,7 +69,7 @@ class Lineage:
         ranks: Ranks,
     ) -> None:
         """`pace_of` gives the pace of the writes to a place."""
-        self.roots, self.retire = roots, retire
+        self.roots, self._may_retire = roots, retire
         self.facts: Callable[[], dict[str, Any]] = dict  # of the training, for its events in the history
         self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, ranks)
         self._pace_of = pace_of
@@ -78,6 +78,7 @@ class Lineage:
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
         self.rolled_back: object | None = None
+        self.damaged: Collection[int] = ()  # under _lock: the newer steps, if that restore found all of them damaged
         self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
@@ -95,12 +96,28 @@ class Lineage:
     def has_one_root(self) -> bool:
         return len(self.roots.runs) == 1
 
-    def restored(self, step: int, *, behind: bool, seconds: float, phases: Mapping[str, float]) -> None:
+    @property
+    def retire(self) -> bool:
+        """Whether a commit takes newer steps out of the run: as the user says, or because they are damaged."""
+        return self._may_retire or bool(self.damaged)
+
+    def restored(
+        self,
+        step: int,
+        *,
+        behind: bool,
+        damaged: Collection[int],
+        seconds: float,
+        phases: Mapping[str, float],
+    ) -> None:
         """Note that training goes on from a step; `behind` the newest commit. The restore and its parts took so many
         seconds.
+
+        `damaged` are the newer steps that it could not read: saves before the next commit replace or retire them.
         """
         with self._lock:
             self.rolled_back = object() if behind else None
+            self.damaged = damaged if behind else ()
             self._digests = {}
         parts = {f"{phase}_seconds": of_phase for phase, of_phase in phases.items()}
         self.note("restore", step, behind=behind, total_seconds=seconds, **parts)
@@ -126,7 +143,7 @@ class Lineage:
         """Note a commit whose save was begun after the restore `since`: the run goes on from there."""
         with self._lock:
             if self.rolled_back is since:
-                self.rolled_back = None
+                self.rolled_back, self.damaged = None, ()
 
     def in_flight(self, run: Run) -> Collection[int]:
         """The steps that retention must not touch at a place: those being saved, those that a save may borrow from, and

@@ -199,13 +199,14 @@ class StepAdmission:
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
         """Raises at once what is known to refuse the step. On another rank than the one that decides, nothing is."""
         self.rolled_back = lineage.rolled_back
+        self.overwrite = call.overwrite or call.step in lineage.damaged
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
         # Before this process has taken the place; after that, what is committed there tells.
         self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run))
         self._is_done = False  # when it was asked, the step could be committed
         if agreement.decides:
             run.check_start()
-            run.check_known(call.step, overwrite=call.overwrite)
+            run.check_known(call.step, overwrite=self.overwrite)
             if not run.storage.remote:
                 self.again()
 
@@ -219,7 +220,7 @@ class StepAdmission:
         with self.telling_ranks():
             self._run.check(
                 self._call.step,
-                overwrite=self._call.overwrite,
+                overwrite=self.overwrite,
                 rolled_back=self.rolled_back is not None,
                 retire=self._lineage.retire,
                 elsewhere=self._elsewhere,
@@ -334,7 +335,7 @@ class StepTarget(JointTarget):
         if self.storage.remote:
             with suppress(CheckpointError):
                 self._run.learn()
-        if self._call.overwrite:
+        if self._check.overwrite:
             self._replaces = self._run.manifest_to_replace(self._call.step)
 
     def _take(self) -> bool:

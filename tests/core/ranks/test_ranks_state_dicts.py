@@ -143,3 +143,27 @@ def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds: Worlds) -> N
     ended = worlds.run(2, "own_parts = []" + COUNTED + textwrap.dedent(script))
 
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1]]]] * 2
+
+
+def test_where_the_newest_step_is_damaged_for_all_and_the_ranks_save_it_anew(worlds: Worlds) -> None:
+    worlds.run(
+        2, "own_parts = []" + COUNTED + SAVE.replace("ckpt.save(state, 1)", "[ckpt.save(state, n) for n in (1, 2)][1]")
+    )
+    (archive,) = worlds.root.glob("step_00000002/rank_00001.*.tar")
+    flip(archive, 700)
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    state = objects()
+    del state["gathered"]
+    with open_run(here.root) as ckpt:
+        step = ckpt.restore(state, fallback=True)
+        saved = ckpt.save(state, step=2).result().status
+    with open_run(here.root) as ckpt:
+        warnings.simplefilter("error")
+        here.tell([step, saved, ckpt.restore(state)])
+    """
+
+    ended = worlds.run(2, "own_parts = []" + COUNTED + textwrap.dedent(script))
+
+    assert [one.told for one in ended] == [[[1, "committed", 2]]] * 2

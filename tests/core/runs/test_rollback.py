@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from archives import flip
 from scripted_disk import ScriptedStorage, scripted
 from states import assert_is_state, open_run, state_at
 
@@ -15,6 +17,7 @@ from async_ckpt import (
     CorruptCheckpointError,
     NotCommittedError,
     StepBehindError,
+    StepExistsError,
     StorageFullError,
     StorageUnavailableError,
 )
@@ -195,6 +198,71 @@ def test_a_damaged_step_leaves_the_run_with_the_others(tmp_path):
     with open_run(tmp_path) as ckpt:
         save(ckpt, 2)
     assert line(tmp_path) == [(1, "new"), (2, "step 2")]
+
+
+def flipped(step: Path) -> None:
+    (archive,) = step.glob("*.tar")
+    flip(archive, archive.stat().st_size // 2)
+
+
+def without_archive(step: Path) -> None:
+    (archive,) = step.glob("*.tar")
+    archive.unlink()
+
+
+def without_manifest(step: Path) -> None:
+    os.truncate(step / "manifest.json", 30)
+
+
+@pytest.mark.parametrize(
+    ("damage", "further"),
+    [(flipped, False), (without_archive, False), (without_manifest, False), (flipped, True), (without_archive, True)],
+)
+@pytest.mark.parametrize(
+    ("saved", "then"), [([2], [1, 2]), ([3], [1, 3]), ([4], [1, 3, 4]), ([2, 3], [1, 2, 3]), ([3, 4, 5], [1, 3, 4, 5])]
+)
+def test_a_training_whose_newest_steps_are_damaged_goes_on_from_an_older_one_as_it_was_written(
+    tmp_path, damage, further, saved, then
+):
+    roots = [tmp_path / "near", tmp_path / "far"] if further else tmp_path / "near"
+    with open_run(roots) as ckpt:
+        for step in (1, 3, 4):
+            save(ckpt, step)
+        ckpt.catch_up()
+    for root in [tmp_path / "near", *([tmp_path / "far"] if further else [])]:
+        for step in (3, 4):
+            damage(root / f"step_{step:08d}")
+    with open_run(roots) as ckpt:
+        with pytest.warns(RuntimeWarning, match=r"step [34] is skipped, and a save at or below it will take its place"):
+            assert ckpt.restore(state_at(0)) == 1
+        for step in saved:
+            save(ckpt, step)
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(0), step=saved[-1])
+    with open_run(roots) as ckpt:
+        live = state_at(0)
+        assert ckpt.restore(live) == saved[-1]
+        assert_is_state(live, saved[-1])
+        assert ckpt.steps() == then
+    assert async_ckpt.verify(tmp_path / "near" / f"step_{saved[-1]:08d}").num_bytes > 0
+
+
+def test_only_a_step_that_restore_has_skipped_is_replaced_without_a_word(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+    flipped(tmp_path / "step_00000003")
+    with open_run(tmp_path) as ckpt:
+        ckpt.restore(state_at(0), step=1)  # the user's choice, which says nothing about step 3
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(3), step=3)
+        with pytest.raises(StepBehindError):
+            ckpt.save(state_at(2), step=2, overwrite=True)
+        with pytest.warns(RuntimeWarning, match="step 3 is skipped"):
+            assert ckpt.restore(state_at(0)) == 2
+        ckpt.restore(state_at(0), step=1)
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(3), step=3)
 
 
 def test_a_root_that_was_away_is_not_believed_about_steps_that_left_the_run_elsewhere(tmp_path):

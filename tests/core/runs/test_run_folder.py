@@ -430,3 +430,20 @@ def test_an_archive_that_was_swapped_for_another_is_found(tmp_path):
         shutil.copy(paths[0], paths[1])
         with pytest.raises(CorruptCheckpointError, match="manifest"):
             ckpt.load(2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_folder_of_a_step_is_no_run_that_begins_anew(tmp_path, size):
+    roots = [tmp_path / "near", tmp_path / "far"][:size]
+    with open_run(roots) as ckpt:
+        ckpt.save(state_at(3), step=3).result()
+        ckpt.catch_up()
+    there = sorted((roots[0] / "step_00000003").iterdir())
+    with open_run([root / "step_00000003" for root in roots]) as ckpt:
+        with pytest.raises(
+            NotCommittedError, match=r"step_00000003 is the folder of one step, not of a run; open the run"
+        ):
+            ckpt.restore(state_at(0))
+        with pytest.raises(NotCommittedError, match="is the folder of one step"):
+            ckpt.save(state_at(4), step=4).result()
+    assert sorted((roots[0] / "step_00000003").iterdir()) == there
