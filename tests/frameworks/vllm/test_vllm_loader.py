@@ -163,7 +163,7 @@ def test_a_place_without_weights_is_refused_before_anything_is_loaded(on_disk, t
     refused(
         missing, "version 7: the version does not exist; there are 1 to 1", given={"path": str(weights), "version": 7}
     )
-    refused(missing, "version 1 is not there", given={"path": run, "version": 1})
+    refused(missing, "version 1 does not exist", given={"path": run, "version": 1})
     refused(ValueError, '"folder"', given={"path": str(weights)})
     refused(KeyError, "'policy'.*model, optimizer", given={"path": archive, "part": "policy"})
     refused(KeyError, "no tensors in 'epoch'", given={"path": archive, "part": "epoch"})

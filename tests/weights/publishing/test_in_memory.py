@@ -123,7 +123,7 @@ def test_an_earlier_version_comes_from_the_root(publisher, subscriber):
 
     assert pulled(subscriber, 1, from_memory=False) == 1
     assert pulled(subscriber, 2, from_memory=True) == 2
-    with pytest.raises(NotCommittedError, match="version 3 is not there; there are 1 to 2"):
+    with pytest.raises(NotCommittedError, match="version 3 does not exist; there are 1 to 2"):
         subscriber.pull(Copy(), 3)
 
 

@@ -146,7 +146,7 @@ def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds: Worlds, t
     (folder / INDEX).unlink()
     assert Subscriber(out).versions() == [1]
     for into in (tmp_path / "local", model):
-        with pytest.raises(NotCommittedError, match="version 2 is not there; there are 1 to 1"):
+        with pytest.raises(NotCommittedError, match="version 2 does not exist; there are 1 to 1"):
             Subscriber(out).pull(into, 2)
     with pytest.raises(StateMismatchError, match="of another dtype or shape"):
         Subscriber(out).pull(network(3))

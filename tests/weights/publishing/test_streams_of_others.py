@@ -108,14 +108,14 @@ def test_a_base_of_several_files_is_one(base, tmp_path):
 def test_without_a_base_the_error_names_the_argument(stream, tmp_path):
     with pytest.raises(
         NotCommittedError,
-        match=r"version 0 is not there, and version 1 is a delta against it; there are 1 to 3; .*base=",
+        match=r"version 0 does not exist, and version 1 is a delta against it; there are 1 to 3; .*base=",
     ):
         Subscriber(stream.root).pull(tmp_path / "local")
 
 
 def test_a_base_stands_for_no_version_that_was_deleted(stream, base, tmp_path):
     shutil.rmtree(stream.folder(2))
-    with pytest.raises(NotCommittedError, match="version 2 is not there"):
+    with pytest.raises(NotCommittedError, match="version 2 does not exist"):
         Subscriber(stream.root, base=base).pull(tmp_path / "local")
 
 

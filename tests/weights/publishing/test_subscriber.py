@@ -279,9 +279,9 @@ def half_written(line: Line) -> int:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (no_such, "version 9 is not there; there are 1 to 4"),
-        (no_base, "version 3 is not there, and version 4 is a delta against it; there are 1 to 4"),
-        (half_written, "version 4 is not there; there are 1 to 3"),
+        (no_such, "version 9 does not exist; there are 1 to 4"),
+        (no_base, "version 3 does not exist, and version 4 is a delta against it; there are 1 to 4"),
+        (half_written, "version 4 does not exist; there are 1 to 3"),
     ],
 )
 def test_a_gap_is_an_error_that_says_what_is_missing_and_the_last_good_version_stays(harm, told, line, local):
@@ -301,7 +301,7 @@ def test_without_its_anchor_a_chain_is_of_use_only_to_who_is_on_it(line, local, 
     no_anchor(line)
     assert Subscriber(line.root).pull(local).version == 4
     line.assert_is(4, local)
-    with pytest.raises(NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"):
+    with pytest.raises(NotCommittedError, match="version 1 does not exist, and version 2 is a delta against it"):
         Subscriber(line.root).pull(tmp_path / "other")
 
 
@@ -855,7 +855,7 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
 
     subscriber = line.subscriber()
     monkeypatch.setattr(source.VersionSource, "open", open_)
-    with pytest.raises(NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"):
+    with pytest.raises(NotCommittedError, match="version 1 does not exist, and version 2 is a delta against it"):
         subscriber.pull(local)
     with Line(line.root, line.model) as again:
         again.publish(5)

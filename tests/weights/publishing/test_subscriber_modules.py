@@ -136,7 +136,7 @@ def test_a_version_that_is_no_number_is_refused(wrong, root):
 
 
 def test_a_version_that_is_not_there_leaves_no_folder(root, tmp_path):
-    with pytest.raises(NotCommittedError, match="version 9 is not there; there are 1 to 2"):
+    with pytest.raises(NotCommittedError, match="version 9 does not exist; there are 1 to 2"):
         Subscriber(root).pull(tmp_path / "local", 9)
     assert not (tmp_path / "local").exists()
 

@@ -97,7 +97,7 @@ def test_an_anchor_whose_index_is_gone_is_no_version_where_a_publisher_publishes
     root = stage.fresh()
     index_of(root, 1).unlink()
     assert Subscriber(root).versions() == [2, 3]
-    with pytest.raises(NotCommittedError, match="version 1 is not there"):
+    with pytest.raises(NotCommittedError, match="version 1 does not exist"):
         Subscriber(root).pull(root.with_name("new"), 1)
 
 
