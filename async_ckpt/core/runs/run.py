@@ -196,7 +196,8 @@ class Run:
             shown = self.storage.locate("").rstrip("/")
             run = shown.rpartition("/")[0]
             raise NotCommittedError(
-                f"{shown} is the folder of one step, not of a run; open the run, {run}, or read the step with load({shown!r})",
+                f"{shown} is the folder of one step, not of a run; open the run, {run}, or read the step with "
+                f"load({shown!r})",
                 path=shown,
                 step=None,
             )

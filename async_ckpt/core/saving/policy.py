@@ -246,7 +246,8 @@ class SavePolicy:
         """
         if self.is_arithmetic and self._due.every is None:
             raise ValueError(
-                "should_save needs a rule: pass due=Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=… or signals=True)"
+                "should_save needs a rule: pass due=Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=… or "
+                "signals=True)"
             )
         seconds_left = self._deadline.seconds_left()
         with self._lock:
