@@ -354,7 +354,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if not self.args.should_save and not self.is_fsdp_enabled:
             return None
         files = {} if is_spread else self._files_of_subclass(parts)
-        files |= order_file([self.callback_handler.train_dataloader])
+        if not self.args.push_to_hub:  # the hub gets what the plain Trainer pushes
+            files |= order_file([self.callback_handler.train_dataloader])
         guards = self._of_engine().guards() if self.is_deepspeed_enabled else self._guard([self.optimizer])
         return TrainerSave(run, name, snapshot(parts, guard=guards or None), files, began)
 

@@ -331,7 +331,7 @@ def test_bytes_that_are_not_those_of_their_checksums_are_taken_from_the_root(pub
     tensors[0].view(torch.int16).view(-1)[5] ^= 1  # as only a defect would
 
     assert pulled(subscriber, from_memory=False) == 1
-    assert "the bytes of 'embed' are not those that were published; it is taken from the root" in caplog.text
+    assert "the bytes of 'embed' are not those that were published; the root is used instead" in caplog.text
     publish(publisher, 2)
     assert pulled(subscriber, from_memory=True) == 2
 
