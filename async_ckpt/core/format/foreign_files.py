@@ -14,8 +14,6 @@ from . import index, safetensors, tar
 
 # As many bytes tell every kind: a tar header, and the name of the first member of a zip.
 NEEDED_BYTES: Final = 1024
-# The first bytes of any format that is told by them; fewer tell nothing.
-_LEAST_BYTES: Final = 4
 _OWN_MEMBER: Final = f"{index.MEMBER}\0".encode()
 _ZIP: Final = b"PK\x03\x04"
 # A zip's header of a member: the number of bytes of its name, and where that begins.
@@ -102,8 +100,9 @@ def foreign_file(
         members: the names in a zip, if they are known; they alone tell TorchScript from torch.save.
     """
     head = bytes(begin[:NEEDED_BYTES])
-    if len(head) < _LEAST_BYTES or (len(head) < tar.BLOCK and _OWN_MEMBER.startswith(head[: len(_OWN_MEMBER)])):
-        return None  # perhaps of an archive that is cut off
+    beginnings = (_OWN_MEMBER, _ZIP, *(magic for magic, _ in _BY_MAGIC))
+    if any(begin.startswith(head) for begin in beginnings) or (len(head) < tar.BLOCK and head.startswith(_OWN_MEMBER)):
+        return None  # perhaps of a file that is cut off
     if head.startswith(_ZIP):
         return _ITEM if path.endswith(".distcp") else _kind_of_zip([_first_member(head), *members])
     if path.endswith("/.metadata") and _is_pickle(head):

@@ -70,7 +70,7 @@ def _compare_zip(reader: Reader, path: str, kind: str) -> str:
     if not check.has_checksums:
         raise _no_checksums(path, kind, "torch.serialization.set_crc32_options(False) was set when it was saved")
     by = "torch.save" if kind == "torch" else "another program"
-    return f"{by} wrote it: its records were compared with the CRC-32 that a zip has of each"
+    return f"a file of {by}: its records were compared with the CRC-32 that a zip has of each"
 
 
 def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
@@ -89,7 +89,7 @@ def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
             while content.read(BUFFER_BYTES):
                 pass
     if not is_tar:
-        return f"another program wrote it: its bytes were compared with {checksums}"
+        return f"a file of another program: its bytes were compared with {checksums}"
     data = f"the data with {checksums}" if checksums else "and not the data, since a tar has no checksums of it"
     return f"a tar of no digests: the headers of its members were compared with their checksums, {data}"
 

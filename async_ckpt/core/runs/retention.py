@@ -2,7 +2,8 @@
 
 In: the committed steps with their manifests, the time. Out: the steps to delete. Knows nothing of: storage.
 
-The newest step stays, whatever the rules say. These others are deleted, and not counted by the rules:
+The newest step stays, whatever the rules say. So do steps that are known to be broken, which are not counted: the
+newest of the others stays, too. These others are deleted, and not counted by the rules:
 
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
@@ -74,12 +75,14 @@ class Commits(dict[int, Manifest | None]):
                 self.borrowers[step] = manifest
 
 
-def deletable_steps(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
+def deletable_steps(
+    keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = (), broken: Collection[int] = ()
+) -> list[int]:
     """The steps that the rules delete, the oldest first."""
-    steps = list(commits)
+    steps = [step for step in commits if step not in broken] if broken else list(commits)
     passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
-    kept = {*steps[-1:], *protected, *_kept_by_rules(keep, lasting, commits, now)}
+    kept = {*steps[-1:], *protected, *broken, *_kept_by_rules(keep, lasting, commits, now)}
     return sorted(commits.keys() - kept)
 
 

@@ -512,8 +512,11 @@ class Run:
 
     def _descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
         """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
-        and their own ancestors.
+        their own ancestors, and those of the commits here, which may be copies without the files of their starts.
         """
+        with suppress(StorageUnavailableError):  # perhaps one manifest alone
+            commits = self.root.view(self.root.listing or self.root.relist()).values()
+            self._ancestors |= {one.start.rpartition(".")[2] for one in commits if one is not None and one.start}
         of_others = {start.token for other in others for start in other.root.starts} | self._ancestors
         of_others.update(*(other._ancestors for other in others))
         self._ancestors = frozenset(of_others.union(self._told(starts), (start.token for start in starts)))
@@ -736,14 +739,17 @@ class Run:
         self.root.listing = None
         return {lent.step for manifest in view.borrowers.values() for lent in manifest.elsewhere if lent.step in gone}
 
-    def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
-        """The steps that retention does not keep now, except for those that kept steps have borrowed from.
+    def steps_to_delete(
+        self, commits: Commits, *, protected: Collection[int] = (), broken: Collection[int] = ()
+    ) -> list[int]:
+        """The steps that retention does not keep now, except for those that kept steps have borrowed from. `broken`
+        steps stay, and are not counted.
 
         A step in a newer format may have borrowed from any other, and may be the best: then all are kept.
         """
         if self._in_newer_format(commits):
             return []
-        going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
+        going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected, broken=broken)
         while going:
             gone_steps = set(going)
             kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)

@@ -112,6 +112,8 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
         )
     if name != "archive":
         compressed.refuse_archive_name(request.target.shown)
+    if name != "step":  # whose folder is in a run
+        _refuse_existing(request)
     num_bytes = _WRITERS[name](request)
     if as_json:
         print_json(
@@ -143,7 +145,6 @@ def _format_of(target: Place) -> str:
 
 
 def _write_safetensors(request: ConversionRequest) -> int:
-    _refuse_existing(request)
     storage, name = request.target.object()
 
     def write(items: states.Items) -> int:
@@ -261,8 +262,6 @@ def _why_not(item: states.NamedItem, strip: str) -> str | None:
 
 
 def _write_archive(request: ConversionRequest) -> int:
-    _refuse_existing(request)
-
     def write(state: Any) -> int:
         return save_within(_HOST_BYTES, state, request.target).result().num_bytes
 
@@ -386,7 +385,6 @@ class _LocalTarget:
     """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
 
     def __init__(self, request: ConversionRequest) -> None:
-        _refuse_existing(request)
         self._target = urls.local_path(request.target.text)
         self._scratch = scratches.Scratch(self._target.parent, self._target.name)
 

@@ -12,7 +12,7 @@ its source is left out. The tracker comes last.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import typer
 
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
-from ...plumbing import compressed, copy_step, find, reports, runs, spans, verification
+from ...plumbing import Storage, compressed, copy_step, find, reports, runs, spans, verification
 from .lookup import trainer_of
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
@@ -66,7 +66,8 @@ def show(
     """Copy steps, and print a table of them, or a document.
 
     Raises:
-        Answer: there is nothing to copy, or the steps are named in two ways.
+        Answer: there is nothing to copy, the steps are named in two ways, or the target has another run, or is inside
+            the source.
         StepExistsError: a step is there in another version, and `overwrite` was not given.
         typer.Exit: a step is damaged at its source. All others are copied.
     """
@@ -75,9 +76,12 @@ def show(
     compressed.refuse_archive_name(target.shown)
     which = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
     if (trainer := trainer_of(source)) is not None:
+        _refuse_inside(source, trainer[0].storage(), target)
         _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
         return
-    chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
+    found = runs_at(source)
+    _refuse_inside(source, found[0].run.storage, target)
+    chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in found]
     begin = spans.monotonic()
     rows = [
         row
@@ -177,11 +181,11 @@ def copy_steps(
     copied again where they are damaged.
 
     Raises:
+        Answer: the target has another run.
         RunTakenError: a living process writes to the target, or has begun to, before a step was committed there.
         StepExistsError: as `show` does; nothing has been copied then.
     """
     to = open_run(target.storage(), source.naming)
-    _refuse_same(source.run, to)
     to.steps()
     runs.refuse_if_alive(to.storage, to.root.starts)
     checked = verification.Verification()
@@ -189,6 +193,7 @@ def copy_steps(
         step: _planned(source.run, to, step, checked if overwrite else None)
         for step in sorted({*steps, *_lenders(source.run, steps)})
     }
+    _refuse_unrelated(source.run, to, plans)
     rows = []
     with progress("copy", sum(_num_bytes(source.run, step) for step in plans if plans[step] != _THERE)) as advance:
         for step, plan in plans.items():
@@ -271,6 +276,36 @@ def _is_sound(run: runs.Run, step: int, checked: verification.Verification) -> b
     return True
 
 
-def _refuse_same(source: runs.Run, target: runs.Run) -> None:
-    if source.storage.locate("").rstrip("/") == target.storage.locate("").rstrip("/"):
-        raise Answer(f"{source.storage.locate('')} is both source and target", USAGE)
+def _refuse_inside(source: Place, root: Storage, target: Place) -> None:
+    """Refuse a target that is the root of the source, or in the source."""
+    inner = target.storage().locate("").rstrip("/")
+    if inner == root.locate("").rstrip("/"):
+        raise Answer(f"{target.shown} is both source and target", USAGE)
+    if inner.startswith(f"{source.storage().locate('').rstrip('/')}/"):
+        raise Answer(f"{target.shown} is inside the source folder; give another destination", USAGE)
+
+
+def _refuse_unrelated(source: runs.Run, to: runs.Run, steps: Collection[int]) -> None:
+    """Refuse to mix the steps of two runs: a training would go on from those of the other one.
+
+    A start is known to a run by a file in its root, as an ancestor, or by a commit; a copy has only the commits. The
+    runs are one if either knows the starts of the other's commits: of those that `to` gets, or that stay there.
+
+    Raises Answer.
+    """
+    here, there = source.view(), to.view()
+    given = _starts_of(here[step] for step in steps if step in here)
+    staying = _starts_of(manifest for step, manifest in there.items() if step not in steps)
+    if not given <= _starts_of(there.values()) | to.descent() and (
+        not staying <= _starts_of(here.values()) | source.descent()
+    ):
+        where, other = (run.storage.locate("") for run in (to, source))
+        raise Answer(
+            f"{where} has steps of another run, which does not continue {other}: a training there would go on from the "
+            "copied steps. Copy to another folder; nothing was copied",
+        )
+
+
+def _starts_of(manifests: Iterable[runs.Manifest | None]) -> set[str]:
+    """The tokens of the starts that made these commits, as far as the manifests name them."""
+    return {one.start.rpartition(".")[2] for one in manifests if one is not None and one.start}

@@ -16,8 +16,8 @@ from typing import Final, Literal, NamedTuple
 from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, threads, urls
-from .screen import USAGE, Answer
-from .trainer_folders import checkpoints_in, framework_of
+from .screen import USAGE, Answer, print_note
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
 from .where import place_below
 
 Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
@@ -129,6 +129,29 @@ def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Pl
     return targets
 
 
+def note_trainers(targets: Sequence[tuple[Place, str]]) -> list[tuple[Place, str]]:
+    """These places without the folders of trainers that a walk has found, each of which is noted.
+
+    If there is nothing else, all of them are returned: the answer for the first one says what it is.
+    """
+    others = []
+    for place, name in targets:
+        ones = checkpoints_in(place.storage(), place.storage().names(""), most=1) if name else []
+        if ones and kind_of(place) == "trainer":
+            print_note(f"left out: {described_trainer(place, ones[0])}")
+        else:
+            others.append((place, name))
+    return others or [*targets]
+
+
+def described_trainer(place: Place, newest: TrainerCheckpoint) -> str:
+    """A folder of a trainer where something else is needed: what it is, and the commands for it."""
+    return (
+        f"{place.shown} has checkpoints of {newest.framework}, not of a run of async_ckpt: use ls, watch, page, "
+        f"verify, cp or prune, or name one of them, such as {place_below(place, newest.name).shown}"
+    )
+
+
 def nothing_at(place: Place) -> Answer:
     """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
     from ...plumbing import find  # they need torch
@@ -137,6 +160,8 @@ def nothing_at(place: Place) -> Answer:
     if opened is not None:
         opened[0].close()
         return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
+    if ones := checkpoints_in(place.storage(), place.storage().names(""), most=1):
+        return Answer(described_trainer(place, ones[0]), USAGE)
     return Answer(str(find.nothing_committed(place.storage())))
 
 

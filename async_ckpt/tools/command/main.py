@@ -282,11 +282,11 @@ def repair(
     The files come from the run's manifests and archives. Leftovers of dead writers are deleted. Without --apply,
     nothing is changed. A PLACE is a run, or a folder of runs.
     """
-    from .lookup import targets_of
+    from .lookup import RUNS, note_trainers, targets_of
     from .repair import show
     from .run_places import everywhere
 
-    targets = targets_of(places, ["run"])
+    targets = note_trainers(targets_of(places, RUNS))
     if unretire is not None and len(targets) > 1:
         raise Answer("--unretire names a step of one run; give that run alone", USAGE)
     mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)

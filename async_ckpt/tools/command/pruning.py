@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -30,7 +30,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     `unattended` says that no process writes to the run, where that cannot be found out.
 
     Raises:
-        Answer: a rule is not one, somebody said no, or a living process may have the run.
+        Answer: a rule is not one, no record has its metric, somebody said no, or a living process may have the run.
         RunTakenError: a living process has the run.
         FormatVersionError: a step was saved by a newer async_ckpt.
     """
@@ -38,7 +38,6 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     if not (dry_run or yes or sys.stdin.isatty()):
         raise Answer("without a terminal, the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE)
     shown: Sequence[_Shown | ShownCheckpoints]
-    broken: dict[int, str] = {}
     if kind_of(place) == "trainer":
         if not dry_run:  # before anybody reads a table of what cannot be deleted
             refuse_living_trainer(place, unattended=unattended)
@@ -52,7 +51,9 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             if not dry_run:
                 refuse_writer(one.run, unattended=unattended)
         shown = [_Shown.of(one) for one in chosen]
-        broken = {step: text for one in chosen for step, text in broken_steps(one.run, one.run.view()).items()}
+    for each in shown:
+        _refuse_unknown_metric(place, keep, each.commits)
+    broken = {step: text for each in shown for step, text in each.broken.items()}
     rows = [row for each in shown for row in each.rows()]
     going = [row for row in rows if row.deleted]
     freed = sum(row.num_bytes or 0 for row in going)
@@ -100,8 +101,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
     """The retention of rules such as "last=3".
 
     Raises:
-        Answer: one is not a rule, or there is none.
-        ValueError: a rule has a value that it cannot have.
+        Answer: one is not a rule, has a value that it cannot have, or there is none.
     """
     values: dict[str, Any] = {}
     for rule in rules:
@@ -117,11 +117,22 @@ def parse_keep(rules: Sequence[str]) -> Keep:
                 values[name] = parse_best(text)
             else:
                 raise ValueError(name)
+            Keep(**{name: values[name]})
         except ValueError as error:
-            raise Answer(f"--keep takes {_RULES}, not {rule!r}", USAGE) from error
+            raise Answer(f"--keep takes {_RULES}, with numbers above 0, not {rule!r}", USAGE) from error
     if not values:
         raise Answer(f"--keep is missing: say which steps to keep by --keep {_RULES}; the newest always stays", USAGE)
     return Keep(**values)
+
+
+def _refuse_unknown_metric(place: Place, keep: Keep, commits: runs.Commits) -> None:
+    """Refuse a metric that no record has: a training keeps every step then, and here it is probably misspelt.
+
+    Raises Answer.
+    """
+    if keep.best is not None and commits and runs.best_of([*commits], commits, keep.best) is None:
+        why = runs.describe_missing_metric(keep.best[0], commits).partition("; ")[0]
+        raise Answer(f"{place.shown}: --keep best={keep.best[0]}: no record of a step has the metric {why}", USAGE)
 
 
 def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
@@ -155,18 +166,25 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
 
 
 class _Shown(NamedTuple):
-    """A run as it was shown to somebody: its commits, the steps that were to go, and its newest start."""
+    """A run as it was shown to somebody: its commits, those of them that are broken, the steps that were to go, and its
+    newest start.
+    """
 
     run: runs.Run
     commits: runs.Commits
+    broken: Mapping[int, str]
     going: frozenset[int]
     start: runs.Start | None
 
     @classmethod
     def of(cls, one: ChosenRun) -> _Shown:
         commits = one.run.view()
-        going = frozenset(one.run.steps_to_delete(commits, protected=one.run.protected()))
-        return cls(one.run, commits, going, max(one.run.root.starts, default=None))
+        broken = {
+            **{step: "its manifest is damaged" for step, manifest in commits.items() if manifest is None},
+            **broken_steps(one.run, commits),
+        }
+        going = frozenset(one.run.steps_to_delete(commits, protected=one.run.protected(), broken=broken))
+        return cls(one.run, commits, broken, going, max(one.run.root.starts, default=None))
 
     def rows(self) -> list[PruneRow]:
         return [

@@ -78,11 +78,12 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
 
 def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
     num_mendable = sum(one.mend is not None for one in damages)
+    where = f"{escaped(place.shown)}: "
     if not damages:
-        return f"{escaped(place.shown)}: nothing to mend"
+        return f"{where}nothing to mend"
     if apply:
-        return f"{num_mendable} of {len(damages)} mended"
-    return f"{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
+        return f"{where}{num_mendable} of {len(damages)} mended"
+    return f"{where}{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
 
 
 def damages_of(

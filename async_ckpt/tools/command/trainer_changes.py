@@ -83,14 +83,15 @@ class ShownCheckpoints:
         self._place = place
         self.checkpoints = checkpoints_of(place, place.storage().names(""))
         numbered = {row.step: row for row in self.checkpoints if row.step >= 0}
-        commits = runs.Commits(
+        self.broken: dict[int, str] = {}  # nothing tells without reading all
+        self.commits = runs.Commits(
             {
                 step: runs.Manifest(step, "", 1, row.created or 0.0, (), record=row.record)
                 for step, row in numbered.items()
             }
         )
         named = {row.step for row in self.checkpoints if len(row.marks) > 1}
-        self.going = {*runs.deletable_steps(keep, commits, now=spans.wall_time(), protected=named)}
+        self.going = {*runs.deletable_steps(keep, self.commits, now=spans.wall_time(), protected=named)}
 
     def rows(self) -> list[PruneRow]:
         return [PruneRow(row.step, row.num_bytes, row.step in self.going, row.folder) for row in self.checkpoints]

@@ -74,6 +74,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     **{f"{n}.pkl": ("pickle", data(pickle.dumps({"a": [n]}, protocol=n))) for n in range(2, 6)},
     "page": ("html", text("\n<!DOCTYPE html>\n<html>")),
     "x.json": ("json", text(json.dumps({"a": 1}))),
+    "x": ("text", text("x")),
     "notes.md": ("text", text("lines, and 雪" * 500)),
 }
 
@@ -106,5 +107,5 @@ def test_damage_is_no_kind_of_file(tmp_path: Path) -> None:
         damaged = bytearray(begin)
         damaged[offset] ^= 1 << offset % 8
         assert foreign_file(damaged) is None, offset
-    for none in (b"", b"\0" * 600, b"\x80", b" \n", b"\xff\xfe\xfd" * 400):
+    for none in (b"", b"\0" * 600, b"\x80", b" \n", b"PK", b"ind", b"\xff\xfe\xfd" * 400):
         assert foreign_file(none) is None

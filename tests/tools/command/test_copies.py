@@ -214,6 +214,33 @@ def test_another_version_of_a_step_is_replaced_only_if_that_is_said(tmp_path: Pa
     assert_is_copy(target, [1, 2, 3, 4])
 
 
+def test_the_steps_of_two_runs_are_not_mixed(tmp_path: Path, source: Path) -> None:
+    with open_run(tmp_path / "b") as ckpt:
+        ckpt.save({"mine": torch.ones(3)}, 9).result()
+    before = tree_of(tmp_path / "b")
+
+    for options in ((), ("--latest",), ("--overwrite",)):
+        ended = run_command("cp", source, tmp_path / "b", *options)
+        assert (ended.returncode, tree_of(tmp_path / "b")) == (1, before)
+        assert "Copy to another folder" in ended.stderr
+    copy = tmp_path / "c"
+    assert run_command("cp", tmp_path / "b", copy).returncode == 0
+    assert run_command("cp", source, copy).returncode == 1, "a copy has the manifests alone"
+
+
+def test_copies_go_on_after_restarts_and_come_back_from_where_the_run_went_on(tmp_path: Path, source: Path) -> None:
+    copy = tmp_path / "b"
+    assert run_command("cp", source, copy).returncode == 0
+    for step in (5, 6):  # each is another start; nothing that was copied is left
+        with open_run(copy, keep=1) as ckpt:
+            ckpt.save({"mine": torch.ones(3)}, step).result()
+            ckpt.wait()
+    assert outcomes(copy, source) == {6: "copied"}
+    assert outcomes(source, tmp_path / "c", "--steps", "3") == {1: "copied, lends", 3: "copied"}
+    assert outcomes(source, tmp_path / "c", "--latest") == {6: "copied"}
+    assert outcomes(tmp_path / "c", source) == {1: "was there", 3: "was there", 6: "was there"}
+
+
 def test_only_what_was_damaged_is_said_to_be_mended(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "b"
     run_command("cp", source, target)
@@ -239,7 +266,7 @@ def test_a_lender_in_another_version_is_replaced_only_if_that_is_said(tmp_path: 
 
 
 def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path: Path, source: Path, nursery: Nursery) -> None:
-    target = tmp_path / "b"
+    target = Path(shutil.copytree(source, tmp_path / "b"))
     child = nursery.start(
         """
         import sys, time
@@ -380,6 +407,7 @@ def _committed(root: Path) -> list[int]:
         (("{tmp}/a", "{tmp}/b", "--best", "accuracy"), 1, "accuracy"),
         (("{tmp}/a/step_00000001", "{tmp}/b", "--latest"), 2, "folder of one step"),
         (("{tmp}", "{tmp}/b"), 2, "is inside the source folder"),
+        (("{tmp}/a", "{tmp}/a/inside"), 2, "is inside the source folder"),
         (("{tmp}/a", "{tmp}/x/a", "{tmp}/b"), 2, "2 sources have the name a"),
         (("{tmp}/a", "{tmp}/file/b"), 74, "file"),
         (("{tmp}/a", "/proc/nowhere"), 74, "/proc/nowhere"),

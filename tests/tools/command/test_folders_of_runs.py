@@ -159,3 +159,15 @@ def test_a_folder_without_runs_is_said_to_have_none(tmp_path: Path) -> None:
     for word in ("watch", "page", "prune"):
         ended = run_command(word, tmp_path, *(("--keep", "last=1", "--yes") if word == "prune" else ()))
         assert (ended.returncode, "there is no run in it" in ended.stderr) == (2, True)
+
+
+def test_load_of_a_folder_above_runs_names_them_and_not_the_file_beside_them(folder: Path) -> None:
+    async_ckpt.save({"w": torch.ones(3)}, folder / "x.pt").result()
+    with pytest.raises(async_ckpt.NotCommittedError, match=f"name one of them: {folder}/a, {folder}/sweep$"):
+        async_ckpt.load(folder)
+
+
+def test_convert_to_a_folder_that_is_there_says_so_before_it_looks_at_the_source(folder: Path) -> None:
+    async_ckpt.save({"w": torch.ones(3), "note": "no tensor"}, folder / "x.tar").result()
+    ended = run_command("convert", folder / "x.tar", folder / "a")
+    assert (ended.returncode, f"{folder}/a already exists" in ended.stderr) == (1, True)

@@ -121,6 +121,41 @@ def test_the_step_that_the_tracker_names_and_those_that_lend_stay(tmp_path: Path
     assert torch.equal(async_ckpt.load(root)["base"]["w"], torch.ones(10))
 
 
+def _lose_archive(folder: Path) -> None:
+    for path in folder.glob("*.tar"):
+        path.unlink()
+
+
+def _cut_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [_lose_archive, _cut_manifest])
+@pytest.mark.parametrize("rule", ["last=1", "every=5", "best=loss:max"])  # each of which the broken step would fill
+def test_broken_steps_stay_and_never_count_for_a_rule(root: Path, damage: Any, rule: str) -> None:
+    damage(root / "step_00000005")
+    shown = fates(root, "--keep", rule, "--dry-run")
+    assert fates(root, "--keep", rule, "--yes") == shown
+    assert [step for step, deleted in shown.items() if not deleted] == [4, 5]
+    assert_is_state(async_ckpt.load(root / "step_00000004"), 4)
+
+
+def test_an_older_broken_step_stays_with_what_it_borrows(tmp_path: Path) -> None:
+    root, base = tmp_path / "a", {"w": torch.ones(10)}
+    with open_run(root) as ckpt:
+        for step in range(1, 7):
+            ckpt.save({"base": base, "n": step}, step, unchanged="base" if step == 3 else None).result()
+    _lose_archive(root / "step_00000003")
+    gone = [step for step, deleted in fates(root, "--keep", "last=2", "--yes").items() if deleted]
+    assert gone == [1, 4]
+
+
+def test_the_table_says_of_a_step_that_stays_why_it_is_broken(root: Path) -> None:
+    _cut_manifest(root / "step_00000005")
+    told = run_command("prune", root, "--keep", "last=1", "--dry-run").stdout
+    assert "keep, broken: its manifest is damaged" in told
+
+
 def test_nobody_is_asked_where_nobody_can_answer(root: Path) -> None:
     before = tree_of(root)
     ended = run_command("prune", root, "--keep", "last=1")
@@ -311,8 +346,9 @@ def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_
         (("--keep", "lst=3"), "not 'lst=3'"),
         (("--keep", "last"), "not 'last'"),
         (("--keep", "last=x"), "not 'last=x'"),
-        (("--keep", "last=0"), "from 1 on"),
-        (("--keep", "seconds=nan"), "finite"),
+        (("--keep", "last=0"), "numbers above 0, not 'last=0'"),
+        (("--keep", "seconds=nan"), "not 'seconds=nan'"),
+        (("--keep", "last=1", "--keep", "best=los"), "the metric 'los' (their records have loss)"),
         (("--keep", "last=1", "--keep", "last=2"), "twice"),
         (("--keep", "best="), "not 'best='"),
     ],
@@ -485,7 +521,8 @@ def test_a_folder_of_runs_and_several_runs_are_repaired(tmp_path: Path) -> None:
 
     refused = run_command("repair", tmp_path / "runs", "--unretire", "1")
     assert (refused.returncode, "one run" in refused.stderr) == (2, True)
-    assert run_command("repair", tmp_path / "runs").stdout.count("1 of 1 can be mended") == 3
+    told = run_command("repair", tmp_path / "runs").stdout
+    assert all(f"{tmp_path}/runs/{name}: 1 of 1 can be mended" in told for name in ("a", "b", "c"))
     assert run_command("repair", a, c, "--apply").stdout.count("1 of 1 mended") == 2
     assert "b: nothing to mend" not in run_command("repair", tmp_path / "runs", "--apply").stdout
     assert run_command("repair", tmp_path / "runs").stdout.count("nothing to mend") == 3

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from buckets import Bucket, bucket  # noqa: F401
 from children import Nursery
 from commands import documented, run_command, store_options
 from published import flip
+from states import open_run
 
 import async_ckpt
 from async_ckpt.core import spans
@@ -276,3 +278,20 @@ def test_a_training_by_accelerate_has_its_history_where_accelerate_does_not_look
     assert run["num_saves"] >= len(rows)
     shutil.rmtree(folder / rows[-1]["folder"])
     assert [one["kept"] for one in async_ckpt.history(tmp_path) if one["kind"] == "save"][-1] is False
+
+
+def test_repair_notes_the_folders_of_trainers_and_says_which_commands_know_them(tmp_path: Path) -> None:
+    folder = witness("transformers_own", tmp_path)
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+    for place, status in ((tmp_path, 0), (folder, 2)):
+        ended = run_command("repair", place)
+        assert (ended.returncode, "verify, cp or prune, or name" in ended.stderr) == (status, True)
+        assert f"such as {folder}/checkpoint-4" in ended.stderr
+
+
+def test_diff_with_the_folder_of_a_trainer_names_its_checkpoint(tmp_path: Path) -> None:
+    folder = witness("transformers_own", tmp_path)
+    async_ckpt.save({"w": torch.ones(3)}, tmp_path / "a.tar").result()
+    ended = run_command("diff", tmp_path / "a.tar", folder)
+    assert (ended.returncode, f"name one of them: {folder}/checkpoint-4" in ended.stderr) == (1, True)

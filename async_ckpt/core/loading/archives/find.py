@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 
 _ANY_READER: Final = Readers()
+# Folders that an error looks into.
+_MOST_BELOW: Final = 32
 # Manifests that are looked for at once.
 _MOST_ASKED: Final = 4096
 
@@ -351,6 +353,9 @@ def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError)
 def _describe_content(storage: Storage) -> str:
     """A description of a path without a checkpoint, for an error."""
     names = storage.names("")
+    if below := _checkpoints_below(storage, names):
+        shown = ", ".join(below[:3]) + (f" and {len(below) - 3} more" if len(below) > 3 else "")
+        return f"no committed checkpoint there, but in folders in it; name one of them: {shown}"
     kind = foreign_kind(names)
     if kind is not None:
         return f"no committed checkpoint there, but {kind}"
@@ -359,6 +364,17 @@ def _describe_content(storage: Storage) -> str:
         return f"no committed checkpoint there, but {shown}"
     is_folder = not storage.remote and storage.exists("")
     return "the folder is empty" if is_folder else "there is nothing at this path"
+
+
+def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
+    """The folders at a path with these names that are runs, or checkpoints of other programs, with their paths."""
+    found = []
+    for name in [name for name in names if not name.startswith(".")][:_MOST_BELOW]:
+        inside = storage.names(name)
+        steps = (f"{name}/{folder}/{MANIFEST}" for _, folder in possible_steps(inside))
+        if foreign_kind(inside) is not None or storage.existing([*steps][-_MOST_BELOW:]):
+            found.append(storage.locate(name))
+    return found
 
 
 def _newest_folder(storage: Storage) -> str | None:
