@@ -276,9 +276,9 @@ class AsyncState:
 
         Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
         FileNotFoundError if there is no folder; and, before anything is overwritten, CorruptCheckpointError if its
-        files have changed since the save, and StateMismatchError if it lacks something of what is prepared or registered, or
-        has more registered objects. Of the project's folders, those whose files have changed are skipped, with a
-        warning.
+        files have changed since the save, and StateMismatchError if it lacks something of what is prepared or
+        registered, or has more registered objects. Of the project's folders, those whose files have changed are
+        skipped, with a warning.
         """
         self.wait()
         folder: Any = input_dir

@@ -73,7 +73,7 @@ class RunReader:
         self._see_own_saves("history()")
         return history_of(self._roots)
 
-    def best(self, metric: str, *, mode: Literal["min", "max"] | None = None) -> int:
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
         """The committed step whose record has the best value of a metric. If two are equal, the newer one.
 
             ckpt.save(state, step=100, record={"loss": 0.5})
@@ -82,7 +82,7 @@ class RunReader:
         A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
         """
         if mode not in ("min", "max"):
-            raise ValueError(f'best() needs mode="min" or mode="max", got {mode!r}')
+            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
         self._see_own_saves("best()")
         commits = self._roots.view()
         best_steps = best_of(list(commits), commits, (metric, mode, 1))
