@@ -26,7 +26,8 @@ are loaded when they are first asked for. They may change with each minor versio
 - Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
 - Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
   `CopySave` is one that writes no archive; `run_movers` bring steps to further places.
-- Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face.
+- Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests` notes and
+  compares the digests of a framework's files.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "Appender", "CopySave", "LocalStorage", "MemoryLoan", "Reader", "Sink", "Storage", "another_kind", "backends",
     "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk", "events",
-    "fields", "fill", "find", "guards", "hf_shards", "hf_weights", "kept_memory", "leaf_names", "ledger", "limits",
-    "loaders", "locks", "loops", "memory", "operations", "optimizer_parts", "pack", "places", "process",
-    "rebuild_layout", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors", "save_within",
+    "fields", "file_digests", "fill", "find", "guards", "hf_shards", "hf_weights", "kept_memory", "leaf_names",
+    "ledger", "limits", "loaders", "locks", "loops", "memory", "operations", "optimizer_parts", "pack", "places",
+    "process", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors", "save_within",
     "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads", "urls",
     "verification", "waits", "worlds", "wrappers", "write_by_torch",
 ]  # fmt: skip
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from .core.loading.archives import contents, find
     from .core.loading.catch_up import copy_step
     from .core.loading.live.optimizer_forms import another_kind
-    from .core.loading.rebuild import rebuild_layout
     from .core.ranks import rendezvous
     from .core.ranks import world as worlds
     from .core.saving import default as kept_memory
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from .core.storage.registry import register_storage
     from .core.storage.sequential import Appender
     from .face import states
-    from .face.around import hf_weights, pack
+    from .face.around import file_digests, hf_weights, pack
     from .face.around import shards as hf_shards
     from .face.around.copy_save import CopySave
     from .face.around.torch_file import write_by_torch
@@ -90,7 +90,6 @@ else:
         ".core.loading.archives": "contents find",
         ".core.loading.catch_up": "copy_step",
         ".core.loading.live.optimizer_forms": "another_kind",
-        ".core.loading.rebuild": "rebuild_layout",
         ".core.ranks": "rendezvous worlds=world",
         ".core.saving": "kept_memory=default ledger run_movers",
         ".face.around.copy_save": "CopySave",
@@ -103,7 +102,7 @@ else:
         ".core.storage.registry": "register_storage",
         ".core.storage.sequential": "Appender",
         ".face": "states",
-        ".face.around": "hf_shards=shards hf_weights pack",
+        ".face.around": "file_digests hf_shards=shards hf_weights pack",
         ".face.around.torch_file": "write_by_torch",
         ".face.oneoff": "save_within",
     }

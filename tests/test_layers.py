@@ -189,9 +189,9 @@ def test_a_door_has_nothing_of_its_own():
         assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, name
 
 
-# What wings take out of the modules that plumbing names. The number may only fall; seven were added for goodput, the
-# order of loaders and FSDP1.
-MOST_TAKEN = 302
+# What wings take out of the modules that plumbing names. The number may only fall; fourteen were added for goodput,
+# the order of loaders, FSDP1 and the digests of frameworks' files.
+MOST_TAKEN = 309
 
 
 def test_wings_take_few_names_out_of_the_modules_of_plumbing():
@@ -214,8 +214,8 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
 
 
 # Lines of the core, and of the whole package. The numbers may only fall; they were raised for intervals and goodput,
-# the order of loaders, and FSDP1 and DeepSpeed below the Trainer.
-MOST_LINES = {"core": 42_560, "": 81_606}
+# the order of loaders, FSDP1 and DeepSpeed below the Trainer, and digests that are compared before a resume.
+MOST_LINES = {"core": 42_560, "": 81_790}
 
 
 def test_the_house_does_not_grow():

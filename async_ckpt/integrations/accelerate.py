@@ -25,16 +25,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from .. import HeldSnapshot, SaveHandle, SaveReport, load, snapshot, wrap
 from ..errors import StateMismatchError
-from ..plumbing import disk, runs, write_by_torch
+from ..plumbing import disk, file_digests, runs, write_by_torch
 from .common.checkpoint_history import note_when_done
-from .common.file_digests import note_digests
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp1_state import as_dtensors, optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet
 from .common.loader_order import ORDER, order_file, warn_of_order
-from .common.small_files import refuse_full, write_files, written_by
+from .common.run_folders import LocalRun
+from .common.small_files import room_for, write_files, written_by
+from .common.sound_folders import sound_folder
 from .common.step_guard import StepGuard
 from .common.training_archive import TrainingArchive, archive_in, num_items_in, path_beside
 from .dcp import restore
@@ -320,8 +321,10 @@ class AsyncState:
         """Fill everything from a folder, or from the newest one of the project, whose number the next save follows.
 
         Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
-        FileNotFoundError if there is no folder, and StateMismatchError, before anything is overwritten, if it lacks
-        something of what is prepared or registered, or has more registered objects.
+        FileNotFoundError if there is no folder; and, before anything is overwritten, CorruptCheckpointError if its
+        files have changed since the save, and StateMismatchError if it lacks something of what is prepared or
+        registered, or has more registered objects. Of the project's folders, those whose files have changed are
+        skipped, with a warning.
         """
         self.wait()
         folder: Any = input_dir
@@ -329,18 +332,19 @@ class AsyncState:
             self._accelerator.project_configuration.iteration = number_of(folder) + 1
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
-        archive = archive_in(folder)
-        if archive is not None:
-            self._load_archive(archive)
-        else:
-            meet(lambda: self._compare(Path(folder), self._numbers_in(folder), os.listdir(folder)))
-            for pair in self._pairs():
-                optimizer_to_fill(*pair)  # of FSDP1's, accelerate loads no state that is not there
-            order = Path(folder, ORDER)
-            warn_of_order(
-                {ORDER: order.read_bytes()} if order.is_file() else {}, self._accelerator._dataloaders, str(folder)
-            )
-            self._accelerator.load_state(str(folder), **options)
+        newest_first = LocalRun(str(Path(folder).parent)).newest_first
+        with sound_folder(True if input_dir is None else str(folder), newest_first) as sound:
+            archive = archive_in(sound)
+            if archive is not None:
+                self._load_archive(archive)
+            else:
+                meet(lambda: self._compare(Path(sound), self._numbers_in(sound), os.listdir(sound)))
+                for pair in self._pairs():
+                    optimizer_to_fill(*pair)  # of FSDP1's, accelerate loads no state that is not there
+                order = Path(sound, ORDER)
+                files = {ORDER: order.read_bytes()} if order.is_file() else {}
+                warn_of_order(files, self._accelerator._dataloaders, sound)
+                self._accelerator.load_state(sound, **options)
 
     def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
         """The numbers of objects in a folder of accelerate. Under FSDP2, models and optimizers have other names."""
@@ -453,17 +457,17 @@ def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: Train
     with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
         _remove_retired_beside(folder)
-        refuse_full(folder, parts)
+    with room_for(parts, folder):
         write_files(files, folder)
-    for number, weights in enumerate(parts.get("models", ())):
-        utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
-    for number, state in enumerate(parts.get("optimizers", ())):
-        write_by_torch(state, Path(_numbered(folder, "optimizer", number, "bin")))
-    for number, state in enumerate(parts.get("custom", ())):
-        write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
+        for number, weights in enumerate(parts.get("models", ())):
+            utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
+        for number, state in enumerate(parts.get("optimizers", ())):
+            write_by_torch(state, Path(_numbered(folder, "optimizer", number, "bin")))
+        for number, state in enumerate(parts.get("custom", ())):
+            write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
     if archive is not None:
         archive.take_into(folder)
-    note_digests(folder)
+    file_digests.note_digests(folder)
 
 
 def _object(kind: str, number: int) -> str:

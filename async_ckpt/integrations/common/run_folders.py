@@ -39,6 +39,11 @@ class LocalRun:
         """Whether a checkpoint is there and whole."""
         return (self.path / name).is_dir()
 
+    def newest_first(self) -> list[str]:
+        """The paths of its checkpoints."""
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        return [self.named(name) for name in reversed(names_in_order(names)) if self.has(name)]
+
     def clear(self) -> None:
         """Before the first save: remove what a killed trainer has left."""
         if self.path.is_dir():
@@ -125,10 +130,11 @@ class StoredRun:
         self.make_room()
         self._delete_archives()
 
-    def newest(self) -> str | None:
-        """The URL of the whole checkpoint with the largest number; None if there is none."""
+    def newest_first(self) -> list[str]:
+        """The URLs of its whole checkpoints."""
         names = names_in_order(self._storage.names(""))
-        return next((self.place(name) for name in reversed(names) if self.has(name)), None)
+        whole = {*self._storage.existing([f"{name}/{self._mark}" for name in names])}
+        return [self.place(name) for name in reversed(names) if f"{name}/{self._mark}" in whole]
 
     def _delete_archives(self) -> None:
         for name in self._beside:

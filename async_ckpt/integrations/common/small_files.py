@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from torch import is_tensor
 from torch.utils._pytree import tree_leaves
 
-from ...plumbing import disk
+from ...errors import CheckpointError
+from ...plumbing import LocalStorage, disk, spec
 
+# What a checkpoint has beside its tensors, at most: the heads of files, plain values, configurations.
+_BESIDE_TENSORS: Final = spec.MIB
 # Where a few KiB are files for a moment, in a folder with a random name, if there is such a place.
 _IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nosec B108
 
@@ -36,11 +40,27 @@ def write_files(files: Mapping[str, bytes], folder: str) -> None:
         path.write_bytes(data)
 
 
-def refuse_full(folder: str, parts: Any) -> None:
-    """Raise StorageFullError if the disk has no room for these tensors, each storage once."""
+@contextmanager
+def room_for(parts: Any, folder: str) -> Iterator[None]:
+    """Raise StorageFullError if the disk has no room for these tensors, each storage once, or the block has filled it.
+
+    Frameworks write files by libraries that tell of a full disk by errors of many kinds, such as a RuntimeError about
+    an iostream. So after an error the disk is asked whether what is left to write would fit.
+    """
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(parts) if is_tensor(t)
     }
-    free_bytes, needed_bytes = disk.free_bytes_at(Path(folder)), sum(storages.values())
+    path, needed_bytes = Path(folder), sum(storages.values())
+    free_bytes = disk.free_bytes_at(path)
     if free_bytes is not None and free_bytes < needed_bytes:
-        raise disk.full(Path(folder), needed_bytes, free_bytes)
+        raise disk.full(path, needed_bytes, free_bytes)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        free_bytes, num_written = disk.free_bytes_at(path), sum(LocalStorage(path).sizes("").values())
+        is_full = free_bytes is not None and num_written + free_bytes < needed_bytes + _BESIDE_TENSORS
+        if is_full or (isinstance(error, OSError) and error.errno in disk.NO_ROOM):
+            raise disk.full(path, needed_bytes if num_written < needed_bytes else 0, free_bytes) from error
+        raise

@@ -25,13 +25,12 @@ import torch
 
 from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
-from ...plumbing import disk, ledger, places, spans, threads, waits, write_by_torch
+from ...plumbing import disk, file_digests, ledger, places, spans, threads, waits, write_by_torch
 from ..common.checkpoint_history import note_closed, note_failed, note_saved
-from ..common.file_digests import note_digests
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
-from ..common.small_files import refuse_full
+from ..common.small_files import room_for
 from . import zero_archive
 from .tag_folder import StoredFolder, TagFolder, archive_at, latest_in
 from .zero_guard import ZeroGuard
@@ -421,10 +420,10 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, rank: int, folder: str)
     """Write the files of one rank. Runs in the background."""
     with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
-        refuse_full(folder, [*files.values()])
-    for name, content in files.items():
-        write_by_torch(content, Path(folder, name), in_zip=in_zip)
-    note_digests(folder, rank=rank)
+    with room_for([*files.values()], folder):
+        for name, content in files.items():
+            write_by_torch(content, Path(folder, name), in_zip=in_zip)
+    file_digests.note_digests(folder, rank=rank)
 
 
 def _follow(save: _TagSave, *, notes: bool) -> None:

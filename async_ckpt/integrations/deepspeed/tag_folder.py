@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ... import Place
-from ...plumbing import disk, locks, rendezvous, runs, scratches
-from ..common.file_digests import DIGESTS
+from ...plumbing import disk, file_digests, locks, rendezvous, runs, scratches
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"
@@ -159,7 +158,11 @@ def _below(place: Place, name: str) -> Place:
 def _is_of_library(path: str) -> bool:
     """Whether this is a file of this library in the folder of a tag, which a later save to that tag replaces."""
     name = path.partition("/")[0]
-    return name in (runs.MANIFEST_NAME, _ONE_ARCHIVE) or runs.is_library_name(name) or name.startswith(DIGESTS)
+    return (
+        name in (runs.MANIFEST_NAME, _ONE_ARCHIVE)
+        or runs.is_library_name(name)
+        or name.startswith(file_digests.DIGESTS)
+    )
 
 
 def _name(rank: int) -> str:

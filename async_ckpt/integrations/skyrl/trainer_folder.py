@@ -25,9 +25,8 @@ from typing import Any, Final
 
 import torch
 
-from ...plumbing import ledger, locks, places, scratches, spans, threads, waits
+from ...plumbing import file_digests, ledger, locks, places, scratches, spans, threads, waits
 from ..common.checkpoint_history import note_failed, note_saved
-from ..common.file_digests import note_digests
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 
@@ -176,7 +175,7 @@ class _FolderSave:
         try:
             for model in self._models():
                 self._wait_for_workers(model)
-            note_digests(self._written)
+            file_digests.note_digests(self._written)
             scratches.sync_all(self._written)
             scratches.publish(self._written, self.target, replaced=lambda _: True)
             name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))

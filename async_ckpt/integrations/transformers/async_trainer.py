@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ... import load, snapshot
 from ...errors import StateMismatchError
-from ...files import local_read_dir, local_work_dir
+from ...files import local_work_dir
 from ...plumbing import sharded, spans
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
@@ -35,6 +35,7 @@ from ..common.joint_errors import meet
 from ..common.loader_order import ORDER, order_file, warn_of_order
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
+from ..common.sound_folders import check, local, sound_folder
 from ..common.step_guard import StepGuard
 from ..common.training_archive import TrainingArchive, archive_in, missing_in, path_beside
 from ..dcp import restore
@@ -195,13 +196,13 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.train`, which also resumes from a URL. Returns when the last checkpoint is durable.
 
-        Raises RunTakenError while another trainer writes to `output_dir`, and the error of a save that failed.
+        With `resume_from_checkpoint=True`, checkpoints whose files have changed since are skipped, with a warning.
+
+        Raises RunTakenError while another trainer writes to `output_dir`, CorruptCheckpointError for a checkpoint whose
+        files have changed since, and the error of a save that failed.
         """
-        if resume_from_checkpoint is True and self._url is not None:
-            resume_from_checkpoint = StoredRun(self._url, STATE).newest()
-            if resume_from_checkpoint is None:
-                raise ValueError(f"there is no whole checkpoint in {self._url}; leave out resume_from_checkpoint")
-        with self._output_dir_of_its_own(), _local(resume_from_checkpoint) as folder:
+        newest_first = partial(self._newest_first, resume_from_checkpoint)
+        with self._output_dir_of_its_own(), sound_folder(resume_from_checkpoint, newest_first) as folder:
             try:
                 output = super().train(folder, *args, **kwargs)
             except BaseException as error:
@@ -211,6 +212,14 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             self.wait_for_checkpoint()
             self._close_history()
             return output
+
+    def _newest_first(self, resume: Any) -> list[str]:
+        """The checkpoints beside the one to resume from; with True, those of this training."""
+        folder = (self._url or self.args.output_dir) if resume is True else os.path.dirname(str(resume).rstrip("/"))
+        found = StoredRun(folder, STATE).newest_first() if is_url(folder) else LocalRun(folder).newest_first()
+        if not found and resume is True and self._url is not None:
+            raise ValueError(f"there is no whole checkpoint in {self._url}; leave out resume_from_checkpoint")
+        return found
 
     def _close_history(self) -> None:
         if self._run is not None and self.args.should_save and not self.args.push_to_hub:
@@ -458,7 +467,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         self._wait_on_all_ranks()
         best = self.state.best_model_checkpoint
-        with _local(best) as folder:
+        with local(best) as folder:
+            check(folder)
             if not self._restore_model(archive_in(folder), self.model):
                 self.state.best_model_checkpoint = folder
                 super()._load_best_model()
@@ -552,13 +562,3 @@ def _clear_jit_mark(folder: Path) -> None:
     """
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {_JIT_MARK}:
         shutil.rmtree(folder)
-
-
-@contextmanager
-def _local(resume: Any) -> Iterator[Any]:
-    """The argument of `train` that says what to resume, with a local folder in place of a URL."""
-    if is_url(resume):
-        with local_read_dir(resume) as folder:
-            yield str(folder)
-    else:
-        yield resume

@@ -17,14 +17,13 @@ from typing import Any, Final
 
 from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
-from ...plumbing import disk, spans, write_by_torch
+from ...plumbing import disk, file_digests, spans, write_by_torch
 from ..common.checkpoint_history import note_when_done
-from ..common.file_digests import note_digests
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp1_state import plain_of
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
-from ..common.small_files import refuse_full, write_files
+from ..common.small_files import room_for, write_files
 from ..common.training_archive import TrainingArchive
 from .trainer_parts import FILES, archived, kind_of_archive
 
@@ -155,20 +154,20 @@ def _write_folder(
     trainer._run.make_room()
     with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
-        refuse_full(folder, [weights, in_files])
-    if weights is not None:
-        is_in_archive = not weights
-        trainer._save(folder, state_dict=weights)
-        if is_in_archive:
-            Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
-    for name, value in in_files.items():
-        write_by_torch(value, Path(folder, FILES[name]))
-    write_files(rest.files, folder)
-    if archive is not None:
-        archive.take_into(folder)
-    trainer.state.save_to_json(os.path.join(folder, STATE))
-    if not trainer.args.push_to_hub:
-        note_digests(folder)
+    with room_for([weights, in_files], folder):
+        if weights is not None:
+            is_in_archive = not weights
+            trainer._save(folder, state_dict=weights)
+            if is_in_archive:
+                Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
+        for name, value in in_files.items():
+            write_by_torch(value, Path(folder, FILES[name]))
+        write_files(rest.files, folder)
+        if archive is not None:
+            archive.take_into(folder)
+        trainer.state.save_to_json(os.path.join(folder, STATE))
+        if not trainer.args.push_to_hub:
+            file_digests.note_digests(folder)
 
 
 def _upload_folder(

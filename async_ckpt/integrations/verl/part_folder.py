@@ -26,8 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...plumbing import LocalStorage, disk, runs, waits
-from ..common.file_digests import note_digests
+from ...plumbing import LocalStorage, disk, file_digests, runs, waits
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 
@@ -79,7 +78,7 @@ class PartFolder:
             storage.replace(name, data)
         for path in self.files_of_verl():  # of an earlier save, which this one replaces
             path.unlink()
-        note_digests(self.path, but=_OF_TRAINER)
+        file_digests.note_digests(self.path, but=_OF_TRAINER)
         self.unmark()
 
     def unmark(self) -> None:

@@ -19,7 +19,8 @@ import typer
 
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
-from ...plumbing import Storage, rebuild_layout, runs
+from ...files import rebuild_layout
+from ...plumbing import Storage, runs
 from .listing import broken_steps
 from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text

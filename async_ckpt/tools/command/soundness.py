@@ -8,8 +8,6 @@ read and after that, and only what was wrong both times is reported.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
-import xxhash
 
 from ... import Place
 from ...errors import (
@@ -28,7 +25,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, reports, runs, spans, spec, urls
+from ...plumbing import Reader, Storage, file_digests, reports, runs, spans, urls
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
@@ -40,9 +37,6 @@ from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
 
 _SHOWN_NAMES: Final = 3
-# The files that plug-ins write beside those of a framework: the digest of each.
-_DIGESTS: Final = re.compile(r"(.*/)?_async_ckpt\.digests(\.\d+)?\.json")
-_PIECE_BYTES: Final = 4 * spec.MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +237,8 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     if unchecked:
         notes[f"{len(unchecked):,} files have no checksums, and were not verified, such as {min(unchecked)}"] = None
     found.notes += notes
+    if len(ones) > 1:
+        _note_newest(found)
     return _with_totals(found, verification)
 
 
@@ -258,16 +254,13 @@ def _checks_of_files(
     storage = root.storage()
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
     digests: dict[str, str] = {}
-    for path in filter(_DIGESTS.fullmatch, paths):
-        shown = storage.locate(path)
+    for path in filter(file_digests.is_of_digests, paths):
         try:
-            digests |= _digests_in(storage, path)
-        except (ValueError, RecursionError) as error:
-            yield shown, partial(_raise_damaged, shown, f"it is not a list of digests: {error}")
+            digests |= file_digests.noted_in(storage, path)
+        except CorruptCheckpointError as error:
+            yield error.path, partial(_raise, error)
     for path, digest in digests.items():
-        shown = storage.locate(path)
-        compare = partial(_compare_digest, storage, path, digest, verification, advance)
-        yield shown, compare if path in paths else partial(_raise_damaged, shown, "it is missing")
+        yield storage.locate(path), partial(_compare_digest, storage, path, digest, verification, advance)
     folders: list[str] = []
     for path in paths:
         folder, _, last = path.rpartition("/")
@@ -282,41 +275,20 @@ def _checks_of_files(
             continue
         folders.append(f"{folder}/")
     for path in paths:
-        if path not in digests and not _DIGESTS.fullmatch(path) and not path.startswith(tuple(folders)):
+        if path not in digests and not file_digests.is_of_digests(path) and not path.startswith(tuple(folders)):
             yield storage.locate(path), partial(_compare_file, storage, path, verification)
-
-
-def _digests_in(storage: Storage, path: str) -> dict[str, str]:
-    """The digests that a file of a plug-in has, by the paths of files. Raises ValueError for anything else."""
-    kept = json.loads(storage.read(path)[0])
-    if not isinstance(kept, dict) or kept.keys() != {"algorithm", "files"} or kept["algorithm"] != "xxh3_128":
-        raise ValueError("it has other entries than algorithm and files")
-    if not isinstance(kept["files"], dict) or not all(isinstance(digest, str) for digest in kept["files"].values()):
-        raise ValueError("files must be names with digests")
-    below = path.rpartition("/")[0]
-    return {f"{below}/{name}": digest for name, digest in kept["files"].items()}
 
 
 def _compare_digest(
     storage: Storage, path: str, digest: str, verification: checking.Verification, advance: Callable[[int], object]
 ) -> tuple[str, ...]:
-    shown, found, piece = storage.locate(path), xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
-    with storage.open(path) as reader:
-        for offset in range(0, reader.num_bytes, _PIECE_BYTES):
-            part = piece[: reader.num_bytes - offset]
-            reader.read_into(offset, part)
-            found.update(part)
-            advance(len(part))
-        verification.errors[shown, ""], verification.num_bytes = None, verification.num_bytes + reader.num_bytes
-    if found.hexdigest() != digest:
-        _raise_damaged(
-            shown, "its bytes are not those of the save; it is damaged, or another program has written it anew"
-        )
+    verification.errors[storage.locate(path), ""] = None
+    verification.num_bytes += file_digests.compare_file(storage, path, digest, advance)
     return ("files of the framework were compared with the digests that their save has kept",)
 
 
-def _raise_damaged(path: str, why: str) -> NoReturn:
-    raise CorruptCheckpointError(f"{path}: {why}", path=path)
+def _raise(error: CheckpointError) -> NoReturn:
+    raise error
 
 
 def _same(storage: Storage) -> Storage:
@@ -380,10 +352,7 @@ def _of_run(place: Place) -> Soundness:
         verification = checking.Verification(advance)
         for check in checking.checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
-    goes_back_to = max(found.sound, default=None)
-    if found.damaged and max(found.damaged) > max(found.sound, default=-1):
-        newest = "no step is sound" if goes_back_to is None else f"the newest sound step is {goes_back_to}"
-        found.notes.append(newest)
+    _note_newest(found)
     still = {*_faults_beside(place, runs_at(place))} if before else set()
     found.faults += [fault for fault in before if fault in still]
     reported = {fault.subject for fault in found.faults}
@@ -392,6 +361,13 @@ def _of_run(place: Place) -> Soundness:
         others = {name: text for name, text in trackers.items() if name not in reported}
         found.notes += checking.notes_on(others, steps)
     return _with_totals(found, verification)
+
+
+def _note_newest(found: Soundness) -> None:
+    """If the newest step is damaged, note to which one a training goes back."""
+    newest = max(found.sound, default=-1)
+    if found.damaged and max(found.damaged) > newest:
+        found.notes.append("no step is sound" if newest < 0 else f"the newest sound step is {newest}")
 
 
 def _num_bytes(chosen: Sequence[ChosenRun]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
 from async_ckpt import StateMismatchError
+from async_ckpt.errors import CorruptCheckpointError
 from async_ckpt.face.around import wrap as wrapping
 from async_ckpt.integrations.accelerate import AsyncState
+from async_ckpt.integrations.common.folders import number_of
 from async_ckpt.integrations.common.training_archive import TrainingArchive
 
 LAYOUTS = ["archive", "accelerate"]
@@ -93,6 +96,22 @@ def test_the_newest_checkpoint_of_the_project_is_loaded(whole, tmp_path, layout)
     training.state(layout).load_state()
     assert training.counted.number == STEPS
     assert training.accelerator.save_iteration == STEPS // 2  # which the next save is named by
+
+
+def test_a_damaged_checkpoint_is_refused_by_its_name_and_skipped_as_the_newest(whole, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(whole[1]["accelerate"], folder)
+    newest, before = sorted((folder / "checkpoints").iterdir(), key=number_of)[:-3:-1]
+    (newest / "optimizer.bin").write_bytes(b"another")
+    training = Training(folder)
+    weights = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    with pytest.raises(CorruptCheckpointError, match=f"optimizer.bin: .*the newest sound checkpoint is {before};"):
+        training.state("accelerate").load_state(newest)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in training.model.state_dict().items())
+    with pytest.warns(RuntimeWarning, match=f"{newest} is skipped"):
+        training.state("accelerate").load_state()
+    assert training.counted.number == STEPS - 2
+    assert training.accelerator.save_iteration == STEPS // 2  # the damaged folder is not written over
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from disks import mounted, needs_mount
 from local_hub import local_hub
 from racing import Thrown, until
@@ -37,7 +39,7 @@ from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import async_ckpt
 from async_ckpt import CheckpointError, StateMismatchError, StorageFullError
-from async_ckpt.errors import RunTakenError
+from async_ckpt.errors import CorruptCheckpointError, RunTakenError
 from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async, use
 
 KINDS = [Trainer, *OURS]
@@ -847,3 +849,91 @@ def test_a_folder_that_a_subclass_makes_before_its_save_is_not_there_until_it_is
     make_async(trainer_of(Early, tmp_path, max_steps=2)).train()
     assert found == [False]
     assert folders(tmp_path) == [saved(2)]
+
+
+# --- files that have changed since they were saved ------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(whole, tmp_path) -> Path:
+    """The folder of a training whose newest checkpoint has a flipped bit in its optimizer."""
+    shutil.copytree(whole["Files"][1], tmp_path / "damaged")
+    path = tmp_path / "damaged" / saved(STEPS) / "optimizer.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return tmp_path / "damaged"
+
+
+def test_a_resume_from_a_damaged_checkpoint_is_refused_before_anything_is_loaded(damaged):
+    trainer = trainer_of(Files, damaged)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(CorruptCheckpointError) as error:
+        trainer.train(resume_from_checkpoint=str(damaged / saved(STEPS)))
+    assert error.value.path == str(damaged / saved(STEPS) / "optimizer.pt")
+    assert f"the newest sound checkpoint is {damaged / saved(STEPS - 2)};" in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_a_resume_from_the_newest_checkpoint_skips_a_damaged_one_with_a_warning(damaged, whole):
+    trainer = trainer_of(Files, damaged)
+    with pytest.warns(RuntimeWarning, match=f"{saved(STEPS)} is skipped: .*optimizer.pt"):
+        trainer.train(resume_from_checkpoint=True)
+    assert losses(trainer) == whole["Files"][0]
+    assert os.path.basename(trainer._run.newest_first()[0]) == saved(STEPS)
+
+
+def test_a_missing_file_is_damage_too(damaged):
+    (damaged / saved(STEPS) / "optimizer.pt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.pt: it is missing"):
+        trainer_of(Files, damaged).train(resume_from_checkpoint=str(damaged / saved(STEPS)))
+
+
+def test_a_resume_where_no_checkpoint_is_sound_is_refused(damaged):
+    for folder in damaged.glob("checkpoint-*"):
+        (folder / "optimizer.pt").write_bytes(b"another")
+    with pytest.warns(RuntimeWarning, match="is skipped"), pytest.raises(CorruptCheckpointError, match=saved(STEPS)):
+        trainer_of(Files, damaged).train(resume_from_checkpoint=True)
+
+
+def test_a_folder_whose_digests_were_deleted_is_resumed_from(damaged, whole):
+    """As the error advises to whoever has changed a file on purpose."""
+    (damaged / saved(4) / "config.json").write_text((damaged / saved(4) / "config.json").read_text() + " ")
+    with pytest.raises(CorruptCheckpointError, match=r"delete _async_ckpt\.digests"):
+        trainer_of(Files, damaged).train(resume_from_checkpoint=str(damaged / saved(4)))
+    (damaged / saved(4) / "_async_ckpt.digests.json").unlink()
+    trainer = trainer_of(Files, damaged)
+    trainer.train(resume_from_checkpoint=str(damaged / saved(4)))
+    assert losses(trainer) == whole["Files"][0]
+
+
+def test_verify_names_the_newest_sound_checkpoint(damaged):
+    found = run_command("verify", damaged)
+    assert found.returncode == 1
+    assert f"the newest sound step is {STEPS - 2}" in found.stdout
+
+
+@needs_mount
+def test_a_disk_that_fills_while_the_framework_writes_is_told_as_a_full_disk(tmp_path):
+    """The Trainer's own torch.save tells of it as a RuntimeError about an iostream."""
+    with mounted(tmp_path / "disk", "size=4m") as disk:
+
+        class Filling:
+            def save_pretrained(self, folder: str) -> None:
+                """Leave no room for what the Trainer writes next."""
+                free_bytes = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+                (disk / "other").write_bytes(bytes(free_bytes))
+
+        with pytest.raises(StorageFullError) as error:
+            trainer_of(Files, disk, processor=Filling()).train()
+        assert isinstance(error.value.__cause__, RuntimeError)
+        rows = [json.loads(row) for row in (disk / "history.jsonl").read_text().splitlines()]
+        assert [row["error"] for row in rows if row["kind"] == "failed"] == ["StorageFullError"]
+
+
+def test_another_error_of_the_framework_stays_as_it_is(tmp_path):
+    def fail() -> None:
+        raise RuntimeError("of the processor")
+
+    with pytest.raises(RuntimeError, match="of the processor"):
+        trainer_of(Files, tmp_path, processor=Kept(fail)).train()

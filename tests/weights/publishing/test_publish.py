@@ -663,11 +663,11 @@ def test_another_model_is_refused_at_a_root_and_the_one_before_goes_on(root):
         line.publish(1)
         other = {name: tensor for name, tensor in line.model.state_dict().items() if "ln_f" not in name}
         for wrong in (other, line.model.to(torch.bfloat16).state_dict()):
-            with pytest.raises(StateMismatchError, match="to a root of its own"):
+            with pytest.raises(StateMismatchError, match="publish another model to its own root"):
                 line.publisher.publish(wrong, 2).result()
         line.model.to(torch.float32)
         line.publish(2)
-    with Publisher(root) as publisher, pytest.raises(StateMismatchError, match="to a root of its own"):
+    with Publisher(root) as publisher, pytest.raises(StateMismatchError, match="publish another model to its own root"):
         publisher.publish(other, 3).result()
 
 
