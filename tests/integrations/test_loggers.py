@@ -28,8 +28,10 @@ def logged(tmp_path) -> Callable[..., dict[str, float]]:
     def log(logger: str, **names: Any) -> dict[str, float]:
         with open_run(tmp_path / "run") as ckpt:
             ckpt.save(state_at(7), step=7).result()
+            given = ckpt.metrics("ckpt/")
+            ckpt.metrics = lambda prefix: dict(given)  # the time of the training goes on between two calls
             exec(line_of(logger), {"ckpt": ckpt, "step": 7, **names})
-            return ckpt.metrics("ckpt/")
+            return given
 
     return log
 

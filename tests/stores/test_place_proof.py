@@ -154,7 +154,7 @@ def odd(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lack", "reason"), [("renaming", "its old content"), ("part", "other bytes come"), ("listing", "is not listed")]
+    ("lack", "reason"), [("renaming", "its old content"), ("part", "returns other bytes"), ("listing", "is not listed")]
 )
 def test_a_client_that_cannot_be_worked_around_is_refused(odd, lack, reason, monkeypatch):
     monkeypatch.setattr(place_proof, "_LISTING_WAITS", (0.0,))
@@ -285,6 +285,6 @@ def _save(place, _):
 @pytest.mark.parametrize("write", [_pack, _publish, _export, _save])
 def test_whoever_writes_first_proves_the_place(odd, write, tmp_path):
     fs = odd("part").fs
-    with pytest.raises(StorageUnavailableError, match="other bytes come"):
+    with pytest.raises(StorageUnavailableError, match="returns other bytes"):
         write(Place("one/x.tar" if write in (_pack, _save) else "one", fs=fs), tmp_path)
     assert not [name for name in fs.find("one") if name.endswith((".tar", ".safetensors", "index.json"))]

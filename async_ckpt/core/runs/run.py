@@ -512,11 +512,8 @@ class Run:
 
     def _descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
         """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
-        their own ancestors, and those of the commits here, which may be copies without the files of their starts.
+        and their own ancestors.
         """
-        with suppress(StorageUnavailableError):  # perhaps one manifest alone
-            commits = self.root.view(self.root.listing or self.root.relist()).values()
-            self._ancestors |= {one.start.rpartition(".")[2] for one in commits if one is not None and one.start}
         of_others = {start.token for other in others for start in other.root.starts} | self._ancestors
         of_others.update(*(other._ancestors for other in others))
         self._ancestors = frozenset(of_others.union(self._told(starts), (start.token for start in starts)))

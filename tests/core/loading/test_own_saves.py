@@ -348,7 +348,7 @@ def test_after_close_what_was_given_up_is_not_waited_for(ckpt, disk, monkeypatch
     handle.exception()
 
 
-def interrupting(*_: object) -> None:
+def interrupting(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -78,5 +78,5 @@ def test_of_large_and_very_deep_pickles_all_bytes_are_compared(monkeypatch: pyte
 
 
 def test_what_is_no_list_of_objects_is_refused() -> None:
-    with pytest.raises(ValueError, match="no list"):
+    with pytest.raises(ValueError, match="not a list"):
         object_digests(pickled({1: 2}))

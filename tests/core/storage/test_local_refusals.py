@@ -73,11 +73,11 @@ def _circle(path: Path) -> None:
 no_file = pytest.mark.parametrize(
     ("make", "is_what"),
     [
-        (_pipe, "a named pipe where a file should be"),
-        (_socket, "a socket where a file should be"),
-        (_device, "a device where a file should be"),
-        (_folder, "a folder where a file should be"),
-        (_link_to_pipe, "a named pipe where a file should be"),
+        (_pipe, "a named pipe, but should be a file"),
+        (_socket, "a socket, but should be a file"),
+        (_device, "a device, but should be a file"),
+        (_folder, "a folder, but should be a file"),
+        (_link_to_pipe, "a named pipe, but should be a file"),
         (_link_to_nothing, "a link to .*nowhere, which does not exist"),
         (_circle, "levels of symbolic links"),
     ],

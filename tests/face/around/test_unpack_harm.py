@@ -216,13 +216,16 @@ def test_a_link_may_go_up_as_far_as_the_folder_and_no_farther(place):
 def test_nothing_is_put_in_the_place_of_a_link_that_cannot_be_made(place, target, later):
     """`tarfile` would extract a later member there, which nobody has checked."""
     members = [member("a", kind=tarfile.DIRTYPE), link("a/x", target), *later]
-    refused(place, plain_tar(members), CorruptCheckpointError, "cannot be made")
+    refused(place, plain_tar(members), CorruptCheckpointError, "cannot be created")
 
 
 def test_headers_behind_a_link_that_cannot_be_made_take_no_memory(place):
     with little_memory(64 * MIB):
         refused(
-            place, plain_tar([link("x", "")])[:512] + block(b"y", 2**62, b"x"), CorruptCheckpointError, "cannot be made"
+            place,
+            plain_tar([link("x", "")])[:512] + block(b"y", 2**62, b"x"),
+            CorruptCheckpointError,
+            "cannot be created",
         )
 
 

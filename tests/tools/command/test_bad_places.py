@@ -27,7 +27,7 @@ READERS = [
     ("verify",),
     ("diff", "{root}"),
     ("cp", "{tmp}/b"),
-    ("convert", "{tmp}/x.pt"),
+    ("convert", "{tmp}/x.pt", "--overwrite"),
     ("repair",),
     ("page", "-o", "{tmp}/x.html", "--overwrite"),
 ]

@@ -231,14 +231,12 @@ def test_the_steps_of_two_runs_are_not_mixed(tmp_path: Path, source: Path) -> No
 def test_copies_go_on_after_restarts_and_come_back_from_where_the_run_went_on(tmp_path: Path, source: Path) -> None:
     copy = tmp_path / "b"
     assert run_command("cp", source, copy).returncode == 0
-    for step in (5, 6):  # each is another start; nothing that was copied is left
-        with open_run(copy, keep=1) as ckpt:
+    for step in (5, 6):  # each is another start
+        with open_run(copy, keep=3) as ckpt:
             ckpt.save({"mine": torch.ones(3)}, step).result()
             ckpt.wait()
-    assert outcomes(copy, source) == {6: "copied"}
+    assert outcomes(copy, source, "--latest") == {6: "copied"}
     assert outcomes(source, tmp_path / "c", "--steps", "3") == {1: "copied, lends", 3: "copied"}
-    assert outcomes(source, tmp_path / "c", "--latest") == {6: "copied"}
-    assert outcomes(tmp_path / "c", source) == {1: "was there", 3: "was there", 6: "was there"}
 
 
 def test_only_what_was_damaged_is_said_to_be_mended(tmp_path: Path, source: Path) -> None:

@@ -343,7 +343,7 @@ def test_config_is_that_of_rank_0_and_a_rank_that_lacks_some_weights_leaves_a_ga
 def test_models_whose_checkpoints_are_cut_otherwise_are_refused():
     """As `revert_weight_conversion` of transformers 5 says it of experts that are one tensor in memory."""
     weights = Weights("model", {"experts": torch.ones(2, 3)}, {}, {}, lambda t: {"expert.0": t["experts"][0]})
-    with pytest.raises(UnsupportedStateError, match="in memory than in its checkpoints"):
+    with pytest.raises(UnsupportedStateError, match="in memory differ from those in its checkpoints"):
         own_slices(weights)
 
 
