@@ -94,9 +94,9 @@ class AsyncState:
         kind = accelerator.distributed_type
         self._is_deepspeed = kind == utils.DistributedType.DEEPSPEED
         if self._is_deepspeed and layout == "archive":
-            raise NotImplementedError('layout="archive" is not served under DeepSpeed; pass layout="accelerate"')
+            raise NotImplementedError('layout="archive" is not supported under DeepSpeed; pass layout="accelerate"')
         if kind in (utils.DistributedType.MEGATRON_LM, utils.DistributedType.XLA):
-            raise NotImplementedError(f"AsyncState does not serve {kind.value}; use accelerator.save_state")
+            raise NotImplementedError(f"AsyncState does not support {kind.value}; use accelerator.save_state")
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         self._is_sharded = plugin is not None
         if plugin is not None:

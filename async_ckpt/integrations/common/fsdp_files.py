@@ -99,17 +99,19 @@ def has_optimizer(folder: str) -> bool:
 
 
 def refuse(plugin: Any, *, has_adapters: bool = False) -> None:
-    """Raise NotImplementedError for what is not served of FSDP1."""
+    """Raise NotImplementedError for what is not supported of FSDP1."""
     if plugin.fsdp_version == 2:
         return
     if "LOCAL_STATE_DICT" in str(plugin.state_dict_type):
-        raise NotImplementedError("FSDP1's LOCAL_STATE_DICT is not served; set state_dict_type to SHARDED_STATE_DICT")
+        raise NotImplementedError(
+            "FSDP1's LOCAL_STATE_DICT is not supported; set state_dict_type to SHARDED_STATE_DICT"
+        )
     if "HYBRID" in str(plugin.sharding_strategy or plugin.reshard_after_forward):
         raise NotImplementedError(
-            "FSDP1's hybrid sharding is not served; set FULL_SHARD or SHARD_GRAD_OP, or use FSDP2"
+            "FSDP1's hybrid sharding is not supported; set FULL_SHARD or SHARD_GRAD_OP, or use FSDP2"
         )
     if has_adapters:
-        raise NotImplementedError("adapters under FSDP1 are not served; use FSDP2: fsdp_version=2")
+        raise NotImplementedError("adapters under FSDP1 are not supported; use FSDP2: fsdp_version=2")
 
 
 def sharded_parts(

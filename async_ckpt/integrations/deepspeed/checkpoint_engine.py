@@ -71,8 +71,8 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
 
     Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
     another layout, a second call, and an engine whose config names another writer of checkpoints, and
-    NotImplementedError for what is not served: optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders
-    of each node, and with `layout="archive"` engines without ZeRO, with model parallelism or with experts.
+    NotImplementedError for optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders of each node, and with
+    `layout="archive"` for engines without ZeRO, with model parallelism or with experts.
     """
     return DeepSpeedCheckpoints(checked(engine, layout), layout)
 
@@ -92,7 +92,7 @@ def checked(engine: Any, layout: Layout) -> Any:
 
 
 def _refuse(engine: Any) -> None:
-    """Raise for an engine that is not served."""
+    """Raise for an engine that is not supported."""
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         raise ValueError(
             f"the engine's config has it save by {type(engine.checkpoint_engine).__name__}; remove that from the config"

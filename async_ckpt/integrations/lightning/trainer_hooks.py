@@ -102,8 +102,8 @@ class TrainerHooks:
         kinds = {kind.__name__ for kind in type(strategy).mro()}
         if "DeepSpeedStrategy" in kinds:
             raise ValueError(
-                "DeepSpeedStrategy writes its checkpoints by itself, and is not served; leave plugin and callback out, "
-                "or train by an engine of your own, with async_ckpt.integrations.deepspeed.use(engine)"
+                "DeepSpeedStrategy writes its checkpoints by itself, and is not supported; leave plugin and callback "
+                "out, or train by an engine of your own, with async_ckpt.integrations.deepspeed.use(engine)"
             )
         if saves_shards(strategy):
             raise ValueError(

@@ -155,19 +155,19 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self._begin_async()
 
     def _begin_async(self) -> None:
-        """The end of the constructor. Raises for what is not served, so that no training ends because of it."""
+        """The end of the constructor. Raises for what is not supported, so that no training ends because of it."""
         require_names(require("transformers", oldest=_OLDEST, newest=_NEWEST), Trainer, _USED)
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
         if self.is_fsdp_xla_enabled:
-            raise NotImplementedError("AsyncCheckpointing does not serve XLA; use the plain Trainer there")
+            raise NotImplementedError("AsyncCheckpointing does not support XLA; use the plain Trainer there")
         if self.is_deepspeed_enabled and self.layout == "archive":
-            raise NotImplementedError('layout="archive" is not served under DeepSpeed; leave it out')
+            raise NotImplementedError('layout="archive" is not supported under DeepSpeed; leave it out')
         if self.is_deepspeed_enabled and is_url(self.args.output_dir):
             raise NotImplementedError("under DeepSpeed, output_dir must be a local folder")
         if not self.is_fsdp_enabled and any(map(sharded.is_dtensor, self.model.parameters())):
             raise NotImplementedError(
-                "a model with a tp_plan is not served; save it by an AsyncCheckpointer in a loop of your own"
+                "a model with a tp_plan is not supported; save it by an AsyncCheckpointer in a loop of your own"
             )
         if self.is_fsdp_enabled:
             refuse(self.accelerator.state.fsdp_plugin, has_adapters=peft_config_of(self.model) is not None)
@@ -310,9 +310,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             return
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self._run.has(os.path.basename(best)):
-            self._run.retire(
-                os.path.basename(best), 1, None
-            )  # as the trainer has done with the folders that were there
+            self._run.retire(os.path.basename(best), 1, None)  # as the trainer has done with the folders it saw
         self._run.end()
 
     # --- saving -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from racing import Gate
+from racing import Gate, until
 from states import assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
@@ -528,6 +528,7 @@ def test_a_call_that_is_given_up_before_its_turn_writes_nothing(tmp_path):
     first = async_ckpt.wrap(slow)(state, str(tmp_path / "first.pt"))
     gate.wait_reached()
     second = async_ckpt.wrap(torch.save)(state, str(tmp_path / "second.pt"))
+    until(lambda: any(save.handle is second for save in ledger.all_saves()))  # the loop lists it
     (save,) = (save for save in ledger.all_saves() if save.handle is second)
     save.give_up(async_ckpt.SaveAbandonedError("nobody waits for it"))
     gate.open()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from clocked_training import ClockedTraining
 from states import open_run, state_at
 
 from async_ckpt import Due, StorageFullError
@@ -21,29 +21,12 @@ from async_ckpt.core.saving.interval import (
     daly_seconds,
     slower_seconds,
 )
-from async_ckpt.core.saving.policy import SavePolicy, interval_of
+from async_ckpt.core.saving.policy import interval_of
 
 DAY = 86_400.0
 
 
-class Training:
-    """A training on a clock of its own, whose saves cost what they are told to."""
-
-    def __init__(self, **rules: Any) -> None:
-        self.now, self.step, self.begun = 0.0, 0, []
-        self.policy = SavePolicy(Due(**rules), clock=lambda: self.now)
-
-    def run(self, seconds: float = 1.0) -> bool:
-        self.now += seconds
-        self.step += 1
-        return self.policy.should_save(self.step)
-
-    def begin_save(self) -> Future[SaveReport]:
-        save: Future[SaveReport] = Future()
-        self.policy.follow(self.step, save)
-        self.begun.append(self.now)
-        return save
-
+class Training(ClockedTraining):
     def save(self, *, stall: float = 0.0, durable: float = 0.0) -> None:
         """A save that has ended when the next step has."""
         self.begin_save().set_result(committed(stall, durable))

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from clocked_training import ClockedTraining
 from racing import until
 from scripted_disk import scripted
 from states import open_run, state_at
@@ -20,26 +21,11 @@ from async_ckpt.core.saving.policy import FIRST_SAVE_SECONDS, MARGIN_SECONDS, Sa
 NOON = datetime(2026, 8, 1, 12, tzinfo=UTC)
 
 
-class Training:
-    """A training on a clock of its own: steps take as long as they are told to, and so do saves."""
+class Training(ClockedTraining):
+    """A training that began at noon."""
 
     def __init__(self, **rules: Any) -> None:
-        self.now = 0.0
-        self.step = 0
-        self.saved: list[int] = []
-        self.policy = SavePolicy(Due(**rules), clock=lambda: self.now, wall_clock=lambda: NOON.timestamp() + self.now)
-
-    def run(self, seconds: float = 1.0) -> bool:
-        """One step, and what the policy says after it."""
-        self.now += seconds
-        self.step += 1
-        return self.policy.should_save(self.step)
-
-    def begin_save(self) -> Future[SaveReport]:
-        save: Future[SaveReport] = Future()
-        self.policy.follow(self.step, save)
-        self.saved.append(self.step)
-        return save
+        super().__init__(noon=NOON.timestamp(), **rules)
 
     def save(self, seconds: float) -> None:
         """A save that is known to have taken so long; the clock does not move."""

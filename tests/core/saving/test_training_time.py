@@ -8,31 +8,28 @@ from pathlib import Path
 
 import pytest
 from children import Nursery
+from clocked_training import ClockedTraining
 from states import open_run, state_at
 
 import async_ckpt
 from async_ckpt import Due
 from async_ckpt.core.events.goodput import PARTS, Goodput
 from async_ckpt.core.report import SaveReport
-from async_ckpt.core.saving.policy import SavePolicy
 
 
-class Training:
-    """A training on a clock of its own, whose saves end when the next step has."""
+class Training(ClockedTraining):
+    """A training whose saves end when the next step has."""
 
     def __init__(self) -> None:
-        self.now, self.step, self.stall = 0.0, 0, 0.0
-        self.policy = SavePolicy(Due(every=1000), clock=lambda: self.now, stall_seconds=lambda: self.stall)
+        self.stall = 0.0
+        super().__init__(every=1000, stall_seconds=lambda: self.stall)
 
-    def run(self, num_steps: int = 1, *, seconds: float = 1.0) -> None:
+    def steps(self, num_steps: int = 1, *, seconds: float = 1.0) -> None:
         for _ in range(num_steps):
-            self.now += seconds
-            self.step += 1
-            self.policy.should_save(self.step)
+            self.run(seconds)
 
     def save(self, *, stall: float = 0.0) -> Future[SaveReport]:
-        save: Future[SaveReport] = Future()
-        self.policy.follow(self.step, save)
+        save = self.begin_save()
         self.now += stall
         self.stall += stall
         return save
@@ -53,11 +50,11 @@ class Training:
 def test_all_time_is_training_that_no_save_and_no_restore_has_taken():
     training = Training()
     training.restore(0, seconds=7)
-    training.run(20)
+    training.steps(20)
     save = training.save(stall=2)
-    training.run(10, seconds=1.5)
+    training.steps(10, seconds=1.5)
     training.end(save, stall=2)
-    training.run()
+    training.steps()
 
     # Of the eleven steps beside the save, the first also holds its stall; the last took a second.
     assert training.spent == pytest.approx([20 + 11, 2, 5 * 1.1, 7, 0], abs=0.6)
@@ -67,12 +64,12 @@ def test_all_time_is_training_that_no_save_and_no_restore_has_taken():
 def test_going_back_within_a_process_makes_what_is_above_the_step_done_again():
     training = Training()
     for _ in range(2):
-        training.run(10)
+        training.steps(10)
         training.end(training.save())
-    training.run(5)
+    training.steps(5)
     training.restore(10, seconds=3)
     assert training.spent == [10, 0, 0, 3, 15]
-    training.run(10)
+    training.steps(10)
     training.restore(0, seconds=1)
 
     assert training.spent == [10, 0, 0, 4, 25]
@@ -81,9 +78,9 @@ def test_going_back_within_a_process_makes_what_is_above_the_step_done_again():
 def test_going_back_to_the_last_save_loses_only_what_came_after_it():
     training = Training()
     for _ in range(2):
-        training.run(10)
+        training.steps(10)
         training.end(training.save())
-    training.run(5)
+    training.steps(5)
     training.restore(20, seconds=3)
 
     assert training.spent == [20, 0, 0, 3, 5]
@@ -92,7 +89,7 @@ def test_going_back_to_the_last_save_loses_only_what_came_after_it():
 def test_going_back_to_the_step_of_the_last_restore_counts_from_there():
     training = Training()
     training.restore(100, seconds=1)
-    training.run(10)
+    training.steps(10)
     training.restore(100, seconds=1)
 
     assert training.spent == [0, 0, 0, 2, 10]
@@ -102,7 +99,7 @@ def test_the_history_is_told_once_in_a_minute_which_step_was_reached_and_not_aft
     training = Training()
     told = []
     for step in range(1, 301):
-        training.run()
+        training.steps()
         if step == 200:
             training.end(training.save())
         told.append(training.policy.reached())
@@ -114,11 +111,11 @@ def test_the_history_is_told_once_in_a_minute_which_step_was_reached_and_not_aft
 
 def test_slower_steps_are_told_once():
     training = Training()
-    training.run(20)
+    training.steps(20)
     save = training.save()
-    training.run(10, seconds=1.5)
+    training.steps(10, seconds=1.5)
     training.end(save)
-    training.run(seconds=1.5)
+    training.steps(seconds=1.5)
 
     assert training.policy.facts()["slower_seconds"] == pytest.approx(5.5)
     assert training.policy.facts()["slower_seconds"] is None

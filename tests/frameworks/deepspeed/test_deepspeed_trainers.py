@@ -186,14 +186,14 @@ here.tell([
 """
 
 
-def test_what_is_not_served_is_refused_before_any_training(worlds, tmp_path, monkeypatch):
+def test_what_is_not_supported_is_refused_before_any_training(worlds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for end in worlds.run(2, _REFUSED.format(folder=str(tmp_path))):
         assert end.told == [
             [
-                'layout="archive" is not served under DeepSpeed; leave it out',
+                'layout="archive" is not supported under DeepSpeed; leave it out',
                 "under DeepSpeed, output_dir must be a local folder",
-                'layout="archive" is not served under DeepSpeed; pass layout="accelerate"',
+                'layout="archive" is not supported under DeepSpeed; pass layout="accelerate"',
             ]
         ]
 
@@ -205,5 +205,5 @@ def test_the_callback_for_lightning_refuses_its_strategy_for_deepspeed():
     callback, strategy = checkpoints.callback(), lightning.strategies.DeepSpeedStrategy()
     strategy.checkpoint_io = checkpoints
     trainer = SimpleNamespace(strategy=strategy)
-    with pytest.raises(ValueError, match="DeepSpeedStrategy writes its checkpoints by itself, and is not served"):
+    with pytest.raises(ValueError, match="DeepSpeedStrategy writes its checkpoints by itself, and is not supported"):
         callback._refuse_other_plugin(trainer)

@@ -128,10 +128,10 @@ here.tell([
 """
 
 
-def test_what_is_not_served_is_refused_before_any_training(worlds, tmp_path):
+def test_what_is_not_supported_is_refused_before_any_training(worlds, tmp_path):
     pytest.importorskip("peft")
-    local = "FSDP1's LOCAL_STATE_DICT is not served; set state_dict_type to SHARDED_STATE_DICT"
-    hybrid = "FSDP1's hybrid sharding is not served; set FULL_SHARD or SHARD_GRAD_OP, or use FSDP2"
-    adapters = "adapters under FSDP1 are not served; use FSDP2: fsdp_version=2"
+    local = "FSDP1's LOCAL_STATE_DICT is not supported; set state_dict_type to SHARDED_STATE_DICT"
+    hybrid = "FSDP1's hybrid sharding is not supported; set FULL_SHARD or SHARD_GRAD_OP, or use FSDP2"
+    adapters = "adapters under FSDP1 are not supported; use FSDP2: fsdp_version=2"
     for end in worlds.run(2, _REFUSED.format(folder=str(tmp_path))):
         assert end.told == [[local, local, hybrid, hybrid, adapters, None]]

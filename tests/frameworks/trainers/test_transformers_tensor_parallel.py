@@ -80,6 +80,6 @@ except NotImplementedError as error:
 
 
 def test_the_trainer_refuses_a_model_with_a_tp_plan(worlds, llama, tmp_path):
-    why = "a model with a tp_plan is not served; save it by an AsyncCheckpointer in a loop of your own"
+    why = "a model with a tp_plan is not supported; save it by an AsyncCheckpointer in a loop of your own"
     for end in worlds.run(2, _REFUSED.format(llama=str(llama), folder=str(tmp_path / "run"))):
         assert end.told == [why]
