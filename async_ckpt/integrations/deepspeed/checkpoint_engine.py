@@ -71,8 +71,8 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
 
     Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
     another layout, a second call, and an engine whose config names another writer of checkpoints, and
-    NotImplementedError for optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders of each node, and with
-    `layout="archive"` for engines without ZeRO, with model parallelism or with experts.
+    NotImplementedError for optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders of each node, and
+    with `layout="archive"` for engines without ZeRO, with model parallelism or with experts.
     """
     return DeepSpeedCheckpoints(checked(engine, layout), layout)
 
