@@ -217,15 +217,21 @@ def _folder_of(lock: Path) -> Path:
     return lock.with_name(lock.name + _FOLDER_SUFFIX)
 
 
-def sweep(parent: Path, name: str) -> None:
-    """Remove the leftovers of dead writers of this name."""
+def sweep(parent: Path, name: str | None = None) -> None:
+    """Remove the leftovers of dead writers of this name, or of any name."""
     names = os.listdir(parent)
-    for temp in temps_of(name, names):
+    for temp in _temps_of(name, names):
         # Also for a writer that died before its folder was made, or after it was removed.
         if is_dead(parent / temp, delete=True):
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))
     for folder in names:
         lock = folder.removesuffix(_FOLDER_SUFFIX)
-        if folder != lock and temps_of(name, [lock]) and lock not in locks:
+        if folder != lock and _temps_of(name, [lock]) and lock not in locks:
             shutil.rmtree(parent / folder, ignore_errors=True)
+
+
+def _temps_of(name: str | None, names: list[str]) -> list[str]:
+    if name is not None:
+        return temps_of(name, names)
+    return [temp for temp in names if temp.startswith(".") and temp.endswith(TEMP_SUFFIX)]

@@ -148,8 +148,8 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed trainer has left below a folder: files of unfinished saves, and retired checkpoints."""
     remove_retired(folder)
     remove_archives(folder)
-    for name in {match[0] for path in folder.glob(".checkpoint*") if (match := _NUMBER.match(path.name[1:]))}:
-        scratches.sweep(folder, name)
+    if folder.is_dir():
+        scratches.sweep(folder)
 
 
 def newest_in(folder: Path) -> Path | None:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from ... import Place
-from ...plumbing import disk, file_digests, locks, rendezvous, runs, scratches
+from ...plumbing import disk, file_digests, rendezvous, runs, scratches
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
-_FOLDER_SUFFIX: Final = f"{locks.TEMP_SUFFIX}.d"
 _FILES: Final = "files"
 _ADVICE: Final = "call save_checkpoint on every rank"
 
@@ -46,8 +45,7 @@ class TagFolder:
         if self._rank != 0:
             return None
         with suppress(FileNotFoundError):
-            for name in {_tag_of(name) for name in os.listdir(self.target.parent) if name.endswith(_FOLDER_SUFFIX)}:
-                scratches.sweep(self.target.parent, name)
+            scratches.sweep(self.target.parent)
         self._scratch = scratches.Scratch(self.target.parent, self.target.name)
         return str(self._scratch.folder.parent)
 
@@ -167,8 +165,3 @@ def _is_of_library(path: str) -> bool:
 
 def _name(rank: int) -> str:
     return f"rank_{rank:05d}"
-
-
-def _tag_of(name: str) -> str:
-    """The tag in the name of a hidden folder."""
-    return name[1:].removesuffix(_FOLDER_SUFFIX).rpartition(".")[0]

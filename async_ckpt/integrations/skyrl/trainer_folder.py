@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from ...plumbing import file_digests, ledger, locks, places, scratches, spans, threads, waits
+from ...plumbing import file_digests, ledger, places, scratches, spans, threads, waits
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
@@ -33,7 +33,6 @@ from .worker_calls import WorkerCalls
 _LATEST: Final = "latest_ckpt_global_step.txt"
 _STATE: Final = "trainer_state.pt"
 _NUMBERED: Final = re.compile(r"global_step_(\d+)")
-_HIDDEN: Final = re.compile(rf"\.(global_step_\d+)\.\w+{re.escape(locks.TEMP_SUFFIX)}\.d")
 # How long the follower pauses between two looks at the workers.
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
@@ -110,8 +109,7 @@ class TrainerCheckpoints:
             raise NotImplementedError(f"{given}: ckpt_path must be a folder; use plain SkyRL for a URL")
         root = Path(os.path.abspath(given))
         os.makedirs(root, exist_ok=True)
-        for name in {match[1] for match in map(_HIDDEN.fullmatch, os.listdir(root)) if match}:
-            scratches.sweep(root, name)
+        scratches.sweep(root)
         dispatch: Any = self.dispatch  # type: ignore[attr-defined]
         save = _FolderSave(root, f"global_step_{self.global_step}", WorkerCalls(dispatch))  # type: ignore[attr-defined]
         save.limit = settings.max_ckpts_to_keep

@@ -50,9 +50,9 @@ torch.save, spans.monotonic = save, clock
 here.expire(is_alone)
 
 count = die_at({number} if here.rank == {rank} else 10**9, here.die)
-training = Training({stage}, {layout!r})
-training.engine.load_checkpoint({folder!r})
 try:
+    training = Training({stage}, {layout!r})
+    training.engine.load_checkpoint({folder!r})
     training.train(6, {folder!r})
     training.checkpoints.wait()
 except Exception:
