@@ -1,7 +1,7 @@
 """A loopback server that speaks enough S3 to take and give objects, and spends next to nothing on it.
 
 In: requests. Out: answers as S3 gives them, to clients that need not prove who they are. Knows nothing of: clients.
-Run as `python -m benchmarks.store_server KEEP GIGABITS LATENCY` it is such a server itself, and ends when its standard input does.
+Run as `python -m benchmarks.store_server KEEP GIGABITS LATENCY GIVES_WAY` it is such a server itself, and ends when its standard input does.
 
 Servers that keep and hash what they are sent spend seconds of processor on each GB, and on a few cores hide what the
 client costs. Here the kernel throws large bodies away before they are copied out of it. With `keep` they stay, in
@@ -48,9 +48,13 @@ _REASONS: Final = {
 
 
 @contextmanager
-def store_server(*, keep: bool = False, gigabits: float = math.inf, latency: float = 0.0) -> Iterator[str]:
-    """The endpoint of such a server, in a process of its own, for as long as the block lasts."""
-    command = [sys.executable, "-m", __name__, str(int(keep)), str(gigabits), str(latency)]
+def store_server(
+    *, keep: bool = False, gigabits: float = math.inf, latency: float = 0.0, gives_way: bool = False
+) -> Iterator[str]:
+    """The endpoint of such a server, in a process of its own, for as long as the block lasts. A server that `gives_way`
+    takes only time of the processors that nobody else wants, as if it were on another machine.
+    """
+    command = [sys.executable, "-m", __name__, str(int(keep)), str(gigabits), str(latency), str(int(gives_way))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -435,7 +439,9 @@ def _unframed(data: bytes) -> bytes:
         at = end + 2 + length + 2
 
 
-def main(keep: bool, gigabits: float, latency: float) -> None:
+def main(keep: bool, gigabits: float, latency: float, gives_way: bool) -> None:
+    if gives_way and sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that begin later have it, too
     store = Store(keep=keep, link=Link(gigabits), latency=latency)
     nowhere = mmap.mmap(-1, _DISCARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -453,4 +459,5 @@ def main(keep: bool, gigabits: float, latency: float) -> None:
 
 
 if __name__ == "__main__":
-    main(keep=sys.argv[1] == "1", gigabits=float(sys.argv[2]), latency=float(sys.argv[3]))
+    _, _keep, _gigabits, _latency, _gives_way = sys.argv
+    main(keep=_keep == "1", gigabits=float(_gigabits), latency=float(_latency), gives_way=_gives_way == "1")

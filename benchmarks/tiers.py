@@ -85,10 +85,14 @@ def until_committed(setting: Setting) -> dict[str, Figure]:
 
 
 def lost(setting: Setting) -> dict[str, Figure]:
-    """Steps count until the last step is at the store. One thread trains; on two cores, the threads of the library and the
-    server of the store share the other one.
+    """Steps count until the last step is at the store. One thread trains; on two cores, the threads of the library have
+    the other one, and the server of the store, which would be on another machine, takes what both leave.
     """
-    with one_thread(), store_server(keep=True) as fast, store_server(gigabits=_SLOW_GIGABITS, keep=True) as slow:
+    with (
+        one_thread(),
+        store_server(keep=True, gives_way=True) as fast,
+        store_server(gigabits=_SLOW_GIGABITS, keep=True, gives_way=True) as slow,
+    ):
         subject = Training(setting.training_bytes // 4, batch=32)
         cases = {
             "lost_follows": ("which keeps up", fast, 1),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from async_ckpt.integrations.common.loader_order import ORDER
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 
 NAMES = [name for name in ("pytorch_lightning", "lightning") if find_spec(name)]
@@ -128,4 +129,8 @@ def loaded(path: Any) -> Any:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    return {name: loaded(folder / name) for name in files_in(folder)}
+    """The checkpoints in a folder, by name, without the entry that only ours have."""
+    found = {name: loaded(folder / name) for name in files_in(folder)}
+    for checkpoint in found.values():
+        checkpoint.pop(ORDER, None)
+    return found

@@ -14,8 +14,11 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, Final
 
+from torch.utils._pytree import tree_leaves
+
 from ..common.frameworks import LOGGED_AS, require_names
 from ..common.joint_errors import meet
+from ..common.loader_order import ORDER, order_file, warn_of_order
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import locked, move_link
 from .packages import imported_packages
@@ -35,6 +38,7 @@ class TrainerHooks:
         self._undo = ExitStack()
         # Calls of loggers, by the paths of the saves that they wait for.
         self._untold: list[tuple[str | None, Callable[[], object]]] = []
+        self._order: dict[str, bytes] = {}  # of the checkpoint that the training goes on from
 
     def __reduce__(self) -> Any:
         """Lightning pickles callbacks for processes that it spawns; the class of this one has no name to find it by."""
@@ -71,9 +75,19 @@ class TrainerHooks:
         for folder in sorted(folders):
             self._undo.enter_context(locked(folder))
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Add what the order of the data depends on, which has an entry of its own in the checkpoint."""
+        checkpoint.update(order_file(_loaders_of(trainer)))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Keep that entry until the trainer has its loaders."""
+        self._order = {ORDER: checkpoint[ORDER]} if ORDER in checkpoint else {}
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Hand the optimizers to the guard."""
+        """Hand the optimizers to the guard, and warn of data in another order than the checkpoint's."""
         self._saves.set_guard(list(trainer.optimizers))
+        warn_of_order(self._order, _loaders_of(trainer), str(trainer.ckpt_path))
+        self._order = {}
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Log the saves that have ended; what is to be removed joins the queue."""
@@ -202,6 +216,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+def _loaders_of(trainer: Any) -> list[Any]:
+    """The loaders of a training; there are several if they are given as a list or a dict."""
+    return [loader for loader in tree_leaves(trainer.train_dataloader) if loader is not None]
 
 
 def _is_local(callback: Any) -> bool:

@@ -115,6 +115,31 @@ def test_the_files_are_those_that_lightning_writes_itself(kit, checkpoints, tmp_
     assert difference(left["ours"], left["plain"]) is None
 
 
+@pytest.mark.parametrize(
+    ("batch", "workers", "as_list", "told"),
+    [
+        (2, 0, False, ()),
+        (2, 1, False, ("data loader 0 gives its data in another order than it did: number of workers 0 in the checkpoint and 1 here",)),
+        (1, 0, True, ("data loader 0", "data loader 1")),
+    ],
+)  # fmt: skip
+def test_data_in_another_order_is_told_when_a_training_is_resumed(
+    kit, checkpoints, tmp_path, caplog, batch, workers, as_list, told
+):
+    def loaders(batch: int, workers: int) -> Any:
+        made = [torch.utils.data.DataLoader(torch.ones(8, 4), batch, num_workers=workers) for _ in range(1 + as_list)]
+        return made if as_list else made[0]
+
+    for end, data, before in ((2, loaders(2, 0), None), (4, loaders(batch, workers), "epoch=0-step=2.ckpt")):
+        saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        with quiet():
+            trainer = trainer_of(kit, tmp_path, checkpoints, saved, max_steps=end)
+            trainer.fit(kit.Model(), data, ckpt_path=before and tmp_path / before)
+    warned = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(warned) == len(told)
+    assert all(part in message for part, message in zip(told, warned, strict=True))
+
+
 def test_a_training_goes_on_from_ours_and_from_lightnings_own_with_the_same_losses(kit, checkpoints, tmp_path):
     saved = {"save_last": "link"}
     whole = run_of(kit, tmp_path / "whole", None).losses
