@@ -27,11 +27,11 @@ class AsyncTarCheckpointIO:
         checkpoints = AsyncTarCheckpointIO()
         trainer = Trainer(plugins=[checkpoints], callbacks=[checkpoints.callback(), ModelCheckpoint(...)])
 
-    A checkpoint is the file that Lightning writes itself, with one entry more, of the callback, about the order of the
-    data: `torch.load` and Lightning without this plugin read it. It appears under its name when it is durable. Loading waits for the saves under way, and so do the end of the training,
-    however it comes, and the exit of the interpreter. The error of a failed save is raised by the next save, by `wait`,
-    and at the end of the training; after another exception it is logged, and noted there. A save after the end of the
-    training waits for itself.
+    A checkpoint is the file that Lightning writes itself, with one more entry, by which the callback compares the order
+    of the data: `torch.load` and Lightning without this plugin read it. It appears under its name when it is durable.
+    Loading waits for the saves under way, and so do the end of the training, however it comes, and the exit of the
+    interpreter. The error of a failed save is raised by the next save, by `wait`, and at the end of the training; after
+    another exception it is logged, and noted there. A save after the end of the training waits for itself.
 
     Args:
         max_in_flight: how many saves may be under way at once; another one waits. Each takes as much host memory as the
