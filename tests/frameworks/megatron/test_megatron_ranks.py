@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from racing import until
 from rank_worlds import Worlds
 from slices import some
+from states import difference
 
 import async_ckpt
 
@@ -102,6 +104,29 @@ def test_the_archive_has_the_tensors_of_megatrons_own_checkpoint_by_their_keys(w
     for key in keys:
         assert torch.equal(archive[key], plain[key]), key
     async_ckpt.verify(ours / "iter_0000001" / "training.tar")
+
+
+@pytest.mark.parametrize("direction", ["from ours", "from theirs"])
+def test_a_converted_checkpoint_goes_on_with_the_losses_of_the_one_that_was_converted(worlds, tmp_path, direction):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs" / "iter_0000002"
+    archive = ours / "iter_0000002" / "training.tar"
+    theirs.mkdir(parents=True)
+    layout = (2, 2, 1, "fully_reshardable")
+    goes_on = "training.train(5)"
+    if direction == "from ours":
+        whole = run(worlds, *layout, f"training.train(2); training.save({str(ours)!r}).result(); {goes_on}")
+        theirs.rmdir()
+        assert run_command("convert", archive, theirs, "--as", "dcp", "--trust").returncode == 0
+        resumed = run(worlds, *layout, f"training.load_theirs({str(theirs)!r}); {goes_on}")
+        for before, after in zip(whole, resumed, strict=True):
+            assert after == {step: loss for step, loss in before.items() if int(step) > 2}
+    else:
+        run(worlds, *layout, f"training.train(2); training.save_theirs({str(theirs)!r})")
+        assert run_command("convert", theirs, tmp_path / "all.tar", "--trust").returncode == 0
+        async_ckpt.verify(tmp_path / "all.tar")
+        plain, converted = (async_ckpt.load(path, trust=True) for path in (theirs, tmp_path / "all.tar"))
+        assert difference(converted, plain) is None
+        assert any("mlp.linear_fc1.weight" in key for key in converted)
 
 
 _KILLED = """
