@@ -6,8 +6,12 @@ nothing else of Megatron or torch is replaced.
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -21,13 +25,17 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import random as generators
     from megatron.core.transformer import TransformerConfig
+    from megatron.training import arguments, checkpointing, global_vars
 
     from async_ckpt.integrations import megatron as ours
+
+logging.root.handlers.clear()  # the import has added one that writes to standard output
 
 WORDS, LENGTH, BATCHES = 64, 8, 4
 
@@ -138,13 +146,18 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.iteration = state["iteration"]
-        # Megatron keeps the number of steps as its fused Adam does. Torch's, which is here instead, has one for each parameter.
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for of_parameter in one.optimizer.state.values():
-                of_parameter["step"] = torch.tensor(float(self.iteration))
+        self.set_steps()
         for rng in (value for name, value in state.items() if name.startswith("rng-")):
             torch.set_rng_state(rng[0]["torch"])
             tensor_parallel.get_cuda_rng_tracker().set_states(rng[0]["tracker"])
+
+    def set_steps(self) -> None:
+        """Megatron keeps the number of steps as its fused Adam does. Torch's, which is here instead, has one for each
+        parameter.
+        """
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for of_parameter in one.optimizer.state.values():
+                of_parameter["step"] = torch.tensor(float(self.iteration))
 
     def save(self, folder: str) -> Any:
         return ours.save_checkpoint(self.state(), folder, self.iteration)
@@ -167,6 +180,45 @@ class Training:
         state = self.state(is_loading=True)
         self.losses.clear()
         return {name: value for name, value in state.items() if not name.startswith(without)}
+
+
+class LoopOfMegatronLM:
+    """Saves and loads by the functions that the training loop of Megatron-LM calls, as its arguments say; with tensor
+    parallelism these ask for a device.
+    """
+
+    def __init__(self, training: Training, folder: str) -> None:
+        self._training = training
+        given = [
+            "train.py", "--save", folder, "--load", folder, "--save-interval", "1", "--ckpt-format", "torch_dist",
+            "--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", f"{LENGTH}",
+            "--max-position-embeddings", f"{LENGTH}", "--micro-batch-size", "2", "--global-batch-size", f"{2 * BATCHES}",
+            "--train-iters", "5", "--lr", "0.01", "--tokenizer-type", "NullTokenizer", "--vocab-size", f"{WORDS}",
+            "--use-distributed-optimizer", "--no-load-rng", "--no-save-rng",
+        ]  # fmt: skip
+        before, sys.argv = sys.argv, given
+        try:
+            with redirect_stdout(io.StringIO()):
+                global_vars.set_args(arguments.validate_args(arguments.parse_args(), {}))
+                init_num_microbatches_calculator(0, None, 2 * BATCHES, 2, groups.get_data_parallel_world_size())
+        finally:
+            sys.argv = before
+
+    def save(self) -> None:
+        training = self._training
+        with redirect_stdout(io.StringIO()):
+            checkpointing.save_checkpoint(training.iteration, [training.parallel], training.optimizer, None, 0, {})
+
+    @torch.no_grad()
+    def load(self) -> None:
+        training = self._training
+        training.train(training.iteration + 1)  # Megatron fills no state of torch's Adam that is not there
+        training.losses.clear()
+        with redirect_stdout(io.StringIO()):
+            training.iteration, _ = checkpointing.load_checkpoint(
+                [training.parallel], training.optimizer, None, checkpointing_context={}
+            )
+        training.set_steps()
 
 
 def _batches(iteration: int, numbers: range) -> Iterator[torch.Tensor]:

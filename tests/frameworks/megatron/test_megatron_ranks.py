@@ -106,6 +106,19 @@ def test_the_archive_has_the_tensors_of_megatrons_own_checkpoint_by_their_keys(w
     async_ckpt.verify(ours / "iter_0000001" / "training.tar")
 
 
+def test_the_functions_of_megatron_lms_training_loop_save_and_load_by_use(worlds, tmp_path):
+    folder = str(tmp_path / "ckpt")
+    begun = f"ours.use(); loop = LoopOfMegatronLM(training, {folder!r})"
+    layout = (2, 1, 1, "dp_reshardable")
+    whole = run(worlds, *layout, f"{begun}; training.train(2); loop.save(); training.train(5)")
+    resumed = run(worlds, *layout, f"{begun}; loop.load(); training.train(5)")
+
+    async_ckpt.verify(tmp_path / "ckpt" / "iter_0000002" / "training.tar")
+    assert (tmp_path / "ckpt" / TRACKER).read_text() == "2"
+    for before, after in zip(whole, resumed, strict=True):
+        assert after == {step: loss for step, loss in before.items() if int(step) > 2}
+
+
 @pytest.mark.parametrize("direction", ["from ours", "from theirs"])
 def test_a_converted_checkpoint_goes_on_with_the_losses_of_the_one_that_was_converted(worlds, tmp_path, direction):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs" / "iter_0000002"
