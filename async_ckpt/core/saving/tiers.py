@@ -303,17 +303,20 @@ class Tiers:
                     mover.begin_end()
             for arrived in self._awaited():  # rank 0 ends these waits
                 while not wait_for(arrived, LIVENESS_SECONDS) and (timeout is None or monotonic() < begun + timeout):
-                    wait.goes_on(lambda: f"copies from this node: {'; '.join(self.behind())}")
+                    wait.goes_on(lambda: f"copies from this node: {self._behind_in_words()}")
             while going_on := [mover for mover in self.movers if mover.is_going_on()]:
                 if timeout is not None and monotonic() > begun + timeout:
                     break
                 wait_for(going_on[0].ended, LIVENESS_SECONDS)
-                wait.goes_on(lambda: f"a copy: {'; '.join(self.behind())}")
+                wait.goes_on(lambda: f"a copy: {self._behind_in_words()}")
         finally:
             for mover in self.movers:
                 mover.stop()
             _all.discard(self)
         return self.behind()
+
+    def _behind_in_words(self) -> str:
+        return "; ".join(self.behind()) or "every place has its steps, and old ones are being deleted"
 
     @property
     def _is_read_by_others(self) -> bool:
