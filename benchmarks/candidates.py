@@ -99,6 +99,14 @@ class Candidate:
         """Bring back what was saved, into tensors that are there."""
         raise NotImplementedError
 
+    def delete(self, number: int) -> None:
+        """Delete what was saved."""
+        path = self.path(number)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let go of threads and processes."""
 
@@ -343,6 +351,36 @@ class Lightning(Candidate):
         self._io.teardown()
 
 
+class Moonclip(Candidate):
+    title = "moonclip"
+    configuration = (
+        "CheckpointManager, without a cast; copied in the call, differences to the save before and zstd by its threads; "
+        "it deletes old saves itself, and a cold restore finds the save that the differences are from in the page cache"
+    )
+    package = "moonclip"
+    into_objects = True
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        self._manager = _untyped("moonclip").CheckpointManager(str(folder), world_size=1, rank=0)
+        self._ids: dict[int, str] = {}
+
+    def path(self, number: int) -> Path:
+        return self.folder / "snapshots" / self._ids[number]
+
+    def save(self, number: int) -> None:
+        self.wait()
+        self._ids[number] = self._manager.save(number, **self.subject.state)
+        saved = self._saved = Future()
+        threading.Thread(target=lambda: saved.set_result(self._manager.flush())).start()  # nothing else tells
+
+    def delete(self, number: int) -> None:
+        """Nothing: others may be differences to it."""
+
+    def restore(self, number: int, into: State) -> None:
+        self._manager.load(self._ids[number], **into)
+
+
 class Resiliency(Candidate):
     title = "nvidia-resiliency-ext TorchAsyncCheckpoint"
     configuration = "persistent worker; finalized before every step, as its documentation has it"
@@ -490,6 +528,7 @@ CANDIDATES: Final[dict[str, type[Candidate]]] = {
     "dcp_async_cached": DcpAsyncCached,
     "dcp_async_process": DcpAsyncProcess,
     "dcp_async": DcpAsync,
+    "moonclip": Moonclip,
     "lightning": Lightning,
     "resiliency": Resiliency,
     "dcp": Dcp,

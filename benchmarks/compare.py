@@ -24,7 +24,7 @@ _FEW: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "safet
 _IN_EACH_ROUND: Final = (
     "ours_guarded", "ours", "torch_checkpointing", "dcp_async", "safetensors", "torch_save", "tar", "limit",
 )  # fmt: skip
-PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "zstandard")
+PACKAGES: Final = ("safetensors", "torch_checkpointing", "moonclip", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
 Values = Callable[[Mapping[str, Any]], list[float]]
 

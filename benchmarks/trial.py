@@ -99,7 +99,7 @@ class Trial:
         looked_at = self.number
         result["alone"] = [self._alone() for _ in range(_NUM_ALONE)]
         result |= self._restored(looked_at, wanted)
-        self._delete(looked_at)
+        self.candidate.delete(looked_at)
         result["peak_bytes"] = self._peak_bytes()
         if burst and not self.candidate.synchronous:
             torch.set_num_threads(1)
@@ -141,7 +141,7 @@ class Trial:
         self._save()
         self._wait()
         seconds, processor = perf_counter() - begin, _processor_seconds() - processor
-        self._delete(self.number)
+        self.candidate.delete(self.number)
         return {"durable": seconds, "processor": processor}
 
     def _save(self) -> None:
@@ -151,7 +151,7 @@ class Trial:
     def _finish(self) -> None:
         """Until it is durable; then the one before is deleted, so that each finds as much room."""
         self._wait()
-        self._delete(self.number - 1)
+        self.candidate.delete(self.number - 1)
 
     def _wait(self) -> None:
         self.candidate.wait()
@@ -164,13 +164,6 @@ class Trial:
             fd = os.open(file, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
-
-    def _delete(self, number: int) -> None:
-        path = self.candidate.path(number)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
     def _step(self, held: list[float] | None = None) -> None:
         self.subject.forward_backward()
@@ -216,7 +209,7 @@ class Trial:
             same &= _digest(self.subject.state_dict()) == _digest(state)
         self._finish()
         for number in range(before, self.number):
-            self._delete(number)
+            self.candidate.delete(number)
         return {"lost": lost / _NUM_IN_BURST, "same": same}
 
     def bring_back(self, number: int) -> float:
