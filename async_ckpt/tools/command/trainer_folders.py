@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from ... import Place
@@ -33,13 +34,15 @@ _FRAMEWORKS: Final = tuple(
     )
 )
 _HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin")
+# The other files with weights, and text that stands beside weights.
+_BESIDE_STATE: Final = re.compile(r".+\.distcp|(?!trainer_state).+\.json|.+\.(txt|model|jinja|py|md)|[._].*")
 _FILE: Final = ".ckpt"  # of Lightning, whose checkpoints are files, too
 _STEP: Final = re.compile(r"step=(\d+)")
 _READERS: Final = 32
 # The folder in which accelerate gives its checkpoints their names.
 _OF_ACCELERATE: Final = "checkpoints"
 # The state of Transformers' Trainer, which names its best checkpoint.
-_TRAINER_STATE: Final = "trainer_state.json"
+TRAINER_STATE: Final = "trainer_state.json"
 
 
 class TrainerCheckpoint(NamedTuple):
@@ -86,6 +89,14 @@ def _step_in(name: str) -> int | None:
         return int(match[1])
     number = None if name.endswith(_FILE) else runs.parse_step_name(name)
     return number and number.step
+
+
+def state_files_of(place: Place) -> list[str]:
+    """The files and folders in a framework's checkpoint that have no weights, such as the state of its optimizer."""
+    names = place.storage().names("")
+    if framework_of(place.text.rstrip("/").rpartition("/")[2], names) in (None, "Hugging Face"):
+        return []
+    return [name for name in names if not (_HUGGING_FACE.fullmatch(name) or _BESIDE_STATE.fullmatch(name))]
 
 
 def is_mark(path: str) -> bool:
@@ -146,13 +157,25 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
                 named[by_text[text]] = "tracker"
     if found and found[-1].framework == "Transformers":
         with suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
-            state = json.loads(storage.read(f"{found[-1].name}/{_TRAINER_STATE}")[0])
+            state = json.loads(storage.read(f"{found[-1].name}/{TRAINER_STATE}")[0])
             best = str(state.get("best_model_checkpoint")).rstrip("/").rpartition("/")[2]
             if best in by_text:
                 named[best] = "best"
-    links = [one.name for one in found if place.is_local and (urls.local_path(place.text) / one.name).is_symlink()]
-    for link in links:  # such as Lightning's last.ckpt
-        target = (urls.local_path(place.text) / link).resolve().name
-        if target in by_text:
-            named[target] = f"target of {link}"
+    named |= {name: f"also {second}" for second, name in second_names(place, found).items()}
     return named
+
+
+def second_names(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, str]:
+    """The names that are only links to other checkpoints, such as Lightning's last.ckpt, with the names of those."""
+    if not place.is_local or all(one.step is not None for one in found):
+        return {}
+    folder = urls.local_path(place.text)
+    names = {_file_of(folder / one.name): one.name for one in found if one.step is not None}
+    files = {one.name: _file_of(folder / one.name) for one in found if one.step is None}
+    return {second: names[file] for second, file in files.items() if file in names}
+
+
+def _file_of(path: Path) -> tuple[int, int]:
+    """The file that a checkpoint is, or the first one of a folder, which all names of a checkpoint share."""
+    file = min((one for one in path.rglob("*") if one.is_file()), default=path) if path.is_dir() else path
+    return file.stat().st_dev, file.stat().st_ino
