@@ -205,9 +205,11 @@ def checkpoints_of(place: Place, names: Sequence[str], *, with_second_names: boo
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
-    seconds = {} if with_second_names else second_names(place, found)
     saves = {one["name"].partition("/")[0]: one for one in events_at(place) if one["kind"] == "save"}
-    named = named_ones(place, found)
+    seconds = second_names(place, found, saves)
+    named = {other: f"also {second}" for second, other in seconds.items()} | named_ones(place, found)
+    if with_second_names:
+        seconds.clear()
     rows = [_row_of(place, one, saves.get(one.name), named.get(one.name)) for one in found if one.name not in seconds]
     rows.sort(key=lambda row: (row.step, row.folder))
     if rows:
@@ -262,7 +264,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
             one.name,
-            len([row for row in steps if row.step >= 0] or steps),
+            len({row.step for row in steps if row.step >= 0} or steps),
             newest.step if newest else None,
             newest.created if newest else None,
             sum(row.num_bytes or 0 for row in steps),
@@ -412,7 +414,7 @@ def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     if not found:
         raise Answer(f"no record of these steps has the metric {best[0]!r}")
     for _, row in found[: best[2]]:
-        row.marks.append("best")
+        row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:

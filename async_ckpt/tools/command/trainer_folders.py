@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ... import Place
 from ...plumbing import Storage, events, runs, spans, threads, urls
@@ -161,18 +161,25 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
             best = str(state.get("best_model_checkpoint")).rstrip("/").rpartition("/")[2]
             if best in by_text:
                 named[best] = "best"
-    named |= {name: f"also {second}" for second, name in second_names(place, found).items()}
     return named
 
 
-def second_names(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, str]:
-    """The names that are only links to other checkpoints, such as Lightning's last.ckpt, with the names of those."""
-    if not place.is_local or all(one.step is not None for one in found):
-        return {}
-    folder = urls.local_path(place.text)
-    names = {_file_of(folder / one.name): one.name for one in found if one.step is not None}
-    files = {one.name: _file_of(folder / one.name) for one in found if one.step is None}
-    return {second: names[file] for second, file in files.items() if file in names}
+def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:
+    """The names without a step of what is a link to another checkpoint, or by its save a copy of it, such as
+    Lightning's last.ckpt; with the names of the others.
+    """
+    folder = urls.local_path(place.text) if place.is_local else None
+
+    def facts_of(name: str) -> list[Any]:
+        facts: list[Any] = [(save["step"], save["record"])] if (save := saves.get(name)) and save["step"] else []
+        with suppress(OSError):  # it is deleted meanwhile
+            facts += [] if folder is None else [_file_of(folder / name)]
+        return facts
+
+    seconds = [one.name for one in found if one.step is None]
+    others = {one.name: facts_of(one.name) for one in found if one.step is not None} if seconds else {}
+    pairs = ((second, other) for second in seconds for other in others)
+    return {second: other for second, other in pairs if any(fact in others[other] for fact in facts_of(second))}
 
 
 def _file_of(path: Path) -> tuple[int, int]:

@@ -96,11 +96,21 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
     assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
 
 
-@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(link: Any, tmp_path: Path) -> None:
+def copy_of(second: Path, target: Path) -> None:
+    """A copy by a training whose history says that both were saved at one step."""
+    shutil.copyfile(target, second)
+    log = EventLog(LocalStorage(target.parent), spans.wall_time)
+    for name in (target.name, second.name):
+        log.note("save", 8, name=name, record={"loss": 0.5})
+    log.note("closed", None)
+    log.write()
+
+
+@pytest.mark.parametrize("made", [Path.symlink_to, Path.hardlink_to, copy_of])
+def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: Any, tmp_path: Path) -> None:
     folder = witness("lightning", tmp_path)
     target = folder / "epoch=1-step=8.ckpt"
-    link(folder / "last.ckpt", target)
+    made(folder / "last.ckpt", target)
 
     rows = documented("ls", folder)["steps"]
     assert [(row["step"], "also last.ckpt" in row["marks"]) for row in rows] == [(4, False), (8, True)]
@@ -142,6 +152,11 @@ def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
     # The checkpoints that the copy has are gone at the source, but its history tells of them.
     assert copied(with_history(other, 2, 4, 6), tmp_path / "copy") == (0, "")
     assert copied(with_history(trained("d", 8), 2, 4, 8), tmp_path / "copy")[0] == 1
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(1)}, 2).result()
+    for source, target in (("run", "copy"), ("a", "run")):
+        status, text = copied(tmp_path / source, tmp_path / target)
+        assert (status, f"{target} has checkpoints of another training" in text) == (1, True)
 
 
 def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> None:
