@@ -118,7 +118,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     num_bytes = _WRITERS[name](request)
     if others := state_files_of(request.source):
         more = f" and {len(others) - _SHOWN_NAMES:,} more" if len(others) > _SHOWN_NAMES else ""
-        print_note(f"only the weights were converted, and not {', '.join(others[:_SHOWN_NAMES])}{more}")
+        print_note(f"these files were not converted: {', '.join(others[:_SHOWN_NAMES])}{more}")
     if as_json:
         print_json(
             "conversion",

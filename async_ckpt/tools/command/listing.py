@@ -264,7 +264,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
             one.name,
-            len({row.step for row in steps if row.step >= 0} or steps),
+            len(steps if of_run else {row.step for row in steps if row.step >= 0} or steps),
             newest.step if newest else None,
             newest.created if newest else None,
             sum(row.num_bytes or 0 for row in steps),

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from ... import Place
 from ...plumbing import Storage, events, runs, spans, threads, urls
 
+_OF_TORCH: Final = "torch.distributed.checkpoint"
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
 _FRAMEWORKS: Final = tuple(
     (framework, re.compile(names), re.compile(mark))
@@ -30,7 +31,7 @@ _FRAMEWORKS: Final = tuple(
         ("verl", r"global_step_\d+", r"actor|critic"),
         ("accelerate", r".*", r"random_states_\d+\.pkl|training\.tar"),
         ("Lightning", r".+\.ckpt", r"meta\.pt"),
-        ("torch.distributed.checkpoint", r".*", r"\.metadata"),
+        (_OF_TORCH, r".*", r"\.metadata"),
     )
 )
 _HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin")
@@ -92,9 +93,9 @@ def _step_in(name: str) -> int | None:
 
 
 def state_files_of(place: Place) -> list[str]:
-    """The files and folders in a framework's checkpoint that have no weights, such as the state of its optimizer."""
+    """The files and folders in the checkpoint of a trainer that have no weights, such as those of its optimizer."""
     names = place.storage().names("")
-    if framework_of(place.text.rstrip("/").rpartition("/")[2], names) in (None, "Hugging Face"):
+    if framework_of(place.text.rstrip("/").rpartition("/")[2], names) in (None, "Hugging Face", _OF_TORCH):
         return []
     return [name for name in names if not (_HUGGING_FACE.fullmatch(name) or _BESIDE_STATE.fullmatch(name))]
 

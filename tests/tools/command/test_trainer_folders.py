@@ -166,9 +166,9 @@ def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> Non
     }
 
     assert told == {
-        "transformers_own": "note: only the weights were converted, and not optimizer.pt, rng_state.pth, scheduler.pt, "
+        "transformers_own": "note: these files were not converted: optimizer.pt, rng_state.pth, scheduler.pt, "
         "trainer_state.json\n",
-        "transformers_archive": "note: only the weights were converted, and not trainer_state.json, training.tar\n",
+        "transformers_archive": "note: these files were not converted: trainer_state.json, training.tar\n",
     }
 
 
