@@ -258,8 +258,8 @@ def warn_if_foreign(optimizers: Optimizers, tensors: Sequence[torch.Tensor], *, 
     if guarded and guarded.isdisjoint(map(_memory_of, tensors)):
         kinds = ", ".join(type(one).__name__ for one in optimizers)
         warnings.warn(
-            f"guard={kinds}: the state has no tensor of this optimizer, so the call copies everything before it returns; "
-            "give the optimizer of the model that is saved, or leave guard= out",
+            f"guard={kinds}: the state has no tensor of this optimizer, so the call copies everything before it "
+            "returns; give the optimizer of the model that is saved, or leave guard= out",
             RuntimeWarning,
             stacklevel=stacklevel,
         )
