@@ -74,8 +74,8 @@ class RunRow:
     """One run in a folder of runs, or something else that is there. `kind` is "run" or "publication", the name of a
     framework for checkpoints of its trainer, or what a single checkpoint or file is.
 
-    `broken` are the steps of a run whose manifest is damaged, or of which an archive is missing or has another size, as
-    far as that is known without a request for each step. `best` is the best value of a metric, and its step.
+    `broken` are the steps of a run whose manifest is damaged, or of which an archive is missing or has another size; in
+    a store, archives are looked for only on request. `best` is the best value of a metric, and its step.
     """
 
     name: str
