@@ -31,7 +31,7 @@ from ..spans import NO_TRACE, Spans, monotonic
 from ..staging.device import first_device
 from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
-from ..staging.guard import Optimizers, deferrable, unwrapped
+from ..staging.guard import Optimizers, deferrable, unwrapped, warn_if_foreign
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
 from ..staging.warm_up import warm_up
@@ -103,7 +103,7 @@ class Saver:
                 self.ledger.skipped(handle, spans)
                 return handle
             with self._trace.span("plan", step=step):
-                plan = self._plan(request, slot)
+                plan = self._plan(request, optimizers, slot)
                 save = self._started(plan, optimizers, spans)
             get_loop().soon(partial(self._begin_state, save, slot, plan.device))
             del plan  # the snapshot alone keeps the tensors alive
@@ -118,7 +118,7 @@ class Saver:
                 self._abandon(save, slot, interrupted(error))
             raise
 
-    def _plan(self, request: SaveRequest, slot: Slot) -> SavePlan:
+    def _plan(self, request: SaveRequest, optimizers: Optimizers, slot: Slot) -> SavePlan:
         """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
         make_target, written, joint, contents = request.begin(), request.written(), request.joint, None
         lenders = written.lenders
@@ -128,6 +128,8 @@ class Saver:
         else:
             whole = self._captured(written.state, request.select, request.state_dict_of)
             contents = request.contents(written, whole)
+            if request.select is None and not lenders and not whole.completions:
+                warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
             part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
         captured, step = part.captured, request.step
         layout = self._planner.lay_out(captured, step, part.facts)

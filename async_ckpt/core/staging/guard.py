@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
@@ -239,6 +240,34 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
         and (tensor is owner or tensor.nbytes <= owner.nbytes)
         and is_dense(tensor)
     }
+
+
+_seen_guards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def warn_if_foreign(optimizers: Optimizers, tensors: Sequence[torch.Tensor], *, stacklevel: int) -> None:
+    """Warn at the first save of a guard if no tensor of the state is a parameter of these optimizers, or in their
+    state: then the call copies everything. The optimizers may be from before the model was moved or wrapped.
+
+    Views of the optimizers' memory count, and so does each of several optimizers for all.
+    """
+    if not tensors or all(one in _seen_guards for one in optimizers):
+        return
+    _seen_guards.update(optimizers)
+    guarded = {address for one in optimizers for tensor in _params_and_state(one) if (address := _memory_of(tensor))}
+    if guarded and guarded.isdisjoint(map(_memory_of, tensors)):
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        warnings.warn(
+            f"guard={kinds}: the state has no tensor of this optimizer, so the call copies everything before it "
+            "returns; give the optimizer of the model that is saved, or leave guard= out",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor lies in; 0 without any."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

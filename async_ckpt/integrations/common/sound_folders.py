@@ -43,13 +43,15 @@ def sound_folder(checkpoint: Any, newest_first: Callable[[], Sequence[str]]) -> 
         if checkpoint is True:
             warnings.warn(f"{candidate} is skipped: {error}", RuntimeWarning, stacklevel=4)
     assert first is not None
-    raise _advised(first, None if checkpoint is True else _newest_sound(checkpoint, meet(newest_first)[0]))
+    sound = None if checkpoint is True else _newest_sound(checkpoint, meet(newest_first)[0])
+    other = "no other checkpoint there is sound" if sound is None else f"the newest sound checkpoint is {sound}"
+    raise _advised(first, f"{other}; ")
 
 
 def check(folder: Any) -> None:
     """Raise CorruptCheckpointError if a file of a folder is not as it was saved. Every rank calls this."""
     if (error := damage_in(folder)) is not None:
-        raise error
+        raise _advised(error)
 
 
 def damage_in(folder: Any) -> CorruptCheckpointError | None:
@@ -88,10 +90,9 @@ def _newest_sound(damaged: Any, checkpoints: Sequence[str]) -> str | None:
     return None
 
 
-def _advised(error: CorruptCheckpointError, sound: str | None) -> CorruptCheckpointError:
-    other = "no other checkpoint there is sound" if sound is None else f"the newest sound checkpoint is {sound}"
+def _advised(error: CorruptCheckpointError, other: str = "") -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{error}; {other}; nothing was loaded. If the file was changed on purpose, delete "
+        f"{error}; {other}nothing was loaded. If the file was changed on purpose, delete "
         f"{file_digests.DIGESTS}*.json beside it",
         path=error.path,
     )

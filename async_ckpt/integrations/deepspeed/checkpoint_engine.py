@@ -31,6 +31,7 @@ from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import room_for
+from ..common.sound_folders import check
 from . import zero_archive
 from .tag_folder import StoredFolder, TagFolder, archive_at, latest_in
 from .zero_guard import ZeroGuard
@@ -209,8 +210,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
 
-        Raises the error of that save, NotCommittedError for a URL without archives, and for archives what
-        `AsyncCheckpointer.restore` raises.
+        Raises the error of that save, CorruptCheckpointError for files of DeepSpeed that are not as they were saved,
+        NotCommittedError for a URL without archives, and for archives what `AsyncCheckpointer.restore` raises.
         """
         self.wait()
         place = places.place_of(load_dir)
@@ -226,8 +227,11 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 step=None,
             )
         if found is None:
+            folder = places.local_place(place)
+            if named is not None and not self._is_part:  # the trainer of a part compares its whole checkpoint
+                check(folder / named)
             return self._plain.load(
-                str(places.local_place(place)),
+                str(folder),
                 tag,
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,

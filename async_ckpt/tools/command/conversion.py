@@ -44,6 +44,7 @@ from ...plumbing import (
 from .hf_model import copy_beside, folder_of, missing_of
 from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
 from .selection import usual_tracker
+from .trainer_folders import state_files_of
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
@@ -115,6 +116,9 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     if name != "step":  # whose folder is in a run
         _refuse_existing(request)
     num_bytes = _WRITERS[name](request)
+    if others := state_files_of(request.source):
+        more = f" and {len(others) - _SHOWN_NAMES:,} more" if len(others) > _SHOWN_NAMES else ""
+        print_note(f"these files were not converted: {', '.join(others[:_SHOWN_NAMES])}{more}")
     if as_json:
         print_json(
             "conversion",

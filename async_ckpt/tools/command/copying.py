@@ -21,7 +21,7 @@ import typer
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, compressed, copy_step, find, reports, runs, spans, verification
-from .lookup import trainer_of
+from .lookup import own_kind, trainer_of
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
 from .trainer_changes import copy_checkpoints
@@ -75,7 +75,10 @@ def show(
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
     compressed.refuse_archive_name(target.shown)
     which = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
-    if (trainer := trainer_of(source)) is not None:
+    trainer = trainer_of(source)
+    if own_kind(target, target.storage().names("")) == ("run" if trainer else "trainer"):
+        raise Answer(f"{target.shown} has checkpoints of another training; copy to another folder; nothing was copied")
+    if trainer is not None:
         _refuse_inside(source, trainer[0].storage(), target)
         _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
         return

@@ -23,7 +23,7 @@ from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
-from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, size_of, time_of
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .where import place_below
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
+# The beginnings of the marks of steps that cannot be loaded.
+_BROKEN: Final = ("broken", "its manifest is damaged")
 _SHOWN_UNSEEN: Final = 5
 # A metric, which end of it is best, and how many.
 Best = tuple[str, Literal["min", "max"], int]
@@ -72,7 +74,8 @@ class RunRow:
     """One run in a folder of runs, or something else that is there. `kind` is "run" or "publication", the name of a
     framework for checkpoints of its trainer, or what a single checkpoint or file is.
 
-    `best` is the best value of a metric, and its step.
+    `broken` are the steps of a run whose manifest is damaged, or of which an archive is missing or has another size; in
+    a store, archives are looked for only on request. `best` is the best value of a metric, and its step.
     """
 
     name: str
@@ -82,6 +85,7 @@ class RunRow:
     num_bytes: int
     kind: str = "run"
     best: tuple[float, int] | None = None
+    broken: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,7 +111,7 @@ class VersionRow:
 
 
 def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json: bool) -> None:
-    """Print the table of what is at a place, or its document. `check` is for the steps of a run.
+    """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs.
 
     Raises:
         Answer: there is nothing to list.
@@ -121,7 +125,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
             _print_steps(place, steps_of(storage, names, clock=spans.wall_time), as_json=False)
     elif kind == "runs":
         below = walk(place)
-        _print_runs(place, rows_of(place, below, best), below.unseen, best, as_json=as_json)
+        _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
     elif kind in ("run", "trainer") or (kind == "nothing" and with_all):
         statuses: Sequence[PlaceStatus] = ()
         spent = run_events.Goodput()
@@ -193,17 +197,20 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def checkpoints_of(place: Place, names: Sequence[str]) -> list[StepRow]:
+def checkpoints_of(place: Place, names: Sequence[str], *, with_second_names: bool = False) -> list[StepRow]:
     """The checkpoints of a framework's trainer in a folder with these names, ascending by their steps.
 
     The history beside them tells what their names do not. Of one that it does not know, the time is that of the file
-    or folder.
+    or folder. A second name of a checkpoint is a mark of it, and has a row of its own only `with_second_names`.
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
     saves = {one["name"].partition("/")[0]: one for one in events_at(place) if one["kind"] == "save"}
-    named = named_ones(place, found)
-    rows = [_row_of(place, one, saves.get(one.name), named.get(one.name)) for one in found]
+    seconds = second_names(place, found, saves)
+    named = {other: f"also {second}" for second, other in seconds.items()} | named_ones(place, found)
+    if with_second_names:
+        seconds.clear()
+    rows = [_row_of(place, one, saves.get(one.name), named.get(one.name)) for one in found if one.name not in seconds]
     rows.sort(key=lambda row: (row.step, row.folder))
     if rows:
         rows[-1].marks.insert(0, "latest")
@@ -222,8 +229,9 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
     return row
 
 
-def rows_of(place: Place, below: Walk, best: str | None = None) -> list[RunRow]:
-    """The rows of what a walk has found; by their best values if a metric is given, the best one first.
+def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool = False) -> list[RunRow]:
+    """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
+    the objects of each step are looked for in a store, too.
 
     Raises:
         Answer: no run has the metric.
@@ -232,7 +240,7 @@ def rows_of(place: Place, below: Walk, best: str | None = None) -> list[RunRow]:
     rows: list[RunRow] = []
 
     def look(one: Found) -> None:
-        rows.append(_found_row(place_below(place, one.name), one, metric))
+        rows.append(_found_row(place_below(place, one.name), one, metric, check=check))
 
     threads.run_together("look", [partial(look, one) for one in below.found], max_threads=_READERS)
     rows.sort(key=lambda row: (row.name, row.kind))
@@ -245,22 +253,24 @@ def rows_of(place: Place, below: Walk, best: str | None = None) -> list[RunRow]:
     return rows
 
 
-def _found_row(place: Place, one: Found, metric: Best | None) -> RunRow:
+def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) -> RunRow:
     storage = place.storage()
     if one.kind in ("run", "trainer"):
         names = storage.names("")
         of_run = one.kind == "run"
-        rows = steps_of(storage, names, clock=spans.wall_time) if of_run else checkpoints_of(place, names)
+        check = check or place.is_local  # a store has a request for each step
+        rows = steps_of(storage, names, clock=spans.wall_time, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
             one.name,
-            len(steps),
+            len(steps if of_run else {row.step for row in steps if row.step >= 0} or steps),
             newest.step if newest else None,
             newest.created if newest else None,
             sum(row.num_bytes or 0 for row in steps),
             "run" if of_run else one.writer,
             None if metric is None else next(((v, row.step) for v, row in best_of(steps, metric)), None),
+            tuple(row.step for row in rows if any(mark.startswith(_BROKEN) for mark in row.marks)),
         )
     if one.kind == "publication":
         versions = versions_of(place)
@@ -404,7 +414,7 @@ def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     if not found:
         raise Answer(f"no record of these steps has the metric {best[0]!r}")
     for _, row in found[: best[2]]:
-        row.marks.append("best")
+        row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
@@ -490,7 +500,7 @@ def _print_runs(
     now = spans.wall_time()
     metric = escaped(parse_best(best)[0]) if best is not None else "best"
     print_table(
-        ("name", "kind", "steps", "latest", "age", "size", metric, "at step"),
+        ("name", "kind", "steps", "latest", "age", "size", metric, "at step", "broken"),
         (
             (
                 escaped(row.name),
@@ -500,6 +510,7 @@ def _print_runs(
                 "" if row.created is None else age(row.created, now),
                 in_table(row.num_bytes),
                 *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
+                _shown_steps(row.broken),
             )
             for row in rows
         ),
@@ -509,6 +520,11 @@ def _print_runs(
         shown = ", ".join(map(escaped, unseen[:_SHOWN_UNSEEN]))
         more = f" and {len(unseen) - _SHOWN_UNSEEN:,} more" if len(unseen) > _SHOWN_UNSEEN else ""
         print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
+
+
+def _shown_steps(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - _SHOWN_UNSEEN:,} more" if len(steps) > _SHOWN_UNSEEN else ""
+    return ", ".join(map(str, steps[:_SHOWN_UNSEEN])) + more
 
 
 def _print_steps(

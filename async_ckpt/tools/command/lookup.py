@@ -73,11 +73,11 @@ def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
     of them, and "runs" a folder with anything of these below it.
     """
     names = place.storage().names("") if names is None else names
-    kind = _own_kind(place, names)
+    kind = own_kind(place, names)
     return "runs" if kind == "nothing" and names and _walk(place, is_first_enough=True).found else kind
 
 
-def _own_kind(place: Place, names: Sequence[str]) -> Kind:
+def own_kind(place: Place, names: Sequence[str]) -> Kind:
     """The kind of a place, whatever is below it."""
     if runs.MANIFEST_NAME in names:
         return "step"
@@ -221,9 +221,9 @@ def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
 
     The place that the walk begins at is none of them.
     """
-    kind = _own_kind(place, names) if name else "nothing"
+    kind = own_kind(place, names) if name else "nothing"
     if kind == "publication":
-        is_run = _own_kind(place, beside_versions(names)) == "run"
+        is_run = own_kind(place, beside_versions(names)) == "run"
         return [Found(name, "publication"), *([Found(name, "run")] if is_run else [])]
     if kind == "run":
         return [Found(name, "run")]

@@ -64,7 +64,7 @@ def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
     Raises:
         Answer: there is none of them.
     """
-    rows = checkpoints_of(place, place.storage().names(""))
+    rows = checkpoints_of(place, place.storage().names(""), with_second_names=not which)
     chosen = [] if which else rows
     for text in which:
         if text == "latest":

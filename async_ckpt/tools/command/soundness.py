@@ -29,6 +29,7 @@ from ...plumbing import Reader, Storage, file_digests, reports, runs, spans, url
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
+from .listing import checkpoints_of
 from .lookup import beside_versions, kind_of
 from .repair import damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
@@ -216,6 +217,7 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
         root, names = replace(place, url=parent), [name]
     storage = root.storage()
     ones = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
+    steps = {row.folder: row.step for row in checkpoints_of(root, names) if row.step >= 0}
     notes: dict[str, None] = {}
     unchecked: list[str] = []
     with progress("verify", sum(size_of(storage, one.name) for one in ones)) as advance:
@@ -232,8 +234,8 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
                 except CheckpointError as error:
                     faults.append(_fault_of_file(path, error))
             found.faults += faults
-            if one.step is not None:
-                (found.damaged if faults else found.sound).append(one.step)
+            if one.name in steps:
+                (found.damaged if faults else found.sound).append(steps[one.name])
     if unchecked:
         notes[f"{len(unchecked):,} files have no checksums, and were not verified, such as {min(unchecked)}"] = None
     found.notes += notes

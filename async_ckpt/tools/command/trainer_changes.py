@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from ... import Keep, Place
 from ...errors import RunTakenError
-from ...plumbing import Storage, bulk, locks, runs, scratches, spans, urls
+from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, spans, urls
 from .listing import StepRow, checkpoints_of
 from .screen import Answer
-from .trainer_folders import events_at, is_mark, log_at, trackers_in
+from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, trackers_in
 
 # The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of what goes.
 _LOCKS: Final = ("_async_ckpt.lock", ".async_ckpt.lock")
@@ -139,12 +139,13 @@ def copy_checkpoints(
     replaced only with `overwrite`, and then one with the same sizes is, too.
 
     Raises:
-        Answer: a checkpoint is there with other files.
+        Answer: a checkpoint is there with other files, or the target has checkpoints of another training.
     """
     refuse_living_trainer(target, unattended=True)
+    _refuse_unrelated(source, target)
     there, outcomes = target.storage(), {}
     for row in rows:
-        have, want = _sizes(there, row.folder), _sizes(source.storage(), row.folder)
+        have, want = _facts_of(there, row.folder), _facts_of(source.storage(), row.folder)
         if have and have != want and not overwrite:
             raise Answer(f"{target.shown}: {row.folder} has other files there; pass --overwrite to replace it")
         outcomes[row.folder] = "was there" if have == want and not overwrite else "replaced" if have else "copied"
@@ -157,6 +158,33 @@ def copy_checkpoints(
         if not events_at(target):
             log_at(target).copy_from(log_at(source))
     return outcomes
+
+
+def _refuse_unrelated(source: Place, target: Place) -> None:
+    """Refuse to mix the checkpoints of two trainings: the next start would go on from the newest of either.
+
+    By their histories, one training is both if they have a save in common. A copy of some checkpoints has no history;
+    then one of these has to be a checkpoint that the source has, or has had.
+
+    Raises Answer.
+    """
+    there = {one.name for one in checkpoints_in(target.storage(), target.storage().names(""))}
+    own = {one.name for one in checkpoints_in(source.storage(), source.storage().names(""))}
+    saves = [{(one["name"], one["time"]) for one in events_at(at) if one["kind"] == "save"} for at in (source, target)]
+    is_one = saves[0] & saves[1] if all(saves) else there & (own | {name for name, _ in saves[0]})
+    if there and not is_one:
+        raise Answer(
+            f"{target.shown} has checkpoints of another training, such as {min(there)}: a training there would go on "
+            "from the newest of both. Copy to another folder; nothing was copied"
+        )
+
+
+def _facts_of(storage: Storage, name: str) -> dict[str, int | bytes]:
+    """The sizes of the files of a checkpoint, and the contents of small ones that differ between two trainings."""
+    return {
+        path: storage.read(path)[0] if file_digests.is_of_digests(path) or path.endswith(TRAINER_STATE) else size
+        for path, size in _sizes(storage, name).items()
+    }
 
 
 def _sizes(storage: Storage, name: str) -> dict[str, int]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from ... import Place
 from ...plumbing import Storage, events, runs, spans, threads, urls
 
+_OF_TORCH: Final = "torch.distributed.checkpoint"
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
 _FRAMEWORKS: Final = tuple(
     (framework, re.compile(names), re.compile(mark))
@@ -29,17 +31,19 @@ _FRAMEWORKS: Final = tuple(
         ("verl", r"global_step_\d+", r"actor|critic"),
         ("accelerate", r".*", r"random_states_\d+\.pkl|training\.tar"),
         ("Lightning", r".+\.ckpt", r"meta\.pt"),
-        ("torch.distributed.checkpoint", r".*", r"\.metadata"),
+        (_OF_TORCH, r".*", r"\.metadata"),
     )
 )
 _HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin")
+# The other files with weights, and text that stands beside weights.
+_BESIDE_STATE: Final = re.compile(r".+\.distcp|(?!trainer_state).+\.json|.+\.(txt|model|jinja|py|md)|[._].*")
 _FILE: Final = ".ckpt"  # of Lightning, whose checkpoints are files, too
 _STEP: Final = re.compile(r"step=(\d+)")
 _READERS: Final = 32
 # The folder in which accelerate gives its checkpoints their names.
 _OF_ACCELERATE: Final = "checkpoints"
 # The state of Transformers' Trainer, which names its best checkpoint.
-_TRAINER_STATE: Final = "trainer_state.json"
+TRAINER_STATE: Final = "trainer_state.json"
 
 
 class TrainerCheckpoint(NamedTuple):
@@ -86,6 +90,14 @@ def _step_in(name: str) -> int | None:
         return int(match[1])
     number = None if name.endswith(_FILE) else runs.parse_step_name(name)
     return number and number.step
+
+
+def state_files_of(place: Place) -> list[str]:
+    """The files and folders in the checkpoint of a trainer that have no weights, such as those of its optimizer."""
+    names = place.storage().names("")
+    if framework_of(place.text.rstrip("/").rpartition("/")[2], names) in (None, "Hugging Face", _OF_TORCH):
+        return []
+    return [name for name in names if not (_HUGGING_FACE.fullmatch(name) or _BESIDE_STATE.fullmatch(name))]
 
 
 def is_mark(path: str) -> bool:
@@ -146,13 +158,32 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
                 named[by_text[text]] = "tracker"
     if found and found[-1].framework == "Transformers":
         with suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
-            state = json.loads(storage.read(f"{found[-1].name}/{_TRAINER_STATE}")[0])
+            state = json.loads(storage.read(f"{found[-1].name}/{TRAINER_STATE}")[0])
             best = str(state.get("best_model_checkpoint")).rstrip("/").rpartition("/")[2]
             if best in by_text:
                 named[best] = "best"
-    links = [one.name for one in found if place.is_local and (urls.local_path(place.text) / one.name).is_symlink()]
-    for link in links:  # such as Lightning's last.ckpt
-        target = (urls.local_path(place.text) / link).resolve().name
-        if target in by_text:
-            named[target] = f"target of {link}"
     return named
+
+
+def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:
+    """The names without a step of what is a link to another checkpoint, or by its save a copy of it, such as
+    Lightning's last.ckpt; with the names of the others.
+    """
+    folder = urls.local_path(place.text) if place.is_local else None
+
+    def facts_of(name: str) -> list[Any]:
+        facts: list[Any] = [(save["step"], save["record"])] if (save := saves.get(name)) and save["step"] else []
+        with suppress(OSError):  # it is deleted meanwhile
+            facts += [] if folder is None else [_file_of(folder / name)]
+        return facts
+
+    seconds = [one.name for one in found if one.step is None]
+    others = {one.name: facts_of(one.name) for one in found if one.step is not None} if seconds else {}
+    pairs = ((second, other) for second in seconds for other in others)
+    return {second: other for second, other in pairs if any(fact in others[other] for fact in facts_of(second))}
+
+
+def _file_of(path: Path) -> tuple[int, int]:
+    """The file that a checkpoint is, or the first one of a folder, which all names of a checkpoint share."""
+    file = min((one for one in path.rglob("*") if one.is_file()), default=path) if path.is_dir() else path
+    return file.stat().st_dev, file.stat().st_ino

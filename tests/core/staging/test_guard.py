@@ -400,6 +400,30 @@ def test_a_guard_that_is_no_optimizer_is_refused(tmp_path, guard):
         assert ckpt.save({"p": torch.ones(3)}, step=1).result().status == "committed"
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_guard_of_which_the_state_has_nothing_is_named_once(tmp_path, whole):
+    model, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    stale = torch.optim.SGD(other.parameters())
+    state = {"model": model} if whole else {"w": model.weight.detach()[1:]}
+
+    with open_run(tmp_path) as ckpt:
+        with pytest.warns(RuntimeWarning, match="guard=SGD: the state has no tensor of this optimizer") as told:
+            ckpt.save(state, step=1, guard=stale).result()
+        assert told[0].filename == __file__
+        ckpt.save(state, step=2, guard=stale).result()  # a second warning would be an error
+        ckpt.save(state, step=3, guard=[sgd(*other.parameters()), sgd(*model.parameters())]).result()
+        ckpt.save({"other": other, "model": model}, step=4, guard=sgd(*other.parameters()), select="model").result()
+
+
+def test_a_snapshot_names_a_guard_of_which_the_state_has_nothing():
+    with (
+        pytest.warns(RuntimeWarning, match="guard=SGD: the state has no tensor") as told,
+        async_ckpt.snapshot({"w": torch.ones(3)}, guard=sgd(parameter(mib=1))),
+    ):
+        pass
+    assert told[0].filename == __file__
+
+
 def test_none_is_no_guard():
     assert unwrapped(None) == ()
 

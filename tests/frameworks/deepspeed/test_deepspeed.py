@@ -119,6 +119,38 @@ def test_a_save_that_fails_on_one_rank_is_raised_on_all_and_latest_names_the_one
     assert not (tmp_path / "run" / "global_step4").exists()
 
 
+_DAMAGED = """
+from pathlib import Path
+from deepspeed_runs import *
+training = Training(1, "deepspeed")
+training.train(4, {folder!r})
+training.checkpoints.wait()
+here.meet("saved")
+if here.rank == 0:
+    file = next(path for path in Path({folder!r}, "global_step4").iterdir() if "optim_states" in path.name)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+here.meet("damaged")
+step = training.step
+for tag in (None, "global_step4", "global_step2"):
+    try:
+        here.tell(training.engine.load_checkpoint({folder!r}, tag)[1]["step"])
+    except Exception as error:
+        here.tell([type(error).__name__, str(error), training.step == step])
+"""
+
+
+def test_a_file_with_other_bytes_is_not_loaded_on_any_rank_and_an_earlier_tag_is(worlds, tmp_path):
+    for end in worlds.run(2, _DAMAGED.format(folder=str(tmp_path))):
+        *refused, loaded = end.told
+        for kind, text, is_unchanged in refused:
+            assert (kind, "optim_states.pt" in text, "nothing was loaded" in text, is_unchanged) == (
+                "CorruptCheckpointError", True, True, True,
+            )  # fmt: skip
+        assert loaded == 2
+
+
 _REFUSED_COPY = """
 import errno, threading
 from async_ckpt.core.storage import scratch

@@ -79,6 +79,19 @@ def test_ls_ranks_runs_by_their_best_values(folder: Path) -> None:
     assert "'accuracy'" in run_command("ls", folder, "--best", "accuracy").stderr
 
 
+def test_ls_of_a_folder_names_the_broken_steps_of_each_run(folder: Path) -> None:
+    (archive,) = (folder / "a/step_00000002").glob("*.tar")
+    archive.unlink()
+    (folder / "sweep/b/step_00000001/manifest.json").write_text("{")
+
+    told = {row["name"]: (row["broken"], row["latest"]) for row in documented("ls", folder)["runs"]}
+
+    assert (told["a"], told["sweep/b"], told["sweep/deep/c"]) == (([2], 3), ([1], 2), ([], 1))
+    head, *lines = run_command("ls", folder).stdout.splitlines()
+    assert head.split()[-1] == "broken"
+    assert [line.split()[-1] for line in lines if line.startswith(("a ", "sweep/b"))] == ["2", "1"]
+
+
 def test_ls_finds_runs_in_a_store(bucket: Bucket) -> None:  # noqa: F811
     for name in ("x/a", "x/y/b"):
         with open_run(bucket.place(name)) as ckpt:
@@ -86,6 +99,12 @@ def test_ls_finds_runs_in_a_store(bucket: Bucket) -> None:  # noqa: F811
     options, keys = store_options(bucket.server.options)
     told = json.loads(run_command("ls", bucket.url("x"), *options, "--json", **keys).stdout)
     assert [(row["name"], row["kind"]) for row in told["runs"]] == [("a", "run"), ("y/b", "run")]
+    storage = bucket.place("x/a").storage()
+    storage.delete_many(
+        [name for name in (f"step_00000001/{one}" for one in storage.names("step_00000001")) if ".tar" in name]
+    )
+    told = json.loads(run_command("ls", bucket.url("x"), "--check", *options, "--json", **keys).stdout)
+    assert [row["broken"] for row in told["runs"]] == [[1], []]
 
 
 def test_verify_goes_on_behind_damage_and_ends_with_the_gravest_status(folder: Path) -> None:

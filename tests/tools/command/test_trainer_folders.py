@@ -96,6 +96,82 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
     assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
 
 
+def copy_of(second: Path, target: Path) -> None:
+    """A copy by a training whose history says that both were saved at one step."""
+    shutil.copyfile(target, second)
+    log = EventLog(LocalStorage(target.parent), spans.wall_time)
+    for name in (target.name, second.name):
+        log.note("save", 8, name=name, record={"loss": 0.5})
+    log.note("closed", None)
+    log.write()
+
+
+@pytest.mark.parametrize("made", [Path.symlink_to, Path.hardlink_to, copy_of])
+def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: Any, tmp_path: Path) -> None:
+    folder = witness("lightning", tmp_path)
+    target = folder / "epoch=1-step=8.ckpt"
+    made(folder / "last.ckpt", target)
+
+    rows = documented("ls", folder)["steps"]
+    assert [(row["step"], "also last.ckpt" in row["marks"]) for row in rows] == [(4, False), (8, True)]
+    assert documented("ls", tmp_path)["runs"][0]["num_steps"] == 2
+    assert documented("verify", folder)["steps"] == [4, 8]
+    assert documented("watch", folder, "--once")["step"] == 8
+    documented("cp", folder, tmp_path / "copy")
+    assert (tmp_path / "copy/last.ckpt").read_bytes() == target.read_bytes()
+    documented("cp", folder / "last.ckpt", tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["last.ckpt"]
+    documented("prune", folder, "--keep", "every=5", "--yes", "--unattended")
+    assert {path.name for path in folder.iterdir()} >= {target.name, "last.ckpt"}
+
+
+def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
+    def trained(name: str, *steps: int) -> Path:
+        for step in steps:
+            (tmp_path / name / f"checkpoint-{step}").mkdir(parents=True)
+            (tmp_path / name / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps({"of": name}))
+        return tmp_path / name
+
+    def with_history(folder: Path, *steps: int) -> Path:
+        log = EventLog(LocalStorage(folder), spans.wall_time)
+        for step in steps:
+            log.note("save", step, name=f"checkpoint-{step}")
+        log.write()
+        return folder
+
+    def copied(source: Path, target: Path) -> tuple[int, str]:
+        ended = run_command("cp", source, target)
+        return ended.returncode, ended.stderr
+
+    a, b, other = trained("a", 2, 4), trained("b", 2), trained("c", 6)
+    assert copied(a, tmp_path / "copy") == (0, "")
+    status, text = copied(other, tmp_path / "copy")
+    assert (status, "has checkpoints of another training, such as checkpoint-2" in text) == (1, True)
+    status, text = copied(b, tmp_path / "copy")
+    assert (status, "checkpoint-2 has other files there" in text) == (1, True)
+    # The checkpoints that the copy has are gone at the source, but its history tells of them.
+    assert copied(with_history(other, 2, 4, 6), tmp_path / "copy") == (0, "")
+    assert copied(with_history(trained("d", 8), 2, 4, 8), tmp_path / "copy")[0] == 1
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(1)}, 2).result()
+    for source, target in (("run", "copy"), ("a", "run")):
+        status, text = copied(tmp_path / source, tmp_path / target)
+        assert (status, f"{target} has checkpoints of another training" in text) == (1, True)
+
+
+def test_convert_names_what_it_leaves_out_of_a_checkpoint(tmp_path: Path) -> None:
+    told = {
+        name: run_command("convert", witness(name, tmp_path) / "checkpoint-4", tmp_path / f"{name}.safetensors").stderr
+        for name in ("transformers_own", "transformers_archive")
+    }
+
+    assert told == {
+        "transformers_own": "note: these files were not converted: optimizer.pt, rng_state.pth, scheduler.pt, "
+        "trainer_state.json\n",
+        "transformers_archive": "note: these files were not converted: trainer_state.json, training.tar\n",
+    }
+
+
 def test_checkpoints_go_to_a_store_and_come_back(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
     folder = witness("transformers_own", tmp_path)
     options, keys = store_options(bucket.server.options)
