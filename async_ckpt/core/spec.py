@@ -193,6 +193,8 @@ class Keep:
             ("loss", "min", 3). If two steps are equal, the newer one is better. As long as no record has the metric,
             every step is kept, with a warning.
         seconds: keep the steps that were committed at most this many seconds ago.
+        good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
+            marked bad are deleted by any rule, and none counts them; the newest that is not bad is always kept.
         whole_folder: delete the whole folder of a step, including files that other programs have written there. By
             default those files are kept.
 
@@ -203,10 +205,11 @@ class Keep:
     every: int | None = None
     best: Best | None = None
     seconds: float | None = None
+    good: int | None = None
     whole_folder: bool = False
 
     def __post_init__(self) -> None:
-        for name, count in (("last", self.last), ("every", self.every)):
+        for name, count in (("last", self.last), ("every", self.every), ("good", self.good)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 hint = "; None keeps every step" if name == "last" else ""
                 raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
