@@ -607,7 +607,7 @@ class AsyncCheckpointer(RunReader):
 
 
 def _refuse_rules(commit: str | None, due: object, check: object) -> None:
-    """Raise TypeError for a rule that is none, and ValueError for one of a commit at several roots, or warn of it."""
+    """Raise TypeError for another type of `due` or `check`, and ValueError for `commit`, or warn of it."""
     if due is not None and not isinstance(due, Due):
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
     if check is not None and not isinstance(check, NonFinite):

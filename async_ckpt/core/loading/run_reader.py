@@ -47,7 +47,7 @@ class RunReader:
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None if all roots answer and have none. Waits for saves that are under way, as
+        """The newest committed step, whatever its mark, or None if all roots answer and have none. Waits for saves, as
         `restore` does.
 
         ckpt.latest()  # 300

@@ -29,7 +29,7 @@ GOOD: Final = "good"
 BAD: Final = "bad"
 NONE: Final = "none"
 
-# Far more than a sentence, and far less than what a listing of a store could not carry.
+# Of characters: a restart reads the note of each mark that it obeys.
 _MAX_NOTE: Final = 4096
 _NAME: Final = re.compile(r"mark-(\d{1,255})\.([0-9a-f]{8})\.(\d{4,9})\.(good|bad|none)\.json")
 # All names of marks sort between these texts.
@@ -50,9 +50,9 @@ class Mark(NamedTuple):
         return f"mark-{self.step}.{self.attempt}.{self.number:04d}.{self.kind}.json"
 
     @property
-    def order(self) -> tuple[int, bool]:
-        """The order of marks. If two were put at two places at one moment, the bad one counts."""
-        return self.number, self.kind == BAD
+    def order(self) -> tuple[int, bool, str]:
+        """The order of marks. If two were put at one moment, the bad one counts."""
+        return self.number, self.kind == BAD, self.kind
 
 
 def kind_of(kind: object) -> str:
@@ -63,7 +63,7 @@ def kind_of(kind: object) -> str:
 
 
 def note_of(note: object) -> str:
-    """The note of a user's mark. Raises TypeError and ValueError for what is none."""
+    """The note of a user's mark. Raises TypeError unless it is text, and ValueError if it is too long."""
     if not isinstance(note, str):
         raise TypeError(f"note must be text, got {note!r:.100}")
     if len(note) > _MAX_NOTE:

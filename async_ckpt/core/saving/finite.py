@@ -12,6 +12,7 @@ something is each of them looked at.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class NonFinite:
     plain numbers are not checked. The note of the mark names tensors. Several ranks check what each of them writes.
 
     Args:
-        every: check every save of this number, and the first. With 1, all saves.
+        every: check the first save of the checkpointer, and from there each one of this number. With 1, all saves.
         ignore: tensors that may have such values, such as masks: a name, a glob over dotted paths, or several of them.
 
     Raises ValueError and TypeError for other values.
@@ -136,20 +137,20 @@ class FiniteCheck:
 
 
 class FiniteChecks:
-    """The checks of the saves of one checkpointer, which creates it. On the thread that saves."""
+    """The checks of the saves of one checkpointer, which creates it. From any thread that saves."""
 
     def __init__(self, rule: NonFinite) -> None:
-        self._rule, self._num_saves = rule, 0
+        self._rule, self._numbers = rule, itertools.count()
         self._floats: _Floats | None = None  # of the last plan; replaced as a whole
 
     def of(self, layout: Layout) -> FiniteCheck | None:
         """The check of the next save; None if that one is not checked."""
-        self._num_saves += 1
-        if (self._num_saves - 1) % self._rule.every:
+        if next(self._numbers) % self._rule.every:
             return None
-        if self._floats is None or self._floats.plan is not layout.plan:
-            self._floats = _Floats(layout.plan, self._rule.ignore)
-        return FiniteCheck(self._floats, layout.base)
+        floats = self._floats
+        if floats is None or floats.plan is not layout.plan:
+            floats = self._floats = _Floats(layout.plan, self._rule.ignore)
+        return FiniteCheck(floats, layout.base)
 
 
 def _within(extents: Sequence[_FloatExtent], begin: int, length: int) -> Sequence[_FloatExtent]:

@@ -399,10 +399,10 @@ class StepTarget(JointTarget):
 
     def _mark_bad(self, found: str) -> None:
         """Mark the step, which was just committed. A failure is only logged."""
-        outcome = "is marked bad"
+        outcome, found = "is marked bad", shortened(found)
         try:
             self._run.put_mark(Mark(self._call.step, self._token, 1, BAD), found)
-            self._lineage.note("mark", self._call.step, mark=BAD, note=shortened(found))
+            self._lineage.note("mark", self._call.step, mark=BAD, note=found)
         except CheckpointError as error:
             outcome = f"could not be marked bad ({error})"
         _log.warning("%s: step %s %s: %s", self.storage.locate(""), self._call.step, outcome, found)

@@ -267,7 +267,7 @@ def prune(
     _each([partial(delete, place) for place in everywhere(targets, asks_all=all_)])
 
 
-@app.command(epilog=_example("mark runs/a 1200 --bad 'loss is nan'"))
+@app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
 @with_place
 def mark(
     place: Where,
