@@ -193,10 +193,10 @@ class Keep:
             ("loss", "min", 3). If two steps are equal, the newer one is better. As long as no record has the metric,
             every step is kept, with a warning.
         seconds: keep the steps that were committed at most this many seconds ago.
-        good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
-            marked bad are deleted by any rule, and none counts them; the newest that is not bad is always kept.
         whole_folder: delete the whole folder of a step, including files that other programs have written there. By
             default those files are kept.
+        good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
+            marked bad are deleted if there is any rule, and count for none; the newest that is not bad is kept.
 
     Raises ValueError if a rule is not valid.
     """
@@ -205,8 +205,8 @@ class Keep:
     every: int | None = None
     best: Best | None = None
     seconds: float | None = None
-    good: int | None = None
     whole_folder: bool = False
+    good: int | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("every", self.every), ("good", self.good)):

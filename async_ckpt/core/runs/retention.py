@@ -11,18 +11,18 @@ newest of the others stays, too. These others are deleted, and not counted by th
 A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set. If one is set, steps
 that are marked bad are deleted, too, and not counted; the newest step that is not bad stays.
 
+    good         it is one of this many newest that are marked good, even if it is rolling or has expired
     last         it is one of this many newest
     every        it is a multiple of this
     best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that
                  metric, or with one that is not a finite number, is never among them. While no record has the metric,
                  which is probably a mistake, every step is
     seconds      it was committed at most this long ago
-    good         it is one of this many newest that are marked good, even if it is rolling or has expired
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from ..spec import Best, Keep
@@ -127,7 +127,7 @@ def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -
     return wanted
 
 
-def _newest_good(keep: Keep, steps: Sequence[int], commits: Commits) -> list[int]:
+def _newest_good(keep: Keep, steps: list[int], commits: Commits) -> list[int]:
     marks = commits.marks
     return [step for step in steps if step in marks and marks[step].kind == GOOD][-keep.good :] if keep.good else []
 
