@@ -28,10 +28,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncCheckpointer", "CheckpointError", "CorruptCheckpointError", "Due", "HeldSnapshot", "Keep", "Naming",
-    "NotCommittedError", "PerRank", "Place", "Publisher", "PullReport", "RngState", "SaveHandle", "SaveReport",
-    "StepExistsError", "StorageFullError", "StorageUnavailableError", "Subscriber", "TornSnapshotError",
-    "VerifyReport", "Zstd", "errors", "export_hf", "files", "follow", "history", "inspect", "load", "merge",
-    "pack", "release", "save", "sharded", "snapshot", "unpack", "verify", "wrap",
+    "NonFinite", "NotCommittedError", "PerRank", "Place", "Publisher", "PullReport", "RngState", "SaveHandle",
+    "SaveReport", "StepExistsError", "StorageFullError", "StorageUnavailableError", "Subscriber",
+    "TornSnapshotError", "VerifyReport", "Zstd", "errors", "export_hf", "files", "follow", "history", "inspect",
+    "load", "merge", "pack", "release", "save", "sharded", "snapshot", "unpack", "verify", "wrap",
 ]  # fmt: skip
 
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .face.oneoff import load as load, release as release, save as save, snapshot as snapshot, verify as verify
     from .core.report import PullReport as PullReport, SaveReport as SaveReport, VerifyReport as VerifyReport
     from .core.runs.naming import Naming as Naming
+    from .core.saving.finite import NonFinite as NonFinite
     from .core.saving.handle import SaveHandle as SaveHandle
     from .core.saving.policy import Due as Due
     from .core.slicing.sharded import sharded as sharded
@@ -60,7 +61,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .errors import (
         ClosedError as ClosedError, ConflictError as ConflictError, DestinationBusyError as DestinationBusyError,
         ForeignFileError as ForeignFileError, FormatVersionError as FormatVersionError,
-        IsAFolderError as IsAFolderError, NotAFolderError as NotAFolderError,
+        IsAFolderError as IsAFolderError, NoGoodStepError as NoGoodStepError, NotAFolderError as NotAFolderError,
         NotFoundError as NotFoundError, NothingWrittenError as NothingWrittenError,
         NotUnchangedError as NotUnchangedError, OccupiedError as OccupiedError, PeerFailedError as PeerFailedError,
         SaveAbandonedError as SaveAbandonedError, StateMismatchError as StateMismatchError,
@@ -84,6 +85,7 @@ else:
         ".core.storage.place": "Place",
         ".core.report": "PullReport SaveReport VerifyReport",
         ".core.state.rng": "RngState",
+        ".core.saving.finite": "NonFinite",
         ".core.saving.handle": "SaveHandle",
         ".core.storage.compressed": "Zstd",
         ".core.loading.run_history": "history",

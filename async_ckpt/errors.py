@@ -92,6 +92,16 @@ class NotCommittedError(CheckpointError, FileNotFoundError):
     step: int | None
 
 
+class NoGoodStepError(CheckpointError):
+    """The marks of a run's steps leave none to restore: all are marked bad, or none is good where that was asked for.
+
+    `steps` lists the steps that were passed over.
+    """
+
+    path: str
+    steps: tuple[int, ...]
+
+
 class NotAFolderError(CheckpointError, NotADirectoryError):
     """A path that was given for a folder is that of something else."""
 

@@ -54,6 +54,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "scale": _scale,
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
+        "finite": _finite,
         "ranks": _ranks,
         "publish": _publish,
         "one_host": _one_host,
@@ -113,6 +114,12 @@ def _gpu() -> Table:
     from . import gpu
 
     return Table(gpu.measures(), gpu.PACKAGES, gpu.CLOSING)
+
+
+def _finite() -> Table:
+    from . import finite
+
+    return Table({"finite": finite.finite})
 
 
 def _groups() -> Table:

@@ -214,9 +214,9 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
 
 
 # Lines of the core, and of the whole package. The numbers may only fall; they were raised for intervals and goodput,
-# the order of loaders, FSDP1 and DeepSpeed below the Trainer, digests that are compared before a resume, and for what
-# the command says of broken steps, second names and other trainings.
-MOST_LINES = {"core": 42_605, "": 81_931}
+# the order of loaders, FSDP1 and DeepSpeed below the Trainer, digests that are compared before a resume, what the
+# command says of broken steps, second names and other trainings, and for marks.
+MOST_LINES = {"core": 43_186, "": 82_640}
 
 
 def test_the_house_does_not_grow():

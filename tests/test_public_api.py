@@ -22,6 +22,7 @@ NAMES = [
     "HeldSnapshot",
     "Keep",
     "Naming",
+    "NonFinite",
     "NotCommittedError",
     "PerRank",
     "Place",
@@ -88,19 +89,22 @@ SIGNATURES = {
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
         "exit_timeout=None, progress=False, commit=None, max_bandwidth=None, trace=None, "
-        "ranks=None, store=None, differing='keep', check_replicas=False, mesh=None)"
+        "ranks=None, store=None, differing='keep', check_replicas=False, mesh=None, check=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "
         "select=None, unchanged=(), per_rank=(), driver=None)"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
+    AsyncCheckpointer.mark: "(self, step, kind, *, note='')",
+    AsyncCheckpointer.marks: "(self)",
+    async_ckpt.NonFinite: "(every=1, ignore=None)",
     AsyncCheckpointer.load: (
         "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)"
     ),
     AsyncCheckpointer.restore: (
         "(self, state, step=None, *, select=None, strict=None, trust=False, verify=True, types=(), from_ranks=None, "
-        "fallback=False, broadcast=None)"
+        "fallback=False, broadcast=None, marked=None)"
     ),
     AsyncCheckpointer.steps: "(self)",
     AsyncCheckpointer.catch_up: "(self)",
@@ -123,7 +127,7 @@ SIGNATURES = {
         "at_least=None, at_most=None)"
     ),
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
-    async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
+    async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False, good=None)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None, every=None, volatile=None)",
     async_ckpt.Publisher: "(root, *, anchor_every=20, encoding='xor', keep=None, acknowledged=None, on_rollback=None, host_bytes=None, local=False)",
     async_ckpt.Publisher.publish: "(self, state_or_snapshot, version, config_folder=None, *, guard=None)",

@@ -195,6 +195,8 @@ class Keep:
         seconds: keep the steps that were committed at most this many seconds ago.
         whole_folder: delete the whole folder of a step, including files that other programs have written there. By
             default those files are kept.
+        good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
+            marked bad are deleted if there is any rule, and count for none; the newest that is not bad is kept.
 
     Raises ValueError if a rule is not valid.
     """
@@ -204,9 +206,10 @@ class Keep:
     best: Best | None = None
     seconds: float | None = None
     whole_folder: bool = False
+    good: int | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("last", self.last), ("every", self.every)):
+        for name, count in (("last", self.last), ("every", self.every), ("good", self.good)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 hint = "; None keeps every step" if name == "last" else ""
                 raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")

@@ -22,12 +22,14 @@ from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
 from ..core.ranks.world import world_of
 from ..core.runs.manifest import Archive
+from ..core.runs.marks import MarkKind
 from ..core.runs.naming import Naming, naming_of
 from ..core.runs.record import plain_record
 from ..core.runs.roots import Roots, open_roots
 from ..core.runs.run import Run
 from ..core.saving.admission import Admission, OnOverlap
 from ..core.saving.drain import Writers
+from ..core.saving.finite import NonFinite
 from ..core.saving.handle import SaveHandle
 from ..core.saving.interval import Past, SaveInterval
 from ..core.saving.ledger import Ledger
@@ -68,8 +70,8 @@ class AsyncCheckpointer(RunReader):
             these from near to far, such as ["/nvme/run", "s3://bucket/run"]. With a list, a save is committed at the
             first that answers and has room, and copied to the others behind that; `handle.at(place)` waits for it. A
             step exists if one of them has it.
-        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
-            `Place(…, keep=…)` gives one of several places a retention of its own.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…, good=…)`. None keeps
+            all. `Place(…, keep=…)` gives one of several places a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
             signals, the checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
@@ -105,6 +107,8 @@ class AsyncCheckpointer(RunReader):
         mesh: the DeviceMesh that the meshes of all tensors are parts of, such as (data parallel, tensor parallel).
             Tensors with copies on several of its parts, such as norms under FSDP and tensor parallelism, are then
             written once.
+        check: `NonFinite(every=…)` checks the values of saves in the background, and marks a step with NaN or Inf as
+            bad.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage. Where there are several
@@ -140,12 +144,11 @@ class AsyncCheckpointer(RunReader):
         differing: Differing = "keep",
         check_replicas: bool = False,
         mesh: Any = None,
+        check: NonFinite | None = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
-        _refuse_rule(commit)
-        if due is not None and not isinstance(due, Due):
-            raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
+        _refuse_rules(commit, due, check)
         due = due or Due()
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
@@ -171,6 +174,7 @@ class AsyncCheckpointer(RunReader):
             trace_file=None if trace is None else TraceFile(local_place(trace)),
             keep_warm=True,
             ranks=self._ranks,
+            check=check,
         )
         self._lineage = Lineage(
             self._roots,
@@ -268,6 +272,25 @@ class AsyncCheckpointer(RunReader):
             handle.places = Places(self._lineage.tiers, step)
         self._policy.follow(step, handle)
         return handle
+
+    def mark(self, step: int, kind: MarkKind | None, *, note: str = "") -> None:
+        """Mark a committed step as "good" or "bad", or take its mark back with None.
+
+            ckpt.mark(1200, "bad", note="loss is nan")
+
+        `restore`, `load` and `best` pass over bad steps; retention deletes them, and `Keep(good=…)` keeps good ones. A
+        mark is a small file, at each place that has the step and answers; it is never changed, and the newest of a step
+        counts. Saving the step anew removes its mark. Any process may mark the steps of a run, also of one that another
+        process trains; that one sees the mark at its next save or restore. Waits for saves that are under way, as
+        `restore` does. With several ranks, rank 0 puts the mark, and calls on other ranks do nothing.
+
+        Raises NotCommittedError for a step that is not committed, StorageUnavailableError if no place that has it takes
+        the mark, and ValueError or TypeError for arguments that are not valid.
+        """
+        step = whole_step(step)
+        self._see_own_saves("mark()")
+        if self._ranks.world.rank == 0:
+            self._roots.mark(step, kind, note)
 
     def should_save(self, step: int) -> bool:
         """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
@@ -442,8 +465,10 @@ class AsyncCheckpointer(RunReader):
         from_ranks: Mapping[str, int] | None = None,
         fallback: bool = False,
         broadcast: Any = None,
+        marked: Literal["good"] | None = None,
     ) -> int | None:
-        """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
+        """Fill live objects in place from a step, by default the newest that is not marked bad. Returns the step, or
+        None if nothing is committed.
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
@@ -458,8 +483,9 @@ class AsyncCheckpointer(RunReader):
 
         Args:
             state: the objects to fill, in the structure that was saved.
-            step: which step. With None, a corrupt step is skipped with a warning, for the next older one, and saves
-                up to the next commit may replace it, or take it out of the run.
+            step: which step. With None, a corrupt step, and one that is marked bad, is skipped with a warning, for the
+                next older one, and saves up to the next commit may replace it, or take it out of the run. A bad step
+                that is named is restored, with a warning.
             select: restore only this part, as for `save`.
             strict: False ignores names that only one side has, which are an error otherwise, as another shape always
                 is. True also makes an error of a data loader that would go on in another order, instead of a warning.
@@ -475,18 +501,22 @@ class AsyncCheckpointer(RunReader):
             broadcast: a process group of ranks that hold the same tensors, such as `mesh.get_group("replicate")`, or
                 `dist.group.WORLD` under DDP. Each rank reads a part of them, and broadcasts it to the others. All ranks
                 of the group call this.
+            marked: with "good", take the newest step that is marked good, instead of the newest.
 
         With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, StorageUnavailableError (also if
-        a root does not answer and the others have no step), ValueError for a `step` that is no step, and
-        NotCommittedError for one that is not committed, and if the newest step has another `naming` than this one.
+        a root does not answer and the others have no step), NoGoodStepError if there are steps and the marks leave
+        none of them, ValueError for a `step` that is no step, and NotCommittedError for one that is not committed, and
+        if the newest step has another `naming` than this one.
         """
         # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
         from ..core.loading.restore import RestoreOptions
         from ..core.loading.run_restore import RunRestore
 
         step = None if step is None else whole_step(step)
+        if marked not in (None, "good") or (marked and step is not None):
+            raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
         call = RunRestore(
             self._roots,
             state,
@@ -503,6 +533,7 @@ class AsyncCheckpointer(RunReader):
             see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
             from_ranks=from_ranks,
             fallback=fallback,
+            only_good=marked == "good",
         )
         with observed("restore", self.roots) as operation:
             restored = call.restore(step, broadcast, operation.spans)
@@ -575,8 +606,12 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _refuse_rule(commit: str | None) -> None:
-    """Raise ValueError for the rule of a commit at several roots, or warn of it."""
+def _refuse_rules(commit: str | None, due: object, check: object) -> None:
+    """Raise TypeError for another type of `due` or `check`, and ValueError for `commit`, or warn of it."""
+    if due is not None and not isinstance(due, Due):
+        raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
+    if check is not None and not isinstance(check, NonFinite):
+        raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
     if commit is None:
         return
     if commit != "any":

@@ -11,6 +11,7 @@ Every event has a `kind`, the `time` at which it ended in seconds since the epoc
     restore      live objects were filled from the step
     rollback     the commit of the step has retired the newer steps `retired`
     retention    after the commit of the step, the steps `deleted` were deleted
+    mark         the step was marked "good" or "bad", or "none" takes its mark back
     progress     once in a minute: the step that the training has reached since
     closed       the process that saved there has closed the run
 
@@ -116,6 +117,7 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     },
     "rollback": {"retired": (_steps, [])},
     "retention": {"deleted": (_steps, [])},
+    "mark": {"mark": (text, ""), "note": (text, "")},
     "moved": {"place": (text, ""), "total_seconds": (_seconds, None)},
     "progress": {"slower_seconds": (_seconds, None), "interval": (text, "")},
     "closed": {},

@@ -62,6 +62,9 @@ def catch_up(
             else:
                 copied.append(step)
                 break
+    for other in roots.runs:
+        if other is not run:
+            run.bring_marks(other)
     if copied:
         run.announce()
     if errors:
@@ -81,7 +84,8 @@ def copy_step(
     pace: Pace | None = None,
     retires: Sequence[Retired] = (),
 ) -> list[int]:
-    """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
+    """Copy a step and its marks to another root, and first the steps that lend to it. Returns the steps that it has
+    committed there.
 
     A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
     copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
@@ -142,6 +146,7 @@ def copy_step(
             with contextlib.suppress(FileNotFoundError):
                 target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
         target.adopt(manifest, replaces=replaced, retires=retires)
+    target.bring_marks(source)
     return [*committed, step]
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.answers import in_words
 from ..ranks.meeting import Talk
+from ..runs.marks import no_good_step
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .archives.contents import Part
@@ -46,30 +47,44 @@ def resume(
     talk: Talk | None,
     see_own_saves: SeeOwnSaves,
     fallback: bool,
-    on_corrupt: Callable[[int, CorruptCheckpointError], None],
+    on_skip: Callable[[int, str], None],
+    only_good: bool = False,
 ) -> tuple[int, T] | None:
-    """The newest committed step that can be read, and the result of `use` for it; None if nothing is committed.
+    """The newest committed step that can be read and is not marked bad, and the result of `use` for it; None if nothing
+    is committed. With `only_good`, the newest that is marked good. Steps that are passed over are told to `on_skip`.
 
     Each rank first waits for its own saves under way; rank 0 does so before it names a step.
 
     With `talk`, all ranks take the step that rank 0 names. A rank that finds it corrupt raises; with `fallback` it
     tells the others, and rank 0 names an older step. Any other error of a rank is then a PeerFailedError on the
-    others. Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    others. Raises CorruptCheckpointError, NoGoodStepError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
     if talk is None:
-        return from_newest(roots, use, verify=verify, readers=readers, on_corrupt=on_corrupt)
+        return from_newest(roots, use, verify=verify, readers=readers, on_skip=on_skip, only_good=only_good)
     corrupt: dict[int, CorruptCheckpointError] = {}
-    while (step := _agreed_step(roots, talk, corrupt, see_own_saves)) is not None:
+    skipped: dict[int, str] = {}
+
+    def agreed() -> int | None:
+        before = {*skipped}
+        step = _agreed_step(roots, talk, len(corrupt), skipped, see_own_saves, only_good=only_good)
+        for passed in sorted(skipped.keys() - before, reverse=True) if step is not None else ():
+            on_skip(passed, skipped[passed])
+        return step
+
+    def note(step: int, error: CorruptCheckpointError) -> None:
+        corrupt[step], skipped[step] = error, str(error)
+        on_skip(step, str(error))
+
+    while (step := agreed()) is not None:
         try:
             result = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
             if not fallback:
                 raise
-            corrupt[step] = error
             _is_fine_everywhere(talk, step, is_fine=False)
-            on_corrupt(step, error)
+            note(step, error)
             continue
         except BaseException as error:
             if fallback:  # the others wait for the answer of this rank
@@ -77,31 +92,35 @@ def resume(
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, result
-        corrupt[step] = CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots))
-        on_corrupt(step, corrupt[step])
+        note(step, CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots)))
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    if skipped:
+        raise no_good_step(repr(roots), skipped)
     return None
 
 
 def _agreed_step(
-    roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
+    roots: Roots, talk: Talk, number: int, skipped: dict[int, str], see_own_saves: SeeOwnSaves, *, only_good: bool
 ) -> int | None:
-    """The step that rank 0 names, other than the corrupt ones. Returns once this rank sees it, too."""
-    key = f"{len(corrupt)}/step"
+    """The step that rank 0 names, other than those that are `skipped`. It adds those that it passes over for their
+    marks. Returns once this rank sees the step, too.
+    """
+    key = f"{number}/step"
     if talk.rank == 0:
         try:
             see_own_saves(meanwhile=talk.take_time)
-            newest = _newest_but(roots, corrupt)
+            newest = _newest_but(roots, skipped, only_good=only_good)
         except BaseException as error:
             talk.say(key, json.dumps({"error": in_words(error)}))
             raise
-        talk.say(key, json.dumps({"found": newest}))
+        talk.say(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
         return newest[0] if newest else None
     (text,) = talk.hear([key], "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
+    skipped.update(answer["skipped"])
     if answer["found"] is None:
         return None
     step, attempt = answer["found"]
@@ -109,9 +128,9 @@ def _agreed_step(
     return int(step)
 
 
-def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tuple[int, str] | None:
+def _newest_but(roots: Roots, skipped: dict[int, str], *, only_good: bool) -> tuple[int, str] | None:
     roots.check_naming()
-    step = max((step for step in roots.steps() if step not in corrupt), default=None)
+    step = roots.newest_sound(skipped, only_good=only_good)
     if step is None:
         roots.refuse_if_left_out()
         return None

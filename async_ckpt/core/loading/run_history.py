@@ -86,6 +86,7 @@ def _row(one: Event) -> tuple[str, ...]:
         "" if one.get("total_seconds") is None else f"{one['total_seconds']:.2f} s",
         f"{error}: {one['message']}" if error else "",
         *(f"{name} {', '.join(map(str, one[name]))}" for name in ("deleted", "retired") if one.get(name)),
+        *filter(None, (one.get("mark"), one.get("note"))),
         f"{one['count']} in a row" if one["kind"] == "skipped" else "",
     ]
     step = "" if one["step"] is None else str(one["step"])

@@ -48,7 +48,7 @@ class RunReader:
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None if all roots answer and have none. Waits for saves that are under way, as
+        """The newest committed step, whatever its mark, or None if all roots answer and have none. Waits for saves, as
         `restore` does.
 
         ckpt.latest()  # 300
@@ -63,6 +63,14 @@ class RunReader:
         """
         self._see_own_saves("records()")
         return {step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()}
+
+    def marks(self) -> dict[int, tuple[str, str]]:
+        """The mark of every committed step that has one, "good" or "bad", with its note, ascending by step.
+
+        ckpt.marks()  # {200: ("good", ""), 300: ("bad", "loss is nan")}
+        """
+        self._see_own_saves("marks()")
+        return self._roots.marks()
 
     def history(self) -> History:
         """The history of this run, as `async_ckpt.history` returns it; empty as long as nothing has happened.
@@ -80,7 +88,8 @@ class RunReader:
             ckpt.save(state, step=100, record={"loss": 0.5})
             state = ckpt.load(ckpt.best("loss", mode="min"))
 
-        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
+        A value that is not a finite number is ignored, and so is a step that is marked bad. Raises NotCommittedError if
+        no record of another step has the metric.
         """
         if mode not in ("min", "max"):
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
@@ -88,7 +97,8 @@ class RunReader:
         commits = self._roots.view()
         best_steps = best_of(list(commits), commits, (metric, mode, 1))
         if not best_steps:
-            why = f"no record of a committed step has the metric {describe_missing_metric(metric, commits)}"
+            which = "committed step" if commits.sound(commits) == [*commits] else "step that is not marked bad"
+            why = f"no record of a {which} has the metric {describe_missing_metric(metric, commits)}"
             raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
         return best_steps[0]
 
@@ -104,14 +114,15 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does.
+        """Read the state of a step, by default the newest that is not marked bad. Waits for saves that are under way,
+        as `restore` does.
 
         Everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`, and
-        ValueError for a `step` that is no step.
+        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`,
+        NoGoodStepError if all are marked bad, and ValueError for a `step` that is no step.
         """
         from .archives.find import from_newest, from_step
         from .archives.step_archives import Readers, selected_by

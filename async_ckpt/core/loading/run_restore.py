@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CorruptCheckpointError
 from ..host.pool import SegmentPool
 from ..ranks.peers import Ranks
-from ..runs.roots import Roots
+from ..runs.roots import NOT_GOOD, Roots
 from ..spans import Spans
 from ..spec import flag
 from ..state.rng import RngState
@@ -42,14 +41,20 @@ class RunRestore:
         see_own_saves: SeeOwnSaves,
         from_ranks: Mapping[str, int] | None,
         fallback: bool,
+        only_good: bool,
     ) -> None:
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
-        self._fallback = flag("fallback", fallback)
+        self._fallback, self._only_good = flag("fallback", fallback), only_good
         self.state_dicts = LiveStateDicts()
-        self.damaged: list[int] = []  # the steps that were skipped
+        self._skipped: dict[int, str] = {}  # steps, and why
+
+    @property
+    def damaged(self) -> list[int]:
+        """The steps that were skipped; none if some were skipped that may be sound, which a save must not replace."""
+        return [] if NOT_GOOD in self._skipped.values() else [*self._skipped]
 
     def restore(self, step: int | None, broadcast: Any, spans: Spans) -> int | None:
         """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed.
@@ -82,6 +87,8 @@ class RunRestore:
         if step is not None:
             self._see_own_saves()
             from_step(self._roots, step, use, verify=verify, readers=self._readers)
+            if self._ranks.world.rank == 0 and (reason := self._roots.bad_mark(step)):
+                warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=5)
             return step
         self._ranks.meet_nodes()
         resumed = resume(
@@ -92,17 +99,19 @@ class RunRestore:
             talk=self._ranks.meeting.talk(),
             see_own_saves=self._see_own_saves,
             fallback=self._fallback,
-            on_corrupt=self._skip,
+            on_skip=self._skip,
+            only_good=self._only_good,
         )
         return None if resumed is None else resumed[0]
 
-    def _skip(self, step: int, error: CorruptCheckpointError) -> None:
-        self.damaged.append(step)
-        warnings.warn(
-            f"step {step} is skipped, and a save at or below it will take its place: {error}",
-            RuntimeWarning,
-            stacklevel=7,
-        )
+    def _skip(self, step: int, reason: str) -> None:
+        self._skipped[step] = reason
+        if reason != NOT_GOOD:  # which the caller has asked for
+            warnings.warn(
+                f"step {step} is skipped, and a save at or below it will take its place: {reason}",
+                RuntimeWarning,
+                stacklevel=8,
+            )
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
         self._spans.add("find", self._finds_since)

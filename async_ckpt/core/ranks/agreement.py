@@ -40,6 +40,8 @@ from .shared_root import SharedRoot
 
 # At a root that is away, when nothing is heard of rank 0.
 _MANIFEST_LOOKS: Final = 10
+# Ranks whose findings are in a note.
+_RANKS_TOLD: Final = 4
 
 
 class Alone:
@@ -48,6 +50,7 @@ class Alone:
     rank, world_size, has_others, decides = 0, 1, False, True
     is_apart = fails_elsewhere = is_told = False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
+    found = ""
 
     def __init__(self, attempt: str) -> None:
         self.attempt = attempt
@@ -55,7 +58,9 @@ class Alone:
     async def named(self, check: Callable[[], None]) -> None:
         """Do nothing: the attempt has its name."""
 
-    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
+    async def agree(
+        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""
+    ) -> None:
         """Do nothing: no other rank writes the step."""
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
@@ -89,6 +94,7 @@ class Agreement(Rendezvous):
         self._is_committed_here = False  # as rank 0 knows
         self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
         self._has_details = False  # of some rank
+        self.found = ""  # on rank 0, what the ranks have found in the values that they have written
         self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
 
     @property
@@ -129,10 +135,11 @@ class Agreement(Rendezvous):
             self._root.claim()
 
     async def agree(
-        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]
+        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""
     ) -> RankFiles | None:
         """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
 
+        `found` tells what a check has found in its values.
         `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError.
         """
         joint = self._joint
@@ -155,6 +162,7 @@ class Agreement(Rendezvous):
             times.seconds,
             times.stall_seconds,
             bool(details),
+            found,
         )
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
@@ -204,6 +212,10 @@ class Agreement(Rendezvous):
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
         self._has_details = any(receipt.has_details for receipt in ordered)
         self.spread = spread_of(ordered)
+        told = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
+        self.found = "; ".join(told[:_RANKS_TOLD]) + (
+            f"; and {len(told) - _RANKS_TOLD} more ranks" * (len(told) > _RANKS_TOLD)
+        )
         comparison = Comparison(self._ranks, self._joint, self._run, self._exchange)
         table, texts, of_ranks = await off_loop(partial(comparison.compare, ordered))
         self._compared = table, texts

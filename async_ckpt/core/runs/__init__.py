@@ -1,10 +1,10 @@
 """Agreement: which steps of a run are committed.
 
 `roots.py` is a run at several roots, `run.py` at one. `root.py` lists a root, `manifest.py` is the commit of a step,
-and `starts.py` the right of one process to commit. `retention.py` chooses the steps to delete, `sweep.py` deletes. For
-people and other programs: `tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`,
-`foreign_entries.py`. For several ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others
-than the core, by `plumbing.runs`.
+and `starts.py` the right of one process to commit. `marks.py` says which steps are good or bad, `retention.py` chooses
+the steps to delete, `sweep.py` deletes. For people and other programs: `tiers_file.py`, `announce.py`, `journal.py`,
+`naming.py`, `record.py`, `foreign_entries.py`. For several ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is
+named here is for others than the core, by `plumbing.runs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from . import journal as journal, layouts as layouts, manifest, tiers_file as tiers_file
 from .announce import event_of as event_of
 from .foreign_entries import OF_DCP as OF_DCP, possible_steps as possible_steps, step_formats as step_formats
-from .manifest import Manifest as Manifest, is_retired_name as is_retired_name, parse_intent as parse_intent
+from .manifest import Manifest as Manifest, is_retired_name as is_retired_name
 from .naming import (
     NAMINGS as NAMINGS, STEP_FORMAT as STEP_FORMAT, TRACKER as TRACKER, TRACKERS as TRACKERS, Tracker as Tracker,
     parse_step_name as parse_step_name, tracker_of as tracker_of, words_for as words_for,
@@ -25,6 +25,7 @@ from .retention import (
     describe_missing_metric as describe_missing_metric,
 )  # fmt: skip
 from .root import formats_at as formats_at
+from .roots import Roots as Roots
 from .run import Run as Run
 from .starts import (
     Start as Start, about_start as about_start, lives as lives, refuse_if_alive as refuse_if_alive,

@@ -15,8 +15,9 @@ from ...errors import CorruptCheckpointError, FormatVersionError
 from ..format import digests, index, safetensors
 from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Manifest, is_retired_name, parse_intent
+from .manifest import Manifest, is_retired_name
 from .manifest import parse as parse_manifest
+from .marks import is_about_step
 from .naming import StepName, advice_to_open, parse_step_name, pattern_of, words_for
 from .receipts import attempt_of_all
 from .starts import split_starts
@@ -63,7 +64,7 @@ def newest_of_other_namings(
 def possible_steps(names: Iterable[str]) -> Iterator[tuple[StepName, str]]:
     """The names in a root that may be those of steps' folders, whatever the naming, with their numbers."""
     for name in split_starts(sorted(names))[0]:
-        step_name = None if name.startswith(".") or parse_intent(name) else parse_step_name(name)
+        step_name = None if name.startswith(".") or is_about_step(name) else parse_step_name(name)
         if step_name is not None and "/" not in name:
             yield step_name, name
 
@@ -158,7 +159,7 @@ def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
     """The newest folders of each naming, the newest first."""
     folders: dict[str, list[tuple[int, str]]] = {}
     for name in split_starts(sorted(names))[0]:
-        step_name = None if parse_intent(name) else parse_step_name(name)
+        step_name = None if is_about_step(name) else parse_step_name(name)
         if step_name is not None:
             folders.setdefault(step_name.rest, []).append((step_name.step, name))
     for rows in folders.values():

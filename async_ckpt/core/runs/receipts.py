@@ -107,6 +107,7 @@ class Receipt(NamedTuple):
     digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
     that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
     `stall_seconds` what it cost the training. `has_details`: there is an object with more.
+    `found` tells of values that are not finite.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class Receipt(NamedTuple):
     seconds: float = 0.0
     stall_seconds: float = 0.0
     has_details: bool = False
+    found: str = ""
 
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:

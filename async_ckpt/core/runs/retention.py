@@ -8,8 +8,10 @@ newest of the others stays, too. These others are deleted, and not counted by th
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
 
-A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set:
+A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set. If one is set, steps
+that are marked bad are deleted, too, and not counted; the newest step that is not bad stays.
 
+    good         it is one of this many newest that are marked good, even if it is rolling or has expired
     last         it is one of this many newest
     every        it is a multiple of this
     best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that
@@ -25,29 +27,31 @@ from typing import Final
 
 from ..spec import Best, Keep
 from .manifest import Manifest
+from .marks import BAD, GOOD, Mark
 from .record import number
 
-_MARKS: Final = ("rolling", "ttl_seconds")
+_PASSING: Final = ("rolling", "ttl_seconds")
 
 
 class Commits(dict[int, Manifest | None]):
     """The committed steps, ascending, with their manifests: None for a manifest that cannot be read. Immutable.
 
-    Steps with marks and borrowers are listed separately, since there may be thousands of steps and few of these.
+    Passing steps, borrowers and marks are listed separately, since there may be thousands of steps and few of these.
     """
 
-    __slots__ = ("borrowers", "marked")
+    __slots__ = ("borrowers", "marks", "passing")
 
     def __init__(self, commits: Mapping[int, Manifest | None] | None = None) -> None:
         super().__init__(sorted((commits or {}).items()))
-        self.marked: dict[int, Manifest] = {}  # steps that may expire
+        self.passing: dict[int, Manifest] = {}  # steps that may expire
         self.borrowers: dict[int, Manifest] = {}  # steps with groups in archives of other steps
+        self.marks: dict[int, Mark] = {}  # those that count
         self._note(self)
 
     def having(self, commits: Mapping[int, Manifest | None]) -> Commits:
         """A copy with these commits, which replace those of the same steps."""
         if commits and self and min(commits) <= next(reversed(self)):
-            return Commits({**self, **commits})
+            return Commits({**self, **commits}).with_marks(self.marks)
         copy = self._copy()
         copy.update(sorted(commits.items()))
         copy._note(commits)
@@ -57,20 +61,32 @@ class Commits(dict[int, Manifest | None]):
         """A copy without these steps."""
         copy = self._copy()
         for step in steps:
-            for commits in (copy, copy.marked, copy.borrowers):
+            for commits in (copy, copy.passing, copy.borrowers, copy.marks):
                 commits.pop(step, None)
         return copy
+
+    def with_marks(self, marks: Mapping[int, Mark]) -> Commits:
+        """The same commits with these marks."""
+        if marks == self.marks:
+            return self
+        copy = self._copy()
+        copy.marks = dict(marks)
+        return copy
+
+    def sound(self, steps: Iterable[int]) -> list[int]:
+        """The steps, of these, that are not marked bad."""
+        return [step for step in steps if not (step in self.marks and self.marks[step].kind == BAD)]
 
     def _copy(self) -> Commits:
         copy = Commits()
         copy.update(self)
-        copy.marked, copy.borrowers = dict(self.marked), dict(self.borrowers)
+        copy.passing, copy.borrowers, copy.marks = dict(self.passing), dict(self.borrowers), dict(self.marks)
         return copy
 
     def _note(self, commits: Mapping[int, Manifest | None]) -> None:
         for step, manifest in commits.items():
-            if manifest is not None and not manifest.record.keys().isdisjoint(_MARKS):
-                self.marked[step] = manifest
+            if manifest is not None and not manifest.record.keys().isdisjoint(_PASSING):
+                self.passing[step] = manifest
             if manifest is not None and manifest.elsewhere:
                 self.borrowers[step] = manifest
 
@@ -80,9 +96,10 @@ def deletable_steps(
 ) -> list[int]:
     """The steps that the rules delete, the oldest first."""
     steps = [step for step in commits if step not in broken] if broken else list(commits)
-    passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
+    passing = {step for step, manifest in commits.passing.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
-    kept = {*steps[-1:], *protected, *broken, *_kept_by_rules(keep, lasting, commits, now)}
+    kept = {*steps[-1:], *commits.sound(steps)[-1:], *protected, *broken, *_kept_by_rules(keep, lasting, commits, now)}
+    kept.update(_newest_good(keep, steps, commits))
     return sorted(commits.keys() - kept)
 
 
@@ -94,8 +111,9 @@ def unknown_metric(keep: Keep, commits: Commits) -> str | None:
 
 
 def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
-    if (keep.last, keep.every, keep.best, keep.seconds) == (None, None, None, None):
+    if (keep.last, keep.every, keep.best, keep.seconds, keep.good) == (None,) * 5:
         return set(steps)
+    steps = commits.sound(steps)
     wanted: set[int] = set()
     if keep.last is not None:
         wanted.update(steps[-keep.last :])
@@ -107,6 +125,11 @@ def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -
     if keep.seconds is not None:
         wanted.update(step for step in steps if _age(commits[step], now) <= keep.seconds)
     return wanted
+
+
+def _newest_good(keep: Keep, steps: list[int], commits: Commits) -> list[int]:
+    marks = commits.marks
+    return [step for step in steps if step in marks and marks[step].kind == GOOD][-keep.good :] if keep.good else []
 
 
 def _is_passing(manifest: Manifest, now: float) -> bool:
@@ -121,12 +144,12 @@ def _age(manifest: Manifest | None, now: float) -> float:
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
-    """The best of these steps; None if no record of any commit has the metric."""
+    """The best of these steps, of which no bad one counts; None if no record of any commit has the metric."""
     metric, mode, count = by
     values = {
         step: value
-        for step, manifest in commits.items()
-        if manifest is not None and (value := number(manifest.record.get(metric))) is not None
+        for step in commits.sound(commits)
+        if (manifest := commits[step]) is not None and (value := number(manifest.record.get(metric))) is not None
     }
     if not values:
         return None

@@ -21,6 +21,7 @@ from .foreign_entries import newest_of_other_namings, step_formats
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name, seal, unseal
 from .manifest import parse as parse_manifest
+from .marks import Mark, marks_of, split_marks
 from .moving import NAME as MOVING
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
@@ -68,6 +69,7 @@ class Root:
         self._warned_topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
+        self.marks: list[Mark] = []  # of the last listing
         self.is_told_of_mover = False  # there was a `moving.json` in the last listing
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
@@ -101,7 +103,8 @@ class Root:
 
         Known names are not parsed again, since there may be thousands of steps.
         """
-        names, starts = split_starts(self.storage.names("") if names is None else names)
+        names, self.marks = split_marks(self.storage.names("") if names is None else names)
+        names, starts = split_starts(names)
         self.starts, self.is_told_of_mover = starts, MOVING in names
         intents: list[tuple[int, str]] = []
         try:
@@ -170,9 +173,10 @@ class Root:
         if stale:
             self.forget(stale)
             known = self.known
-        if list(known) == listing.steps:
-            return known
-        return Commits({s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)})
+        if list(known) != listing.steps:
+            of_listing = (s for s in listing.steps if s in known or (s in manifests and s not in stale))
+            known = Commits({step: known.get(step) for step in of_listing})
+        return known.with_marks(marks_of(self.marks, lambda step: attempt_of(known.get(step))))
 
     def note(self, manifests: Mapping[int, Manifest]) -> None:
         """Note that these steps are committed."""
@@ -425,6 +429,10 @@ def formats_at(storage: Storage) -> list[str]:
 
 def commit_of(manifest: Manifest | None) -> Commit | None:
     return None if manifest is None else Commit.of(manifest)
+
+
+def attempt_of(manifest: Manifest | None) -> str | None:
+    return None if manifest is None else manifest.attempt
 
 
 def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:

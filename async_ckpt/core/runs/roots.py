@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ...errors import (
     CheckpointError,
@@ -22,19 +22,25 @@ from ...errors import (
     RunTakenError,
     StorageUnavailableError,
 )
+from ..events.shapes import shortened
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.node_folders import AllNodes
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest, Retired
+from .marks import BAD, GOOD, Mark, MarkKind, kind_of, marked_bad, marks_of, newest_of, note_of, read_note
 from .naming import Naming
 from .retention import Commits
+from .root import attempt_of
 from .run import Run
 from .starts import Commit, Line
 from .tiers_file import TiersFile
 
 T = TypeVar("T")
+
+# Why `newest_sound` passes over a step that has no mark.
+NOT_GOOD: Final = "it is not marked good"
 
 
 class Ahead(NamedTuple):
@@ -153,6 +159,73 @@ class Roots:
             return holders[step]
         return self._current(step, {run: run.committed(step) for run in holders[step]})
 
+    def newest_sound(self, skipped: dict[int, str], *, only_good: bool = False) -> int | None:
+        """The newest committed step that is neither in `skipped` nor marked bad; with `only_good`, the newest that is
+        marked good. Steps that are passed over for their marks are added to `skipped`, with the reason in words.
+
+        None if there is none. Reads the marks of steps from the newest down to that one.
+        """
+        newest = None if skipped else self.latest()
+        if not skipped and (newest is None or not (reason := self._mark_against(newest, only_good=only_good))):
+            return newest
+        for step in reversed(self.steps()):
+            if step not in skipped:
+                reason = self._mark_against(step, only_good=only_good)
+                if not reason:
+                    return step
+                skipped[step] = reason
+        return None
+
+    def bad_mark(self, step: int) -> str:
+        """The mark of a bad step in words, with its note; empty for any other step."""
+        mark = self._mark_of(step)
+        return "" if mark is None or mark.kind != BAD else marked_bad(self._note_of(mark))
+
+    def _mark_against(self, step: int, *, only_good: bool) -> str:
+        mark = self._mark_of(step) if only_good else None
+        return self.bad_mark(step) or ("" if not only_good or (mark and mark.kind == GOOD) else NOT_GOOD)
+
+    def _mark_of(self, step: int) -> Mark | None:
+        """The mark of a step that counts, by the last listings of all roots."""
+        if not any(mark.step == step for run in self.runs for mark in run.root.marks):
+            return None
+        holders = self.holding(step) if len(self.runs) > 1 else self.runs
+        attempts = {attempt_of(run.committed(step)) for run in holders}
+        listed = (mark for run in self.runs for mark in run.root.marks if mark.step == step)
+        return newest_of(mark for mark in listed if mark.attempt in attempts)
+
+    def _note_of(self, mark: Mark) -> str:
+        notes = (read_note(run.storage, mark) for run in self.runs if mark in run.root.marks)
+        return next(filter(None, notes), "")
+
+    def marks(self) -> dict[int, tuple[str, str]]:
+        """The mark of each step that has one, "good" or "bad", and its note."""
+        return {step: (mark.kind, self._note_of(mark)) for step, mark in self.view().marks.items()}
+
+    def mark(self, step: int, kind: MarkKind | None, note: str) -> None:
+        """Put a mark at each root that has the step and answers; None takes its mark back.
+
+        Raises NotCommittedError if no root has the step, StorageUnavailableError if none takes the mark, and ValueError
+        and TypeError for what is no mark.
+        """
+        word, text = kind_of(kind), note_of(note)
+        attempts = {run: run.manifest(step).attempt for run in self.holding(step)}
+        before = [mark.number for run in attempts for mark in run.root.marks if mark.step == step]
+        refusals: list[StorageUnavailableError] = []
+        for run, attempt in attempts.items():
+            try:
+                run.put_mark(Mark(step, attempt, max(before, default=0) + 1, word), text)
+            except StorageUnavailableError as error:
+                refusals.append(error)
+            else:
+                run.events.note("mark", step, mark=word, note=shortened(text))
+        if len(refusals) == len(attempts):
+            raise refusals[0]
+        for refusal in refusals:
+            warnings.warn(
+                f"step {step} is not marked at a root that does not answer: {refusal}", RuntimeWarning, stacklevel=3
+            )
+
     def view(self) -> Commits:
         """The steps committed at any root that answers, with their manifests; None for one that is damaged."""
         if len(self.runs) == 1:
@@ -241,7 +314,8 @@ class Roots:
             for step, holders in self._without_retired(views).items()
         }
         first = {step: _first(views[holder][step] for holder in runs) for step, runs in current.items()}
-        return Commits(first), current
+        marks = marks_of({mark for run in views for mark in run.root.marks}, lambda step: attempt_of(first.get(step)))
+        return Commits(first).with_marks(marks), current
 
     def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
         """The runs whose commit of the step was neither replaced nor retired at another root."""

@@ -6,6 +6,7 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
     <root>/step_00000500/driver.<attempt>.tar         only for driver state, which one rank writes for all
     <root>/step_00000500/manifest.json                written last; its presence is the commit
     <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
+    <root>/mark-500.<attempt>.0001.bad.json           a mark of this step: see `marks`
     <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
     <root>/history.jsonl, history/                    the log of events: see `events.log`
@@ -45,6 +46,7 @@ from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
+from .marks import Mark, dump
 from .naming import STEP_FORMAT, TRACKER, TRACKERS, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
@@ -564,8 +566,8 @@ class Run:
         return self._every is None or step % self._every == 0
 
     def kept_for_good(self, commits: Commits) -> set[int]:
-        """The steps that `every` or `best` of the retention here keeps."""
-        keep = Keep(every=self.keep.every, best=self.keep.best)
+        """The steps that `every`, `best` or `good` of the retention here keeps."""
+        keep = Keep(every=self.keep.every, best=self.keep.best, good=self.keep.good)
         if keep == Keep():
             return set()
         return (
@@ -677,6 +679,22 @@ class Run:
         attempts = self.sweeper.retired_attempts(step)
         retired = self.root.excluded(self.root.listing or self.root.relist(), [step]).get(step)
         return attempts | {retired} if retired else attempts
+
+    # --- marks ------------------------------------------------------------------------------------------------
+
+    def put_mark(self, mark: Mark, note: str) -> None:
+        with suppress(FileExistsError):  # another process has put the same one at this moment
+            self.storage.put_new(mark.name, dump(note))
+        self.root.marks = [*self.root.marks, mark]
+
+    def bring_marks(self, source: Run) -> None:
+        """Copy the marks that another root has, by its last listing, of commits that are here, too."""
+        here = {*self.root.marks}
+        for mark in source.root.marks:
+            commit = self.commit_of(mark.step) if mark not in here else None
+            if commit is not None and commit.attempt == mark.attempt:
+                with suppress(FileExistsError, FileNotFoundError):
+                    self.storage.put_new(mark.name, source.storage.read(mark.name)[0])
 
     # --- deleting ---------------------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, NotCommittedError
 from ..storage.interface import Storage
 from ..storage.store_facts import PROBE
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, attempt_of, intent_name, is_retired_name
 from .manifest import parse as parse_manifest
+from .marks import Mark
 from .receipts import attempt_of_all, is_beside, is_receipt_folder
 from .root import Root
 
@@ -133,7 +134,8 @@ class Sweeper:
             raise
 
     def sweep(self, *, delete: bool = True) -> list[str]:
-        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents.
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and
+        intents; and marks of commits that are gone.
 
         Without `delete`, they are only listed, but for the uploads.
         """
@@ -147,6 +149,7 @@ class Sweeper:
         sweep_folder = partial(self._sweep_folder, newest=newest, swept=swept_names, delete=delete)
         self._root.do_all([partial(sweep_folder, step) for step in (None, *listing.steps)])
         dead = [intent_name(*intent) for intent in listing.intents if self._is_dead_intent(*intent)]
+        dead += [mark.name for mark in self._root.marks if self._is_dead_mark(mark)]
         swept_names += dead
         if delete:
             self._storage.delete_many(dead)
@@ -158,6 +161,16 @@ class Sweeper:
         if manifest is not None and manifest.attempt == attempt:
             return False  # it is committed, and its rollback is not finished
         return not self._storage.exists(self._root.attempt_path(step, attempt))
+
+    def _is_dead_mark(self, mark: Mark) -> bool:
+        """Whether the commit that a mark is about is gone: a mark is put only after its commit."""
+        try:
+            manifest = self._root.read(mark.step, say=False)[0]
+        except NotCommittedError:
+            return True
+        except CheckpointError:
+            return False
+        return manifest.attempt != mark.attempt
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """Delete the archives of a commit that was overwritten, except for borrowed ones."""
@@ -194,6 +207,7 @@ class Sweeper:
         gone = sorted(steps.keys() - {*stay})
         for step in reversed(gone):
             self._delete_rest(step, steps[step], whole_folder=whole_folder)
+        self._storage.delete_many([mark.name for mark in self._root.marks if mark.step in gone])
         self._swept = was_swept
         return gone
 

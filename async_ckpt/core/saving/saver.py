@@ -44,6 +44,7 @@ from ..trace import TraceFile
 from .admission import Admission, Slot
 from .drain import Drain, Writers
 from .exit import note_exit_status
+from .finite import FiniteChecks, NonFinite
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, SavePlan, pool_for
@@ -66,6 +67,7 @@ class Saver:
         trace_file: TraceFile | None = None,
         keep_warm: bool = False,
         ranks: Ranks | None = None,
+        check: NonFinite | None = None,
     ) -> None:
         self.pool = pool or pool_for()
         self.admission, self.ledger = admission or Admission(), ledger or Ledger()
@@ -74,6 +76,7 @@ class Saver:
         self._trace_file = trace_file
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
         self._keep_warm, self._ranks = keep_warm, ranks
+        self._finite_checks = None if check is None else FiniteChecks(check)
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False
@@ -150,12 +153,13 @@ class Saver:
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
         """The objects that copy, write and commit a plan. None of them begins."""
         captured, layout, target, groups = plan.captured, plan.layout, plan.target, plan.groups
+        target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, target),
             get_loop().background.submit,
-            block_readers=[groups] if plan.shared is None else [groups, plan.shared],
+            block_readers=[reader for reader in (groups, plan.shared, target.finite) if reader is not None],
             trace=self._trace,
         )
         frozen = captured.frozen

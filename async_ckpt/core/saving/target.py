@@ -13,6 +13,7 @@ from ..host.loop import OffLoop
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..storage.interface import Sink, Storage
+from .finite import FiniteCheck
 
 
 class SaveOutcome(NamedTuple):
@@ -43,6 +44,9 @@ class Target:
 
     outcome: SaveOutcome | None = None
     """What the save has come to, set before `afterwards`."""
+
+    finite: FiniteCheck | None = None
+    """The check of the values of this rank's archive, if they are checked; set before it is written."""
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
         """`shown` names the place in reports and messages, if that is not the object."""

@@ -5,6 +5,7 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
+from ..runs.marks import BAD, Mark
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
@@ -43,6 +45,8 @@ from .lineage import Lineage, StepCall, StepContents
 from .target import Target
 
 T = TypeVar("T")
+
+_log = logging.getLogger("async_ckpt")
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -120,6 +124,7 @@ class JointTarget(Target):
     _agreement: Agreement | Alone
     _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
     _manifest: Manifest | None = None  # that another rank has committed
+    _found = ""  # values of this rank that are not finite, in words
 
     async def begin(self, check: Callable[[], None]) -> None:
         if self._agreement.has_others:
@@ -132,7 +137,8 @@ class JointTarget(Target):
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         assert self.times is not None
-        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check)
+        self._found = "" if self.finite is None else self.finite.found()
+        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found)
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         self._manifest = await self._agreement.hear(off_loop, check)
@@ -358,6 +364,8 @@ class StepTarget(JointTarget):
         elsewhere = (*self._contents.borrowed, *self._write_driver())
         manifest = self._put_manifest(archives, elsewhere)
         self._close_driver()
+        if found := self._agreement.found or self._found:
+            self._mark_bad(found)  # before anybody hears of the commit, and copies the step or restarts from it
         self._agreement.committed(manifest)
         self._is_committed_as(manifest, archives)
         self._lineage.tiers.committed(self._run, self._call.step, manifest.num_bytes)
@@ -388,6 +396,16 @@ class StepTarget(JointTarget):
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
         self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
         self._lineage.committed(since=self._check.rolled_back)
+
+    def _mark_bad(self, found: str) -> None:
+        """Mark the step, which was just committed. A failure is only logged."""
+        outcome, found = "is marked bad", shortened(found)
+        try:
+            self._run.put_mark(Mark(self._call.step, self._token, 1, BAD), found)
+            self._lineage.note("mark", self._call.step, mark=BAD, note=found)
+        except CheckpointError as error:
+            outcome = f"could not be marked bad ({error})"
+        _log.warning("%s: step %s %s: %s", self.storage.locate(""), self._call.step, outcome, found)
 
     def _announce(self) -> None:
         self._run.announce(self._call.step, in_flight=self._lineage.in_flight(self._run))

@@ -77,15 +77,17 @@ def _text(key: Any) -> str:
         return f"{hex(key)[:20]}…" if isinstance(key, int) else f"<{type(key).__qualname__}>"
 
 
-def selector(select: Select) -> Selector | None:
-    """The selector for `select`; None for everything. Raises TypeError for a pattern that is no text."""
+def selector(select: Select, *, what: str = "select") -> Selector | None:
+    """The selector for `select`; None for everything. Raises TypeError for a pattern that is no text, naming the
+    argument.
+    """
     if select is None:
         return None
     patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f'select must be a name, a glob such as "*.lora_*", or several of them, got {pattern!r:.100}'
+                f'{what} must be a name, a glob such as "*.lora_*", or several of them, got {pattern!r:.100}'
             )
     return Selector(patterns)
 

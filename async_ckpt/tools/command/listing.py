@@ -346,6 +346,7 @@ def _rows(
     """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
     commits = run.view(names)
     broken = broken_steps(run, commits) if check else {}
+    marked = runs.Roots([run]).marks() if commits.marks else {}
     borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
@@ -354,6 +355,8 @@ def _rows(
             row.marks.append(f"its manifest is {'of a newer async_ckpt' if is_newer else 'damaged'}")
         else:
             _fill(row, manifest, saves.get((step, manifest.attempt)))
+        if step in marked:
+            row.marks.append(": ".join(filter(None, marked[step])))
         if step in borrowed_from:
             row.marks.append("lends")
         if step in broken:
@@ -418,9 +421,10 @@ def _mark_best(rows: Sequence[StepRow], text: str) -> None:
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
-    """The rows that have a metric with its values, the best one first; of equal ones, the newest."""
+    """The rows that have a metric with its values, and are not bad, the best one first; of equal ones, the newest."""
     metric, mode, _ = best
-    values = [(value, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]
+    sound = [row for row in rows if not any(mark.partition(":")[0] == "bad" for mark in row.marks)]
+    values = [(value, row) for row in sound if (value := runs.number(row.record.get(metric))) is not None]
     return sorted(values, key=lambda one: (one[0] if mode == "max" else -one[0], one[1].step), reverse=True)
 
 

@@ -245,7 +245,7 @@ def prune(
     places: Wheres,
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULE", help="Keep by last=3, every=1000, best=loss:min:2 or seconds=86400. Each once."),
+        typer.Option(metavar="RULE", help="Keep by last=3, every=1000, best=loss:min:2, seconds=86400 or good=2."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
@@ -265,6 +265,32 @@ def prune(
     delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
     targets = (place for place, _ in targets_of(places, RUNS))
     _each([partial(delete, place) for place in everywhere(targets, asks_all=all_)])
+
+
+@app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
+@with_place
+def mark(
+    place: Where,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="A committed step.", show_default=False)],
+    bad: Annotated[
+        str | None, typer.Option(metavar="NOTE", help="Mark it as bad: a restart and `best` pass over it.")
+    ] = None,
+    good: Annotated[
+        str | None, typer.Option(metavar="NOTE", help="Mark it as good: Keep(good=…) keeps the newest such steps.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take its mark back.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Mark a step as good or bad, at all places of its run.
+
+    NOTE says why, and may be empty. The newest mark of a step counts. The run's training may go on meanwhile.
+    """
+    from .marking import show
+
+    if [bad is not None, good is not None, clear].count(True) != 1:
+        raise Answer("pass one of --bad NOTE, --good NOTE and --clear", USAGE)
+    note = bad if bad is not None else good or ""
+    show(place, step, "bad" if bad is not None else None if clear else "good", note, as_json=as_json)
 
 
 @app.command(epilog=_example("repair runs/a --apply"))

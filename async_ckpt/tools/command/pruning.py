@@ -21,7 +21,7 @@ from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print
 from .selection import ChosenRun, refuse_newer, runs_at
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
-_RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
+_RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400 or good=2"
 
 
 def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
@@ -109,7 +109,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
         if name in values:
             raise Answer(f"--keep {name}=… is given twice; pass each kind of rule once", USAGE)
         try:
-            if name in ("last", "every"):
+            if name in ("last", "every", "good"):
                 values[name] = int(text)
             elif name == "seconds":
                 values[name] = float(text)

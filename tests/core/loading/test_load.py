@@ -712,7 +712,7 @@ def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run: Path)
             roots,
             lambda parts: parts[0].archive.path,
             verify=True,
-            on_corrupt=lambda step, error: told.append(step),
+            on_skip=lambda step, reason: told.append(step),
         )
 
     assert taken() == (12, str(next((run / "step_00000012").glob("*.tar"))))

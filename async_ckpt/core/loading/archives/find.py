@@ -21,6 +21,7 @@ from ....errors import (
 from ...runs.foreign_entries import foreign_kind, newest_of_other_namings, possible_steps
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
+from ...runs.marks import BAD, Mark, marked_bad, marks_of, no_good_step, read_note, split_marks
 from ...runs.naming import parse_step_name
 from ...runs.receipts import archives_in, archives_of, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
@@ -53,21 +54,27 @@ def from_newest(
     *,
     verify: bool,
     readers: Readers = _ANY_READER,
-    on_corrupt: Callable[[int, CorruptCheckpointError], None] | None = None,
+    on_skip: Callable[[int, str], None] | None = None,
+    only_good: bool = False,
 ) -> tuple[int, T] | None:
-    """The newest committed step, and the result of `use` for its archives; None if nothing is committed.
+    """The newest committed step that is not marked bad, and the result of `use` for its archives; None if nothing is
+    committed. With `only_good`, the newest that is marked good.
 
-    If a step is deleted while it is read, the step that is then the newest is read. With `on_corrupt`, a corrupt step
-    is reported to it, and the next older one is read; if all steps are corrupt, one of their errors is raised. Raises
-    NotCommittedError if the newest step has another naming, CorruptCheckpointError, StorageUnavailableError.
+    If a step is deleted while it is read, the step that is then the newest is read. With `on_skip`, a corrupt step
+    is reported to it, and the next older one is read; if all steps are corrupt, one of their errors is raised. So are
+    steps that are marked bad. Raises NotCommittedError if the newest step has another naming, CorruptCheckpointError,
+    NoGoodStepError, StorageUnavailableError.
     """
     roots.check_naming()
     corrupt: dict[int, CorruptCheckpointError] = {}
+    skipped: dict[int, str] = {}
 
     def newest() -> int | None:
-        if not corrupt:
-            return roots.latest()
-        return max((step for step in roots.steps() if step not in corrupt), default=None)
+        before = {*skipped}
+        step = roots.newest_sound(skipped, only_good=only_good)
+        for passed in sorted(skipped.keys() - before, reverse=True) if step is not None else ():
+            (on_skip or _warn_of_bad)(passed, skipped[passed])
+        return step
 
     num_gone = 0
     while (step := newest()) is not None:
@@ -78,13 +85,19 @@ def from_newest(
             if num_gone == TRIES:
                 raise overtaken_error(repr(roots)) from error
         except CorruptCheckpointError as error:
-            if on_corrupt is None:
+            if on_skip is None:
                 raise
-            corrupt[step] = error
-            on_corrupt(step, error)
+            corrupt[step], skipped[step] = error, str(error)
+            on_skip(step, str(error))
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    if skipped:
+        raise no_good_step(repr(roots), skipped)
     return None
+
+
+def _warn_of_bad(step: int, reason: str) -> None:
+    warnings.warn(f"step {step} is passed over: {reason}", RuntimeWarning, stacklevel=5)
 
 
 def from_step(
@@ -378,7 +391,8 @@ def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _newest_folder(storage: Storage) -> str | None:
-    """The folder of the newest committed step of a run; with several namings, of the step that was committed last.
+    """The folder of the newest committed step of a run that is not marked bad; with several namings, of the step that
+    was committed last. Raises NoGoodStepError.
 
     A step is the last number in a folder's name. A folder without a manifest may belong to a save under way, or to a
     step that retention has deleted since the listing. So an older step counts only if another listing is the same.
@@ -387,14 +401,20 @@ def _newest_folder(storage: Storage) -> str | None:
     for _ in range(TRIES):
         names = storage.names("")
         folders = sorted(((step_name.step, name) for step_name, name in possible_steps(names)), reverse=True)
-        newest = _first_committed(storage, names, folders)
+        bad: dict[int, Mark] = {}
+        newest = _first_committed(storage, names, folders, bad)
         if names == before or (folders and newest == folders[0]):
             break
         before = names
     else:
         raise overtaken_error(storage.locate(""))
+    reasons = {step: marked_bad(read_note(storage, mark)) for step, mark in bad.items()}
+    if newest is None and reasons:
+        raise no_good_step(storage.locate(""), reasons)
     if newest is None:
         return None
+    for step, reason in reasons.items():
+        _warn_of_bad(step, reason)
     folder = newest[1]
     other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
     manifest = None if other is None else _manifest_in(storage, folder)
@@ -413,10 +433,10 @@ def committed_folders(storage: Storage) -> list[tuple[int, str]]:
 
 
 def _first_committed(
-    storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]
+    storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]], bad: dict[int, Mark]
 ) -> tuple[int, str] | None:
     """The first of these steps with their folders that counts: it has a manifest, no rollback has retired it, and no
-    later start has continued from an earlier step.
+    later start has continued from an earlier step. Those that are marked bad are passed over, and added to `bad`.
     """
     of_step: dict[int, list[str]] = {}
     for step, folder in folders:
@@ -437,12 +457,20 @@ def _first_committed(
     line = Line(steps, starts, committed, functools.partial(Seen.read, storage))
     retired = retired_attempts(filter(None, map(parse_intent, names)), counting)
 
+    marks = [mark for mark in split_marks(sorted(names))[1] if mark.step in of_step]
+    marked = {mark.step for mark in marks}
+
     def does_count(step: int, folder: str) -> bool:
         out = {**retired, **line.out([step])}
-        if step not in out:
+        if step not in out and step not in marked:
             return True
         manifest = _manifest_in(storage, folder)
-        return manifest is not None and manifest.attempt != out[step]
+        if step in out and (manifest is None or manifest.attempt == out[step]):
+            return False
+        mark = marks_of(marks, lambda one: manifest.attempt if manifest and one == step else None).get(step)
+        if mark is not None and mark.kind == BAD:
+            bad[step] = mark
+        return step not in bad
 
     at, num_asked = 0, 1
     while at < len(folders):

@@ -147,10 +147,7 @@ class RunWatch:
 
     def _folders(self, names: Sequence[str]) -> dict[int, str]:
         """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
-        others, _ = runs.split_starts(sorted(names))
-        found = [
-            (one, name) for name in others if runs.parse_intent(name) is None and (one := runs.parse_step_name(name))
-        ]
+        found = list(runs.possible_steps(names))
         if self._naming is None:
             newest: dict[str, list[str]] = {}
             for one, name in sorted(found, reverse=True):
