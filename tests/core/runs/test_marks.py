@@ -267,6 +267,7 @@ def test_a_restore_of_marked_steps_takes_good_and_no_step():
 def test_the_history_has_the_marks(ckpt: AsyncCheckpointer):
     ckpt.mark(2, "bad", note="spike")
     save(ckpt, 4)
+    ckpt.wait()
 
     (event,) = [one for one in ckpt.history() if one["kind"] == "mark"]
     assert (event["step"], event["mark"], event["note"]) == (2, "bad", "spike")

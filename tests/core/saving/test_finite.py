@@ -117,6 +117,7 @@ def test_the_mark_is_there_with_the_commit_so_that_a_restart_passes_over_the_ste
     with open_run(root, check=NonFinite(), keep=1) as ckpt:
         for step, value in ((1, 1.0), (2, math.nan), (3, math.inf)):
             ckpt.save({"w": torch.full((4,), value)}, step).result()
+        ckpt.wait()
         assert "step 3 is marked bad: NaN or Inf in w" in caplog.text
         live = {"w": torch.zeros(4)}
         with pytest.warns(RuntimeWarning, match="step 3 is skipped"):
