@@ -193,6 +193,11 @@ class Keep:
             ("loss", "min", 3). If two steps are equal, the newer one is better. As long as no record has the metric,
             every step is kept, with a warning.
         seconds: keep the steps that were committed at most this many seconds ago.
+        bytes: keep the newest steps that have at most this many bytes together, and at least one. A step that others
+            borrow from counts once.
+        free: no rule, but a limit for disks: before a save, delete the oldest steps, whatever the rules say, until at
+            least this many bytes will be free after it. Those that `every` and `best` keep go last, and the newest
+            step stays.
         whole_folder: delete the whole folder of a step, including files that other programs have written there. By
             default those files are kept.
 
@@ -203,6 +208,8 @@ class Keep:
     every: int | None = None
     best: Best | None = None
     seconds: float | None = None
+    bytes: float | None = None
+    free: float | None = None
     whole_folder: bool = False
 
     def __post_init__(self) -> None:
@@ -210,10 +217,11 @@ class Keep:
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 hint = "; None keeps every step" if name == "last" else ""
                 raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
-        if self.seconds is not None and (
-            isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf
-        ):
-            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds!r}")
+        for name, limit in (("seconds", self.seconds), ("bytes", self.bytes), ("free", self.free)):
+            if limit is not None and (
+                isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < inf
+            ):
+                raise ValueError(f"Keep({name}=…) must be a finite number above 0, got {limit!r}")
         if not isinstance(self.whole_folder, bool):
             raise ValueError(f"Keep(whole_folder=…) must be True or False, got {self.whole_folder!r}")
         if self.best is not None and not _is_best(self.best):

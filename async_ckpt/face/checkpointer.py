@@ -68,7 +68,7 @@ class AsyncCheckpointer(RunReader):
             these from near to far, such as ["/nvme/run", "s3://bucket/run"]. With a list, a save is committed at the
             first that answers and has room, and copied to the others behind that; `handle.at(place)` waits for it. A
             step exists if one of them has it.
-        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, bytes=…)`. None keeps all.
             `Place(…, keep=…)` gives one of several places a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
             signals, the checkpointer must be constructed on the main thread.
