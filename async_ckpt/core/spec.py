@@ -197,6 +197,11 @@ class Keep:
             default those files are kept.
         good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
             marked bad are deleted if there is any rule, and count for none; the newest that is not bad is kept.
+        bytes: keep the newest steps that have at most this many bytes together, and at least one. A step that others
+            borrow from counts once.
+        free: no rule, but a limit for disks: before a save, delete the oldest steps, whatever the rules say, until at
+            least this many bytes will be free after it. Those that `every`, `best` and `good` keep go last; the
+            newest step, and the newest that is not marked bad, stay.
 
     Raises ValueError if a rule is not valid.
     """
@@ -207,16 +212,19 @@ class Keep:
     seconds: float | None = None
     whole_folder: bool = False
     good: int | None = None
+    bytes: float | None = None
+    free: float | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("every", self.every), ("good", self.good)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 hint = "; None keeps every step" if name == "last" else ""
                 raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
-        if self.seconds is not None and (
-            isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf
-        ):
-            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds!r}")
+        for name, limit in (("seconds", self.seconds), ("bytes", self.bytes), ("free", self.free)):
+            if limit is not None and (
+                isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < inf
+            ):
+                raise ValueError(f"Keep({name}=…) must be a finite number above 0, got {limit!r}")
         if not isinstance(self.whole_folder, bool):
             raise ValueError(f"Keep(whole_folder=…) must be True or False, got {self.whole_folder!r}")
         if self.best is not None and not _is_best(self.best):

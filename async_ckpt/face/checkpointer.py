@@ -70,8 +70,8 @@ class AsyncCheckpointer(RunReader):
             these from near to far, such as ["/nvme/run", "s3://bucket/run"]. With a list, a save is committed at the
             first that answers and has room, and copied to the others behind that; `handle.at(place)` waits for it. A
             step exists if one of them has it.
-        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…, good=…)`. None keeps
-            all. `Place(…, keep=…)` gives one of several places a retention of its own.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, good=…, bytes=…)`. None keeps all.
+            `Place(…, keep=…)` gives one of several places a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
             signals, the checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then

@@ -58,6 +58,12 @@ class Alone:
     async def named(self, check: Callable[[], None]) -> None:
         """Do nothing: the attempt has its name."""
 
+    async def has_room(self, check: Callable[[], None]) -> None:
+        """Do nothing: this process makes room itself."""
+
+    def made_room(self) -> None:
+        """Do nothing: no other rank waits for room."""
+
     async def agree(
         self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""
     ) -> None:
@@ -133,6 +139,20 @@ class Agreement(Rendezvous):
         """Before anything is written: have the other ranks see that it is the same root."""
         if self.decides:
             self._root.claim()
+
+    async def has_room(self, check: Callable[[], None]) -> None:
+        """On another rank: wait until rank 0 has deleted what must make room for this save, if it does. Raises
+        PeerFailedError.
+        """
+        while self._joint.makes_room and not self.decides:
+            self._raise_if_failed(self._joint.heard)
+            if why := self._lost_rank_0():
+                raise PeerFailedError(f"{self._joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
+            await self._bell(check)
+
+    def made_room(self) -> None:
+        """On rank 0: the other ranks may write."""
+        self._calls.say_room(self._joint)
 
     async def agree(
         self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""

@@ -122,6 +122,7 @@ class JointSave:
     part: OwnPart | None = None  # once it is planned
     place: int = 0  # the number of the run's place that it goes to; on another rank, once it has its name
     follows: bool = False  # whether the next place gets a copy in the same pass; likewise
+    makes_room: bool = False  # rank 0 is to delete steps there before any rank writes; likewise
     causes: list[Cause] = field(default_factory=list)  # why it fails
     maybe_put: bool = False  # on rank 0: it has put the manifest, or may have
     heard: Decision | None = None
@@ -220,7 +221,8 @@ class Calls:
 
     def _word(self, joint: JointSave, **more: Any) -> Word:
         facts = {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt}
-        return {**facts, "place": joint.place, "follows": joint.follows, **more}
+        place = {"place": joint.place, "follows": joint.follows, "makes_room": joint.makes_room}
+        return {**facts, **place, **more}
 
     def _tell(self, word: Word) -> None:
         self._start.log.say(self._meeting.topic, word)
@@ -306,6 +308,10 @@ class Calls:
     def _closed_key(self, rank: int) -> str:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
+    def say_room(self, joint: JointSave) -> None:
+        """On rank 0: there is room for a save. From any thread."""
+        self._soon(partial(self._tell, {"room": joint.attempt}))
+
     def say_arrival(self, place: int, step: int) -> None:
         """The place of this number has a step, which was copied there: rank 0 tells the others. From any thread."""
         if not (self._meeting.world.is_one or self._meeting.world.rank):
@@ -341,6 +347,9 @@ class Calls:
     def _hear(self, word: Word) -> None:
         if "decision" in word:
             self._hear_decision(word)
+            return
+        if "room" in word:
+            self._hear_room(word["room"])
             return
         if "arrived" in word:
             self.hear_arrival(word["place"], word["arrived"])
@@ -438,6 +447,7 @@ class Calls:
             self._end(joint, joint.causes[0].error)
         else:
             joint.attempt, joint.place, joint.follows = word["attempt"], word["place"], word["follows"]
+            joint.makes_room = word["makes_room"]
             joint.life.go(JointState.BEGUN)
             self._drop_old()
             self._undecided[joint.attempt] = joint, monotonic()
@@ -449,6 +459,15 @@ class Calls:
             if monotonic() - since > 2 * DECISION_SECONDS:
                 del self._undecided[attempt]
                 self._start.log.wait_no_more(joint)
+
+    def _hear_room(self, attempt: str) -> None:
+        for early in self._words:  # this rank has not made that call yet
+            if early["attempt"] == attempt:
+                early["makes_room"] = False
+        joint, _ = self._undecided.get(attempt, (None, 0.0))
+        if joint is not None:
+            joint.makes_room = False
+            joint.bell.set()
 
     def _hear_decision(self, word: Word) -> None:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))

@@ -283,10 +283,7 @@ class Rendezvous:
         while True:
             if (decision := joint.heard) is not None:
                 return decision, "rank 0 cannot say whether it is committed"
-            joint.bell.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(joint.bell.wait(), LOOK_SECONDS[False])
-            check()
+            await self._bell(check)
             if monotonic() < looked + _LOOK_AROUND_SECONDS:
                 continue
             looked = monotonic()
@@ -294,6 +291,13 @@ class Rendezvous:
                 return None, f"{lost}, and has not said whether it is committed"
             if monotonic() > deadline:
                 return None, f"rank 0 has not said in {seconds:.0f} s whether it is committed"
+
+    async def _bell(self, check: Check) -> None:
+        """Wait until something is heard of the call, but not for long."""
+        self._joint.bell.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._joint.bell.wait(), LOOK_SECONDS[False])
+        check()
 
     def _raise_if_failed(self, decision: Decision | None) -> None:
         if decision is not None and decision.kind == "failed":

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ...errors import CorruptCheckpointError, FormatVersionError
 from ..fields import count, items, number, parsed, table, text, whole
@@ -147,6 +147,11 @@ class Manifest:
     ranks: RankFiles | None = None
     start: str = ""
     times: SaveTimes | None = None
+
+    @classmethod
+    def of_folder(cls, step: int, created: float, num_bytes: int, record: Mapping[str, Any]) -> Self:
+        """A stand-in for the checkpoint of a framework, by which the rules of retention choose."""
+        return cls(step, "", 1, created, (Archive("", num_bytes, ""),), record=record)
 
     @property
     def own_names(self) -> list[str]:

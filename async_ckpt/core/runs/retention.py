@@ -18,11 +18,16 @@ that are marked bad are deleted, too, and not counted; the newest step that is n
                  metric, or with one that is not a finite number, is never among them. While no record has the metric,
                  which is probably a mistake, every step is
     seconds      it was committed at most this long ago
+    bytes        it, the newer ones and the steps that these borrow from have at most this many bytes together, or it is
+                 the newest. The bytes of a manifest that cannot be read are not known, and count as none
+
+`free` is no rule: where less is free, steps are deleted that the rules keep, the oldest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from ..spec import Best, Keep
@@ -103,6 +108,32 @@ def deletable_steps(
     return sorted(commits.keys() - kept)
 
 
+def without_needed(going: Collection[int], commits: Commits) -> list[int]:
+    """The steps, of these that are to be deleted, that no step which stays has borrowed from."""
+    going = list(going)
+    while going:
+        gone_steps = set(going)
+        kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
+        needed = {borrowed.step for manifest in kept for borrowed in manifest.elsewhere}
+        if needed.isdisjoint(gone_steps):
+            break
+        going = [step for step in going if step not in needed]
+    return going
+
+
+def steps_for_room(order: Sequence[int], commits: Commits, missing_bytes: float, *, at_least: int = 0) -> list[int]:
+    """The fewest of these steps, from the first on, whose deletion frees so many bytes; all if that is too little.
+
+    The first `at_least` are among them, and none that a step which stays has borrowed from.
+    """
+
+    def freed(count: int) -> int:
+        return sum(_bytes_of(commits[step]) for step in without_needed(order[:count], commits))
+
+    count = at_least + bisect_left(range(at_least, len(order)), missing_bytes, key=freed)
+    return without_needed(order[:count], commits)
+
+
 def unknown_metric(keep: Keep, commits: Commits) -> str | None:
     """The metric of `best` if there are commits and no record has it."""
     if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
@@ -111,7 +142,7 @@ def unknown_metric(keep: Keep, commits: Commits) -> str | None:
 
 
 def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
-    if (keep.last, keep.every, keep.best, keep.seconds, keep.good) == (None,) * 5:
+    if (keep.last, keep.every, keep.best, keep.seconds, keep.good, keep.bytes) == (None,) * 6:
         return set(steps)
     steps = commits.sound(steps)
     wanted: set[int] = set()
@@ -124,12 +155,45 @@ def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -
         wanted.update(steps if best is None else best)
     if keep.seconds is not None:
         wanted.update(step for step in steps if _age(commits[step], now) <= keep.seconds)
+    if keep.bytes is not None:
+        wanted.update(_that_fit(steps, commits, keep.bytes))
     return wanted
 
 
 def _newest_good(keep: Keep, steps: list[int], commits: Commits) -> list[int]:
     marks = commits.marks
     return [step for step in steps if step in marks and marks[step].kind == GOOD][-keep.good :] if keep.good else []
+
+
+def _that_fit(steps: list[int], commits: Commits, most_bytes: float) -> list[int]:
+    """The newest of these steps that have at most so many bytes with all that they borrow from, and at least one."""
+    fitting: list[int] = []
+    counted: set[int] = set()
+    num_bytes = 0
+    for step in reversed(steps):
+        added = {step, *_lenders(step, commits)} - counted
+        num_bytes += sum(_bytes_of(commits.get(one)) for one in added)
+        if fitting and num_bytes > most_bytes:
+            break
+        fitting.append(step)
+        counted |= added
+    return fitting
+
+
+def _lenders(step: int, commits: Commits) -> set[int]:
+    """The steps that stay as long as this one does, since it has borrowed from them, or they from each other."""
+    found: set[int] = set()
+    asked = [step]
+    while asked:
+        manifest = commits.borrowers.get(asked.pop())
+        new = {lent.step for lent in manifest.elsewhere} - found if manifest is not None else set()
+        found |= new
+        asked += new
+    return found
+
+
+def _bytes_of(manifest: Manifest | None) -> int:
+    return manifest.num_bytes if manifest is not None else 0
 
 
 def _is_passing(manifest: Manifest, now: float) -> bool:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, takewhile
 from typing import Final, NamedTuple, TypeVar
 
 from ...errors import (
@@ -235,12 +236,15 @@ class Roots:
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
         """The steps that this root lacks, or holds in an overwritten version, and its retention would keep.
 
-        The newest first, with the runs that hold them. Raises StorageUnavailableError if the root itself is away.
+        The newest first, with the runs that hold them, as far as `Keep(free=)` has room for them. Raises
+        StorageUnavailableError if the root itself is away.
         """
         commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
         doomed = set(run.steps_to_delete(commits))
-        kept = [step for step in sorted(current, reverse=True) if step not in doomed]
-        return [(step, current[step]) for step in kept if run not in current[step]]
+        missing = [step for step in sorted(current, reverse=True) if step not in doomed and run not in current[step]]
+        sizes = [manifest.num_bytes if (manifest := commits[step]) is not None else 0 for step in missing]
+        fitting = takewhile(lambda one: not run.lack_bytes(one[1]), zip(missing, accumulate(sizes), strict=True))
+        return [(step, current[step]) for step, _ in fitting]
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
         """The step that the last root, `run`, is to get from the nearer ones: `first` if that is newer, else the lowest

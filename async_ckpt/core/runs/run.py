@@ -20,6 +20,7 @@ each save. The version of the journal, which each process replaces, tells whethe
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,7 +49,14 @@ from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
 from .marks import Mark, dump
 from .naming import STEP_FORMAT, TRACKER, TRACKERS, tracker_of
-from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
+from .retention import (
+    Commits,
+    deletable_steps,
+    describe_missing_metric,
+    steps_for_room,
+    unknown_metric,
+    without_needed,
+)
 from .root import Listing, Root, commit_of
 from .starts import (
     NUM_KEPT,
@@ -68,6 +76,8 @@ from .sweep import Sweeper, is_library_name
 # reads manifests in between.
 _SEEN_TRIES: Final = 30
 _SEEN_PAUSE_SECONDS: Final = 0.1
+# How long a save that needs room waits for a deletion that is under way.
+_DELETING_SECONDS: Final = 10.0
 
 
 class Run:
@@ -90,7 +100,14 @@ class Run:
     ) -> None:
         """`every`: copies from other roots bring only multiples of this. `is_volatile`: a reboot loses what is here.
         `opening` is a random text for the checkpointer, the same at all of its roots.
+
+        Raises ValueError for `Keep(free=)` at a place that does not tell how much is free there.
         """
+        if keep is not None and keep.free is not None and (storage.remote or storage.free_bytes() is None):
+            raise ValueError(
+                f"{storage.locate('')} does not tell how much is free there, so Keep(free=…) cannot be used; give "
+                "Keep(bytes=…), and of several places each a retention of its own: Place(…, keep=…)"
+            )
         self._opening = opening or os.urandom(4).hex()
         self.root = Root(storage, step_format)
         self.keep, self.is_volatile, self._every = keep or Keep(), is_volatile, every
@@ -104,6 +121,7 @@ class Run:
         self.refusal = ""  # why no step may be saved here, as long as this process lives
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
+        self._deleting = threading.Lock()  # held while steps are deleted, so that `make_room` counts what they free
         self.events = EventLog(storage, clock, clock())
 
     @property
@@ -719,13 +737,82 @@ class Run:
         protected = self._protected(step, view, in_flight)
         if only is not None:
             protected |= {old for old, manifest in view.items() if old not in only or only[old] != manifest}
-        doomed = self.steps_to_delete(view, protected=protected)
+        with self._alone(0):
+            doomed, view = self._delete(step, listing, view, partial(self.doomed, protected=protected))
+        self._warn_of_what_is_kept(view)
+        return doomed
+
+    def make_room(
+        self,
+        step: int,
+        num_bytes: int,
+        *,
+        in_flight: Collection[int],
+        broken: Collection[int] = (),
+        is_part: bool = False,
+    ) -> None:
+        """Before so many bytes of a step are written: delete steps until `Keep(free=)` will be free after that.
+
+        The newest step that is not `broken` stays; if there is too little room then, a warning says so once. Of a step
+        of which other ranks write parts (`is_part`), the size is not known: that of the largest one here is taken.
+        Raises RunTakenError as `retain`.
+        """
+        if self.keep.free is None:
+            return
+        listing = self.root.listing or self.root.relist()
+        view = self.root.view(listing)
+        if is_part:
+            num_bytes = max([num_bytes, *(manifest.num_bytes for manifest in view.values() if manifest is not None)])
+        if not self.lack_bytes(num_bytes):
+            return
+        protected = self._protected(step, view, in_flight)
+        choose = partial(self.doomed, protected=protected, broken=broken, coming_bytes=num_bytes)
+        with self._alone(_DELETING_SECONDS):
+            self._delete(step, listing, view, choose)
+        if lack := self.lack_bytes(num_bytes):
+            self.root.warn_once(
+                "free",
+                f"{self.storage.locate('')}: Keep(free=…) cannot be kept: after step {step}, {lack:,.0f} bytes less "
+                "will be free there, though all steps were deleted that may be. Make room there, or lower free=",
+            )
+
+    def lack_bytes(self, num_bytes: float = 0) -> float:
+        """How many bytes less than `Keep(free=)` would be free here if so many more were written; 0 without a limit.
+
+        Of nodes with folders of their own, each has an equal part of the bytes, and the limit is that of each.
+        """
+        free = None if self.keep.free is None else self.storage.free_bytes()
+        if free is None or self.keep.free is None:
+            return 0
+        return max(0, num_bytes - self.storage.num_nodes * (free - self.keep.free))
+
+    def can_free(self, num_bytes: int, in_flight: Collection[int]) -> bool:
+        """Whether `make_room` can probably free so many bytes, by the commits that are known. Makes no request."""
+        known = [manifest for step, manifest in self.root.known.items() if step not in in_flight]
+        freed = sum(manifest.num_bytes for manifest in known[:-1] if manifest is not None)
+        return self.keep.free is not None and freed >= num_bytes
+
+    @contextmanager
+    def _alone(self, seconds: float) -> Iterator[None]:
+        """Delete beside no other deletion, if that ends in so many seconds: one that hangs holds up no other."""
+        is_alone = self._deleting.acquire(timeout=seconds)
+        try:
+            yield
+        finally:
+            if is_alone:
+                self._deleting.release()
+
+    def _delete(
+        self, step: int, listing: Listing, view: Commits, choose: Callable[[Commits], list[int]]
+    ) -> tuple[list[int], Commits]:
+        """Delete the steps that `choose` names. Returns these, ascending, and the commits that are left."""
+        doomed = choose(view)
         # Another process may have overwritten them: apply the rules to the present manifests.
         inside = {old: self.sweeper.read_folder(old) for old in doomed}
         if any(inside[old].manifest != view[old] for old in doomed):
             self.root.forget(doomed)
             view = self.root.view(listing)
-            doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
+            doomed = [old for old in choose(view) if old in inside]
         if doomed:
             self.check_taken()  # another process may have gone on from one of them
         self.root.listing = None
@@ -736,8 +823,7 @@ class Run:
         if doomed:
             self.events.note("retention", step, deleted=doomed)
         self._announcer.rewrite(view)
-        self._warn_of_what_is_kept(view)
-        return doomed
+        return doomed, view
 
     def _needed_of(self, gone: Collection[int]) -> set[int]:
         """The steps, of those whose manifests were just deleted, that a commit there is now has borrowed from.
@@ -765,14 +851,32 @@ class Run:
         if self._in_newer_format(commits):
             return []
         going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected, broken=broken)
-        while going:
-            gone_steps = set(going)
-            kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
-            needed = {borrowed.step for manifest in kept for borrowed in manifest.elsewhere}
-            if needed.isdisjoint(gone_steps):
-                break
-            going = [step for step in going if step not in needed]
-        return going
+        return without_needed(going, commits)
+
+    def doomed(
+        self,
+        commits: Commits,
+        *,
+        protected: Collection[int] = (),
+        broken: Collection[int] = (),
+        coming_bytes: int | None = None,
+    ) -> list[int]:
+        """The steps that are deleted here now: those that the rules do not keep and, while less than `Keep(free=)` is
+        free, others: first those marked bad, then the oldest, and last those that are kept for good. Before
+        `coming_bytes` are written, none that need not make room for these. The newest readable step that is not
+        `broken` stays, and so does the newest of these that is not marked bad.
+        """
+        readable = [step for step, manifest in commits.items() if manifest is not None and step not in broken]
+        sound = commits.sound(readable)
+        stay = {*protected, *readable[-1:], *sound[-1:]}
+        by_rules = self.steps_to_delete(commits, protected=stay, broken=broken)
+        missing, is_before = self.lack_bytes(coming_bytes or 0), coming_bytes is not None
+        if not missing or self._in_newer_format(commits):
+            return [] if is_before else by_rules
+        lasting, unmarked = self.kept_for_good(commits), set(sound)
+        others = [step for step in readable if step not in {*stay, *by_rules}]
+        order = [*by_rules, *sorted(others, key=lambda step: (step in lasting, step in unmarked, step))]
+        return steps_for_room(order, commits, missing, at_least=0 if is_before else len(by_rules))
 
     def protected(self) -> set[int]:
         """The steps that retention keeps now, whatever its rules say, beside the newest."""

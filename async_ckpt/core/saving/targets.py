@@ -284,6 +284,7 @@ class StepTarget(JointTarget):
 
     async def begin(self, check: Callable[[], None]) -> None:
         await super().begin(check)
+        await self._agreement.has_room(check)
         self.storage = self._run.storage
         self.path = self.storage.locate(self._run.folder(self._call.step) if self._agreement.has_others else self._name)
 
@@ -312,7 +313,28 @@ class StepTarget(JointTarget):
             if self._take():
                 self._check.again()
             self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+        if self._agreement.decides and self._run.keep.free is not None:
+            self._make_room()
         return super().open(num_bytes, segment_bytes, max_segments)
+
+    def _make_room(self) -> None:
+        """Delete steps for which there will be no room, before any rank writes."""
+        run = self._run
+        if self.storage.remote:  # it is the folders of nodes
+            self.storage.prove(for_run=True)
+            self._take()
+        self._check.once()
+        try:
+            run.make_room(
+                self._call.step,
+                self._num_bytes + self.num_bytes_beside,
+                in_flight=self._lineage.in_flight(run),
+                broken=self._lineage.damaged,
+                is_part=self._agreement.has_others,
+            )
+        except StorageUnavailableError as error:  # the save may fit all the same
+            run.root.warn_once("room", f"{run.storage.locate('')}: Keep(free=…) could not delete steps: {error}")
+        self._agreement.made_room()
 
     def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:
         if not self._follows():
@@ -531,6 +553,7 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> tuple[Run, Cal
         if ranks.world.rank == 0:
             joint.place = lineage.tiers.choose()
             joint.follows = lineage.tiers.may_follow(runs[joint.place], call.step)
+            joint.makes_room = runs[joint.place].keep.free is not None
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])

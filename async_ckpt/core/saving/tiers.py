@@ -99,7 +99,7 @@ class Tiers:
         ranks: Ranks,
     ) -> None:
         """`in_flight` lists the steps that retention leaves alone at a place. Of several `ranks`, rank 0 copies."""
-        self.runs, self._calls = roots.runs, ranks.calls
+        self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
         self._lock = threading.Lock()
         self._copying = {run: threading.Lock() for run in self.runs}
         self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
@@ -168,7 +168,9 @@ class Tiers:
 
     def _has_room(self, run: Run) -> bool:
         free = None if run.storage.remote else run.storage.free_bytes()
-        return free is None or free >= self._num_bytes
+        if free is None or free >= self._num_bytes:
+            return True
+        return run.can_free(self._num_bytes - free, self._in_flight(run))
 
     def _note_answer(self, run: Run) -> None:
         with self._lock:
@@ -436,6 +438,8 @@ class Mover:
 
     def _may_follow(self, step: int) -> bool:
         is_idle = not (self._is_running or self._is_stopped or self._followed or self._error or self._is_elsewhere)
+        if self.run.keep.free is not None:  # room is made before a copy, and a save does not wait for that
+            return False
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
     def begin_following(self, step: int) -> bool:
@@ -653,6 +657,7 @@ class Mover:
             errors: list[CheckpointError] = []
             for source in holders:
                 try:
+                    self._make_room(source, step)
                     self._copy_step(
                         source,
                         self.run,
@@ -677,6 +682,12 @@ class Mover:
                 raise errors[0]
         self.arrived(step, num_wants)
         self._follow_up(step, monotonic() - begun)
+
+    def _make_room(self, source: Run, step: int) -> None:
+        if self.run.keep.free is not None:
+            manifest = source.manifest(step)
+            in_flight = {*self._in_flight(self.run), *(lent.step for lent in manifest.elsewhere)}
+            self.run.make_room(step, manifest.num_bytes, in_flight=in_flight)
 
     def _follow_up(self, step: int, seconds: float) -> None:
         """After a step has arrived: the tracker, the history and retention, also where the step was held for this."""

@@ -173,6 +173,9 @@ class Storage(Protocol):
         """
         return 0, 0
 
+    num_nodes: int = 1
+    """How many folders it has, each with a part of the bytes: several where each node has one of its own."""
+
     def free_bytes(self) -> int | None:
         """The bytes that may still be written here; None if that is not known, or has no limit."""
         return None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from ...errors import StorageUnavailableError
 from ..host.threads import run_together, running_future, start_thread
 from ..spans import TIMEKEEPER
 from .interface import Reader, Storage
@@ -126,7 +127,7 @@ class AllNodes(_OfNodes):
         Without `peers`, it is the folder that all ranks share.
         """
         super().__init__(root, peers)
-        self.remote = bool(peers)
+        self.remote, self.num_nodes = bool(peers), 1 + len(peers)
         self._number_of = number_of
         self._nodes: dict[str, int] = {}  # of archives, whose names are never given again
         self._chosen: dict[str, int] = {}
@@ -191,6 +192,13 @@ class AllNodes(_OfNodes):
         """The nodes that have an object, this one first."""
         there = self._ask_all("size", path)
         return [HERE] * self._here.exists(path) + [rank for rank in self._peers if there[rank] is not None]
+
+    def free_bytes(self) -> int | None:
+        """The bytes of the node that has the least; None if a node does not answer."""
+        with suppress(StorageUnavailableError):
+            free = [self._here.free_bytes(), *self._ask_all("free_bytes").values()]
+            return min((one for one in free if one is not None), default=None)
+        return None
 
     def hold(self, path: str) -> Callable[[], None]:
         return self._here.hold(path) if self._here.exists(path) else super(LocalStorage, self).hold(path)

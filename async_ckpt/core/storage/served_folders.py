@@ -58,6 +58,7 @@ _QUESTIONS: Final = frozenset(
         "is_held",
         "where",
         "size",
+        "free_bytes",
         "bytes",
         "send",
     ]

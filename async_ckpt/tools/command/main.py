@@ -245,7 +245,11 @@ def prune(
     places: Wheres,
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULE", help="Keep by last=3, every=1000, best=loss:min:2, seconds=86400 or good=2."),
+        typer.Option(
+            metavar="RULE",
+            help="Keep by last=3, every=1000, best=loss:min:2, seconds=86400, good=2 or bytes=200e9; with free=50e9, "
+            "delete the oldest steps until so many bytes are free. Each once.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,

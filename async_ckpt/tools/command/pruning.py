@@ -21,7 +21,7 @@ from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print
 from .selection import ChosenRun, refuse_newer, runs_at
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
-_RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400 or good=2"
+_RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, bytes=200e9 or free=50e9"
 
 
 def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
@@ -41,6 +41,10 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     if kind_of(place) == "trainer":
         if not dry_run:  # before anybody reads a table of what cannot be deleted
             refuse_living_trainer(place, unattended=unattended)
+        if keep.free is not None:
+            raise Answer(
+                f"{place.shown}: --keep free=… is for runs, not for the folder of a trainer; pass bytes=…", USAGE
+            )
         shown = [ShownCheckpoints(place, keep)]
     else:
         chosen = runs_at(place, keep=keep)
@@ -111,7 +115,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
         try:
             if name in ("last", "every", "good"):
                 values[name] = int(text)
-            elif name == "seconds":
+            elif name in ("seconds", "bytes", "free"):
                 values[name] = float(text)
             elif name == "best" and text:
                 values[name] = parse_best(text)
@@ -183,7 +187,7 @@ class _Shown(NamedTuple):
             **{step: "its manifest is damaged" for step, manifest in commits.items() if manifest is None},
             **broken_steps(one.run, commits),
         }
-        going = frozenset(one.run.steps_to_delete(commits, protected=one.run.protected(), broken=broken))
+        going = frozenset(one.run.doomed(commits, protected=one.run.protected(), broken=broken))
         return cls(one.run, commits, broken, going, max(one.run.root.starts, default=None))
 
     def rows(self) -> list[PruneRow]:

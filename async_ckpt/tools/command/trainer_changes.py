@@ -86,7 +86,7 @@ class ShownCheckpoints:
         self.broken: dict[int, str] = {}  # nothing tells without reading all
         self.commits = runs.Commits(
             {
-                step: runs.Manifest(step, "", 1, row.created or 0.0, (), record=row.record)
+                step: runs.Manifest.of_folder(step, row.created or 0.0, row.num_bytes or 0, row.record)
                 for step, row in numbered.items()
             }
         )

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def stays(
         wanted.append(ranked or not any(metric(other) is not None for other in made))
     if rules.seconds is not None:
         wanted.append(made[step] is None or made[step].created + rules.seconds >= NOW)
+    if rules.bytes is not None:
+        newer = [made[other].num_bytes for other in lasting if other >= step and made[other] is not None]
+        wanted.append(sum(newer) <= rules.bytes or step == max(lasting))
     return any(wanted) or not wanted
 
 
@@ -94,7 +98,7 @@ records = st.fixed_dictionaries(
 )
 runs = st.dictionaries(
     st.integers(0, 40),
-    st.none() | st.builds(lambda record, created: Manifest(0, "", 1, created, (), (), record), records, st.integers(0, 110)),
+    st.none() | st.builds(Manifest.of_folder, st.just(0), st.integers(0, 110), st.integers(0, 50), records),
     min_size=1,
     max_size=14,
 )  # fmt: skip
@@ -104,6 +108,7 @@ rule_sets = st.builds(
     every=st.none() | st.integers(1, 8),
     best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
     seconds=st.none() | st.integers(1, 90),
+    bytes=st.none() | st.integers(1, 300),
 )
 
 
@@ -128,7 +133,7 @@ def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protec
 def test_another_rule_keeps_more_and_never_less(made, rules):
     if rules == Keep():
         return
-    more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
+    more = replace(rules, last=rules.last or 2)
 
     assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(deletable_steps(rules, Commits(made), now=NOW))
 
@@ -171,6 +176,7 @@ def test_what_retention_dooms(rules, made, doomed):
         ("whole_folder", "yes"), ("seconds", -1), ("seconds", math.nan), ("seconds", math.inf), ("best", "loss"),
         ("best", ("loss", "best", 1)), ("best", ("loss", "min", 1.5)), ("best", (None, "min", 1)),
         ("best", ("loss", "min", 0)), ("best", ("loss", "min")),
+        *((option, value) for option in ("bytes", "free") for value in (0, -1, True, "5", math.nan, math.inf)),
     ],
 )  # fmt: skip
 def test_a_rule_that_makes_no_sense_says_what_to_give(option, value):

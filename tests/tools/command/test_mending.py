@@ -97,6 +97,7 @@ def test_what_is_shown_is_what_goes(root: Path) -> None:
         (["every=2"], Keep(every=2)),
         (["every=3", "best=loss:max:2"], Keep(every=3, best=("loss", "max", 2))),
         (["seconds=1000"], Keep(seconds=1000)),
+        (["bytes=2.5e6"], Keep(bytes=2.5e6)),
     ],
 )
 def test_it_deletes_what_the_retention_of_a_training_would(tmp_path: Path, rules: list[str], keep: Keep) -> None:
