@@ -6,7 +6,7 @@ In: the roots of a run, live objects, options. Out: the step that they hold now.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,14 @@ class RunRestore:
         see_own_saves: SeeOwnSaves,
         from_ranks: Mapping[str, int] | None,
         fallback: bool,
+        before: Callable[[Sequence[Part], LiveStateDicts], None] = lambda *_: None,
     ) -> None:
+        """`before` the state is filled, it reads what it wants of the archives, of each step that is tried."""
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
-        self._fallback = flag("fallback", fallback)
+        self._fallback, self._before = flag("fallback", fallback), before
         self.state_dicts = LiveStateDicts()
         self.damaged: list[int] = []  # the steps that were skipped
 
@@ -107,6 +109,7 @@ class RunRestore:
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
         self._spans.add("find", self._finds_since)
         try:
+            self._before(parts, self.state_dicts)
             restore_state(
                 parts,
                 self._state,
