@@ -27,7 +27,7 @@ from .errors import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncCheckpointer", "CheckpointError", "CorruptCheckpointError", "Due", "HeldSnapshot", "Keep", "Naming",
+    "AsyncCheckpointer", "CheckpointError", "CorruptCheckpointError", "Due", "Ema", "HeldSnapshot", "Keep", "Naming",
     "NonFinite", "NotCommittedError", "PerRank", "Place", "Publisher", "PullReport", "RngState", "SaveHandle",
     "SaveReport", "StepExistsError", "StorageFullError", "StorageUnavailableError", "Subscriber",
     "TornSnapshotError", "VerifyReport", "Zstd", "errors", "export_hf", "files", "follow", "history", "inspect",
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .core.saving.handle import SaveHandle as SaveHandle
     from .core.saving.policy import Due as Due
     from .core.slicing.sharded import sharded as sharded
-    from .core.spec import Keep as Keep
+    from .core.spec import Ema as Ema, Keep as Keep
     from .core.staging.held_snapshot import HeldSnapshot as HeldSnapshot
     from .core.state.per_rank import PerRank as PerRank
     from .core.state.rng import RngState as RngState
@@ -79,7 +79,7 @@ else:
         ".core.saving.policy": "Due",
         ".core.staging.held_snapshot": "HeldSnapshot",
         ".core.slicing.sharded": "sharded",
-        ".core.spec": "Keep",
+        ".core.spec": "Ema Keep",
         ".core.runs.naming": "Naming",
         ".core.state.per_rank": "PerRank",
         ".core.storage.place": "Place",

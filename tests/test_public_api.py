@@ -19,6 +19,7 @@ NAMES = [
     "CheckpointError",
     "CorruptCheckpointError",
     "Due",
+    "Ema",
     "HeldSnapshot",
     "Keep",
     "Naming",
@@ -86,7 +87,7 @@ SIGNATURES = {
     async_ckpt.merge: "(run, step, destination, *, from_ranks=None, trust=False, verify=True)",
     async_ckpt.files.open_file: "(path, mode='rb')",
     AsyncCheckpointer: (
-        "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
+        "(root, *, keep=None, due=None, guard=None, ema=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
         "exit_timeout=None, progress=False, commit=None, max_bandwidth=None, trace=None, "
         "ranks=None, store=None, differing='keep', check_replicas=False, mesh=None, check=None)"
@@ -128,6 +129,7 @@ SIGNATURES = {
     ),
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False, good=None, bytes=None, free=None)",
+    async_ckpt.Ema: "(decay, groups=('model',))",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None, every=None, volatile=None)",
     async_ckpt.Publisher: "(root, *, anchor_every=20, encoding='xor', keep=None, acknowledged=None, on_rollback=None, host_bytes=None, local=False)",
     async_ckpt.Publisher.publish: "(self, state_or_snapshot, version, config_folder=None, *, guard=None)",

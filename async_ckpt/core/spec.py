@@ -234,6 +234,39 @@ class Keep:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Ema:
+    """An exponential mean of weights, in the archives of a run as the group `ema`.
+
+        AsyncCheckpointer("runs/a", ema=Ema(0.9999))
+
+    It is updated on the host, behind the training, from the copies that saves make: not once in each step. A save that
+    comes n steps after the one before counts `1 - decay**n`, and the first one gives the mean its weights. The mean
+    is in float32, and takes four bytes of host memory for each weight; while a save is under way, a copy of the weights
+    is beside it. Integers are copied.
+
+    Args:
+        decay: the share of the mean that one step leaves, above 0 and below 1, such as 0.9999.
+        groups: the entries of the state, at its top level, whose tensors are averaged.
+
+    Raises ValueError and TypeError for arguments that are not valid.
+    """
+
+    decay: float
+    groups: Sequence[str] = ("model",)
+
+    def __post_init__(self) -> None:
+        decay = self.decay
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+            raise ValueError(f"Ema(decay) must be a number above 0 and below 1, such as 0.9999, got {decay!r:.100}")
+        groups = entry_names("Ema(groups=…)", self.groups)
+        if not groups or "ema" in groups or not all(isinstance(name, str) for name in groups):
+            raise ValueError(
+                f"Ema(groups=…) must be names of entries of the state, other than 'ema', got {groups!r:.100}"
+            )
+        object.__setattr__(self, "groups", tuple(dict.fromkeys(groups)))
+
+
 def keep_of(keep: Keep | int | None) -> Keep:
     """The rules that `keep=` stands for.
 

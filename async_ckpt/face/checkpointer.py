@@ -40,8 +40,9 @@ from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
 from ..core.saving.tiers import Places
+from ..core.saving.weight_mean import WeightMean
 from ..core.spans import wall_time
-from ..core.spec import Keep, flag, keep_of, whole_count, whole_step
+from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
@@ -74,6 +75,7 @@ class AsyncCheckpointer(RunReader):
             `Place(…, keep=…)` gives one of several places a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
             signals, the checkpointer must be constructed on the main thread.
+        ema: `Ema(decay, groups=…)` keeps an exponential mean of weights in the archives, as the group `ema`.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
         host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
@@ -127,6 +129,7 @@ class AsyncCheckpointer(RunReader):
         keep: int | Keep | None = None,
         due: Due | None = None,
         guard: Any = None,
+        ema: Ema | None = None,
         host_bytes: int | None = None,
         segment_bytes: int | None = None,
         on_overlap: OnOverlap = "wait",
@@ -156,6 +159,7 @@ class AsyncCheckpointer(RunReader):
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
         )
         self.roots, self.root = self._roots.names, self._roots.names[0]
+        self._mean = None if ema is None else WeightMean(ema)
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
             Meeting(ranks, store=store),
@@ -254,6 +258,7 @@ class AsyncCheckpointer(RunReader):
             guard=self._guard if guard is INHERITED else guard,
             is_own_guard=guard is not INHERITED,
             select=select,
+            mean=self._mean,
         )
         try:  # the other ranks learn of an error on this one
             request.check(
@@ -268,6 +273,7 @@ class AsyncCheckpointer(RunReader):
             if request.joint is not None:
                 self._ranks.failed(request.joint, error)
             raise
+        request.begun(handle.staging_completion)
         if self._lineage.tiers.movers:
             handle.places = Places(self._lineage.tiers, step)
         self._policy.follow(step, handle)
@@ -366,7 +372,7 @@ class AsyncCheckpointer(RunReader):
         need not wait for that. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not call it.
         """
         with self._ranks.meeting_ahead(per_rank) as meet:
-            self._saver.prewarm(state, meet)
+            self._saver.prewarm(state if self._mean is None else self._mean.planned(state), meet)
 
     def release(self) -> None:
         """Free the host memory that no save is using. The next save takes it again.
@@ -374,6 +380,8 @@ class AsyncCheckpointer(RunReader):
         ckpt.release()
         """
         self._saver.pool.release()
+        if self._mean is not None:
+            self._mean.release()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, including retention, and raise the first error not retrieved yet.
@@ -513,27 +521,31 @@ class AsyncCheckpointer(RunReader):
         # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
         from ..core.loading.restore import RestoreOptions
         from ..core.loading.run_restore import RunRestore
+        from .mean_restore import MeanRestore
 
         step = None if step is None else whole_step(step)
         if marked not in (None, "good") or (marked and step is not None):
             raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
+        options = RestoreOptions(
+            select,
+            None if strict is None else flag("strict", strict),
+            flag("trust", trust),
+            verify,
+            types,
+            goes_back=self._policy.has_step,
+        )
+        mean = MeanRestore(self._mean, state, options, self._saver.pool)
         call = RunRestore(
             self._roots,
             state,
-            RestoreOptions(
-                select,
-                None if strict is None else flag("strict", strict),
-                flag("trust", trust),
-                verify,
-                types,
-                goes_back=self._policy.has_step,
-            ),
+            options,
             ranks=self._ranks,
             pool=self._saver.pool,
             see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
             from_ranks=from_ranks,
             fallback=fallback,
             only_good=marked == "good",
+            before=mean.read,
         )
         with observed("restore", self.roots) as operation:
             restored = call.restore(step, broadcast, operation.spans)
@@ -548,6 +560,7 @@ class AsyncCheckpointer(RunReader):
             for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             return None
+        mean.end(restored)
         newest = self._roots.latest()
         behind = newest is not None and restored < newest
         if behind and is_first:

@@ -6,7 +6,7 @@ In: the roots of a run, live objects, options. Out: the step that they hold now.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,14 @@ class RunRestore:
         from_ranks: Mapping[str, int] | None,
         fallback: bool,
         only_good: bool,
+        before: Callable[[Sequence[Part], LiveStateDicts], None] = lambda *_: None,
     ) -> None:
+        """`before` the state is filled, it reads what it wants of the archives, of each step that is tried."""
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
-        self._fallback, self._only_good = flag("fallback", fallback), only_good
+        self._fallback, self._only_good, self._before = flag("fallback", fallback), only_good, before
         self.state_dicts = LiveStateDicts()
         self._skipped: dict[int, str] = {}  # steps, and why
 
@@ -116,6 +118,7 @@ class RunRestore:
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
         self._spans.add("find", self._finds_since)
         try:
+            self._before(parts, self.state_dicts)
             restore_state(
                 parts,
                 self._state,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
 from ..ranks.calls import JointSave
@@ -16,6 +17,7 @@ from ..runs.manifest import GroupLocation
 from ..runs.run import Run
 from ..spec import entry_names, flag
 from ..staging.guard import refuse_guard
+from ..staging.snapshot import Snapshot
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
@@ -23,6 +25,7 @@ from .lineage import Lineage, StateOutline, StepCall, StepContents
 from .story import UnchangedIn
 from .target import Target
 from .targets import begin_step, folder_target
+from .weight_mean import GROUP, WeightMean
 
 MakeTarget: TypeAlias = Callable[[StepContents | None], Target]
 
@@ -51,6 +54,7 @@ class SaveRequest(ABC):
     guard: Any = None
     select: Select = None
     joint: JointSave | None = None  # the save as all ranks see it, where there are several
+    copy: Snapshot | None = None  # made first, for this save to be filled from; `written` sets it
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
 
     @property
@@ -166,14 +170,17 @@ class StepRequest(SaveRequest):
         guard: Any,
         is_own_guard: bool,
         select: Select,
+        mean: WeightMean | None,
     ) -> None:
-        """`is_own_guard`: the guard is of this call, and not the checkpointer's."""
+        """`is_own_guard`: the guard is of this call, and not the checkpointer's. A part of a state has no `mean`."""
         self.step = step
         self.guard, self.select = guard, select
         self.joint: JointSave | None = ranks.called(step)
         self._call = StepCall(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
         self._lineage, self._ranks = lineage, ranks
+        self.mean = mean if select is None else None
+        self._of_mean: Collection[Future[None]] = ()  # of the copy of the weights, and of the mean
 
     def check(
         self,
@@ -191,6 +198,14 @@ class StepRequest(SaveRequest):
             raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
         own = entry_names("per_rank", per_rank)
         check_entries(state, own, "per_rank")
+        if self.mean is not None:
+            check_entries(state, self.mean.groups, "Ema(groups=…)")
+            if GROUP in state or GROUP in (driver or ()):
+                raise ValueError(f"ema= adds the entry {GROUP!r} to the state, which has one; rename that")
+            if not {*unchanged}.isdisjoint(self.mean.groups):
+                raise ValueError(f"ema= averages {', '.join(self.mean.groups)}; leave that out of unchanged=")
+            if not {*own}.isdisjoint(self.mean.groups):
+                own = (*own, GROUP)
         if driver is not None:
             check_driver(driver, state)
         self._call = StepCall(
@@ -223,14 +238,21 @@ class StepRequest(SaveRequest):
         groups, call = self._lineage.groups, self._call
         number = groups.begin(call.step)
         left, borrowed = groups.without(state, call, number, run=self._run)
+        if self.mean is not None:
+            left, self._of_mean, self.copy = self.mean.joined(left, call.step, self.guard)
         return Written(left, call.per_rank, borrowed, number)
 
     def contents(self, written: Written, captured: Capture) -> StepContents:
         if self._is_own_guard:
-            refuse_guard(captured.completions, self.guard)
+            refuse_guard([one for one in captured.completions if one not in self._of_mean], self.guard)
         # Nothing can be borrowed from a step that was saved in part.
         outline = StateOutline(captured) if self.select is None else None
         return StepContents(self._call, written.number, written.borrowed, outline)
+
+    def begun(self, staged: Future[None]) -> None:
+        """The save has begun, and is in host memory once `staged` is done."""
+        if self.mean is not None and self._of_mean:
+            self.mean.follow(staged)
 
     def unchanged_in(self, written: Written) -> UnchangedIn:
         lineage, borrowed = self._lineage, {lent.group for lent in written.borrowed}

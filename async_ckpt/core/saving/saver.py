@@ -108,6 +108,7 @@ class Saver:
             with self._trace.span("plan", step=step):
                 plan = self._plan(request, optimizers, slot)
                 save = self._started(plan, optimizers, spans)
+                save.snapshot.after = request.copy
             get_loop().soon(partial(self._begin_state, save, slot, plan.device))
             del plan  # the snapshot alone keeps the tensors alive
             with self._trace.span("snapshot", step=step):

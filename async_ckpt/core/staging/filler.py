@@ -3,8 +3,9 @@
 In: the tensors of one instant, and the segments of their archive. Out: leases, handed on one by one as they are filled.
 Knows nothing of: optimizers, files, commits.
 
-The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later;
-a segment with both is filled in two goes, and its lease is kept in between as far as the lender can spare it. A thread
+The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later,
+and one with bytes of other snapshots last, once these are complete. A segment with several kinds is filled in two goes,
+and its lease is kept in between as far as the lender can spare it. A thread
 that is free takes the next job together with its lease. Copies on the host are done when the fill returns; those from a
 device are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
 """
@@ -59,24 +60,32 @@ class SegmentJob:
 
 
 def _split(
-    segments: Sequence[SegmentPlan], may_be_late: frozenset[int], may_hold: int
-) -> tuple[list[SegmentJob], list[SegmentJob]]:
-    """The jobs for now and for later. At most `may_hold` segments are filled in two goes, and are in both."""
+    segments: Sequence[SegmentPlan], may_be_late: frozenset[int], frozen: frozenset[int], may_hold: int
+) -> tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]]:
+    """The jobs for now, for later, and for the time when the frozen tensors have their bytes, which are late, too. At
+    most `may_hold` segments are filled in two goes, and are in two of these.
+    """
     now: list[SegmentJob] = []
     later: list[SegmentJob] = []
+    last: list[SegmentJob] = []
     num_held = 0
     for segment in segments:
-        late = [p for p in segment.pieces if p.tensor in may_be_late] if may_be_late else []
-        urgent = [p for p in segment.pieces if p.tensor not in may_be_late] if late else segment.pieces
-        if may_be_late and not urgent:
-            later.append(SegmentJob(segment, late))
-        elif late and num_held < may_hold:
+        rest = [p for p in segment.pieces if p.tensor in frozen] if frozen else []
+        first, second = [p for p in segment.pieces if p.tensor not in frozen] if rest else segment.pieces, last
+        is_urgent = not may_be_late or any(p.tensor not in may_be_late for p in first)
+        if is_urgent and not rest and may_be_late:
+            rest, second = [p for p in first if p.tensor in may_be_late], later
+            first = [p for p in first if p.tensor not in may_be_late] if rest else first
+        if not first and may_be_late:
+            (last if rest else later).append(SegmentJob(segment, rest))
+        elif rest and num_held < may_hold:
             num_held += 1
-            now.append(SegmentJob(segment, urgent, rest=late))
-            later.append(now[-1])
+            job = SegmentJob(segment, first, rest=rest)
+            (now if is_urgent else later).append(job)
+            second.append(job)
         else:
-            now.append(SegmentJob(segment, segment.pieces))
-    return now, later
+            (now if is_urgent or rest else later).append(SegmentJob(segment, segment.pieces))
+    return now, later, last
 
 
 class SegmentFiller:
@@ -101,7 +110,7 @@ class SegmentFiller:
         most = host.lender.max_segments
         # The receiver keeps its tail until it has all other segments; at least one must stay free.
         may_hold = min(most // 2, most - receiver.num_tail - 1)
-        self._now, self._later = _split(segments, source.may_be_late, may_hold)
+        self._now, self._later, self._last = _split(segments, source.may_be_late, source.frozen, may_hold)
         # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
         # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
         # it holds `_changed`, nor any lock of the lender or the receiver.
@@ -116,11 +125,11 @@ class SegmentFiller:
     @property
     def fills_now(self) -> bool:
         """False if every byte is copied later."""
-        return bool(self._now or not self._later)
+        return bool(self._now or not self.fills_later)
 
     @property
     def fills_later(self) -> bool:
-        return bool(self._later)
+        return bool(self._later or self._last)
 
     @property
     def progress(self) -> str:
@@ -135,8 +144,12 @@ class SegmentFiller:
         self._fill(self._now, self._num_helpers(), late=False)
 
     def fill_later(self) -> None:
-        """Fill the rest in the same way; `save` has returned. One processor stays with the training."""
+        """Fill the deferred rest in the same way; `save` has returned. One processor stays with the training."""
         self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+
+    def fill_last(self) -> None:
+        """Fill what is part of other snapshots, which are complete by now."""
+        self._fill(self._last, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
 
     def all_enqueued(self) -> None:
         """No more fills follow: when the devices have copied everything, `on_end` is called."""
@@ -168,7 +181,7 @@ class SegmentFiller:
                 self._give_back_memory()
         finally:
             # Drop the jobs, and the snapshot, which refers to this object.
-            self._now, self._later, self._on_end = [], [], lambda _: None
+            self._now, self._later, self._last, self._on_end = [], [], [], lambda _: None
         if interrupt is not None:
             raise interrupt
 
@@ -178,7 +191,7 @@ class SegmentFiller:
         try:
             quiet = self._source.are_devices_quiet()
         finally:
-            for job in (*self._now, *self._later):
+            for job in (*self._now, *self._later, *self._last):
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
                         lease.release()

@@ -69,6 +69,7 @@ class Snapshot(StepHolder):
         self.stage_seconds = 0.0
         self._start = host.clock()
         self.keeps: object = None  # kept alive until the last copy has ended
+        self.after: Snapshot | None = None  # that it copies from, and was made for it
         self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
         self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
         self._tripwires: Tripwires | None = None
@@ -121,6 +122,7 @@ class Snapshot(StepHolder):
             try:
                 filler.fill_now()
                 if not filler.fills_later:
+                    self._let_go()
                     self._all_enqueued()
             except BaseException as error:
                 outcome.put(error)
@@ -155,7 +157,8 @@ class Snapshot(StepHolder):
     @property
     def stall_seconds(self) -> float:
         """Seconds that the guard has held the thread, and copies the streams, so far."""
-        return self._barrier.seconds + self._source.stall_seconds()
+        before = 0.0 if self.after is None else self.after.stall_seconds
+        return before + self._barrier.seconds + self._source.stall_seconds()
 
     def _progress(self) -> str:
         return f"{self._source.wording.what}: {self._filler.progress}"
@@ -164,18 +167,23 @@ class Snapshot(StepHolder):
 
     def _fill_later(self) -> None:
         try:
-            self._source.wait_for_frozen()
             self._filler.fill_later()
+            self._let_go()  # the other snapshots have guards of their own
+            self._source.wait_for_frozen()
+            self._filler.fill_last()
             self._all_enqueued()
         except BaseException as error:
             self._end(error)
 
-    def _all_enqueued(self) -> None:
+    def _let_go(self) -> None:
+        """Every copy of a tensor that may change is enqueued: let the optimizers step."""
         if self._tripwires:
             self._tripwires.look_at_bytes()
+        self._barrier.lift()
+
+    def _all_enqueued(self) -> None:
         with self._deciding:
             self._phase.go(_CopyPhase.ENQUEUED)
-        self._barrier.lift()
         self._filler.all_enqueued()
 
     def _on_end_of_fill(self, error: BaseException | None) -> None:

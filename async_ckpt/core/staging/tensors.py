@@ -61,7 +61,7 @@ class SourceTensors:
         bytes later, too: not so for a held snapshot, whose readers take arrays as they are after the call.
         """
         self.specs, self.tensors, self.deferred = specs, tensors, deferred
-        self._frozen, self._after, self.wording = frozen, after, wording
+        self.frozen, self._after, self.wording = frozen, after, wording
         self.devices: dict[torch.device, Device] = {}
         # The device of each tensor at the call: a parameter may move to another one.
         self._device_of: list[Device | None] = [None] * len(tensors)
@@ -70,17 +70,19 @@ class SourceTensors:
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
         self._storages: list[Any] = []  # are kept until all is copied
         self._addresses: dict[int, int] = {}  # of those on devices
-        # Under a guard no tensor is frozen, so that the bytes of all are there.
         self._small = self._small_ones() if deferred and copies_small else ()
         self._copies: torch.Tensor | None = None  # of the small ones
 
     def _small_ones(self) -> list[int]:
-        """The numbers of small tensors on the host, such as the steps of AdamW. No deferred tensor is small."""
+        """The numbers of small tensors on the host, such as the steps of AdamW. No deferred tensor is small, and frozen
+        ones may lack their bytes.
+        """
         small: list[int] = []
         left = _MAX_SMALL_BYTES
         for i, tensor in enumerate(self.tensors):
             num_bytes = tensor.nbytes
-            if num_bytes <= min(left, _SMALL_BYTES) and is_on_host(tensor) and is_dense(tensor):
+            is_small = num_bytes <= min(left, _SMALL_BYTES) and i not in self.frozen
+            if is_small and is_on_host(tensor) and is_dense(tensor):
                 small.append(i)
                 left -= num_bytes
                 if len(small) == _MAX_SMALL:
@@ -119,14 +121,14 @@ class SourceTensors:
     @property
     def may_be_late(self) -> frozenset[int]:
         """The numbers of the tensors that may be copied after `save` has returned."""
-        return self._frozen.union(self.deferred, self._small)
+        return self.frozen.union(self.deferred, self._small)
 
     def needs_frozen(self, numbers: Iterable[int]) -> bool:
         """True if copying these tensors has to wait for the snapshots that frozen tensors are parts of.
 
         Without any frozen tensor, all tensors are copied at once, those of other snapshots among them.
         """
-        return bool(self._after) and not (self._frozen and self._frozen.isdisjoint(numbers))
+        return bool(self._after) and not (self.frozen and self.frozen.isdisjoint(numbers))
 
     def wait_for_frozen(self) -> None:
         for completion in self._after:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy as shallow_copy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -75,8 +76,15 @@ class SnapshotCopies:
         self.per_rank, self.placed, self.notes = captured.per_rank, captured.placed, captured.notes
         self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
-        self._specs, self._marks = captured.specs, captured.marks
+        self.specs, self._marks = captured.specs, captured.marks
         self._pid = os.getpid()
+
+    def with_copies(self, copies: list[torch.Tensor], completion: Future[None]) -> SnapshotCopies:
+        """Other copies with the same names, which are no tensors of the user's."""
+        other = shallow_copy(self)
+        other._copies, other.completion = copies, completion
+        other._marks, other.modules, other.notes = [None] * len(copies), {}, {}
+        return other
 
     def close(self) -> None:
         self._copies = None
@@ -117,7 +125,7 @@ class SnapshotCopies:
                 return copy if placed is None else placed.around(copy)
             if stored.kind == "bytes":
                 return bytes(copy.numpy())
-            spec = self._specs[stored.number]
+            spec = self.specs[stored.number]
             return stored.as_array(copy.view(dtype_named(spec.dtype)).view(spec.shape))
 
         return replaced(structure, give, of_inner=_around_copies)

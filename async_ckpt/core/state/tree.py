@@ -515,14 +515,15 @@ def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
             yield from leaves(item)
 
 
-def has_inner_tensors(value: Any) -> bool:
-    """True if a decoded structure has a wrapped tensor."""
+def inner_tensors(value: Any) -> Iterator[InnerTensors]:
+    """The wrapped tensors in a decoded structure."""
     if isinstance(value, SavedRecord):
-        return has_inner_tensors(value.fields)
-    if isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
-        items = value.values() if isinstance(value, dict) else value
-        return isinstance(value, InnerTensors) or any(map(has_inner_tensors, items))
-    return False
+        yield from inner_tensors(value.fields)
+    elif isinstance(value, InnerTensors):
+        yield value
+    elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from inner_tensors(item)
 
 
 class _Decoder:

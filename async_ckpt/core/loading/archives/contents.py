@@ -351,6 +351,10 @@ class Part(NamedTuple):
     manifest: Manifest | None = None
     """The manifest that names it, if one does."""
 
+    def has_group(self, name: str) -> bool:
+        """Whether the entry of this name at the top level is to be taken from it."""
+        return name in (self.archive.entries() or ()) if self.groups is None else name in self.groups
+
     @property
     def keeps_empty(self) -> bool:
         """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""

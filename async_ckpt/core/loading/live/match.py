@@ -46,7 +46,7 @@ from ...state.tree import (
     ValuesByRank,
     classes_at,
     facts_of,
-    has_inner_tensors,
+    inner_tensors,
     leaves,
     note_at,
     replaced,
@@ -186,7 +186,7 @@ class Match(ContainerMatch):
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
-        are_wrapped = has_inner_tensors(saved)
+        are_wrapped = next(inner_tensors(saved), None) is not None
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or are_wrapped or may_lack):
             return None

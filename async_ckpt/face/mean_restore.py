@@ -1,0 +1,42 @@
+"""The mean of weights in one call of `AsyncCheckpointer.restore`.
+
+In: open archives of a step. Out: the mean that they have, or none. Knows nothing of: steps, how a mean is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..core.host.pool import SegmentPool
+from ..core.loading.archives.contents import Part
+from ..core.loading.live.state_dicts import LiveStateDicts
+from ..core.loading.restore import RestoreOptions, restore_state
+from ..core.saving.weight_mean import GROUP, Mean, WeightMean
+from ..errors import StateMismatchError
+
+
+class MeanRestore:
+    """Reads the mean before the state is filled, so that a mean of other weights is an error that changes nothing."""
+
+    def __init__(self, mean: WeightMean | None, state: Any, options: RestoreOptions, pool: SegmentPool) -> None:
+        self._mean = mean if options.select is None else None  # a part of a state leaves it as it is
+        self._state, self._options, self._pool = state, options, pool
+        self._found: Mean | None = None
+
+    def read(self, parts: Sequence[Part], state_dicts: LiveStateDicts) -> None:
+        """Raises StateMismatchError for a mean of other weights; with `strict=False`, there is none then."""
+        self._found, having = None, [part for part in parts if part.has_group(GROUP)]
+        if self._mean is None or not having:
+            return
+        tensors, found = self._mean.live(self._state, state_dicts.of)
+        options = self._options._replace(strict=None, goes_back=False)
+        with suppress(*() if self._options.compares_names else (StateMismatchError,)):
+            restore_state(having, {GROUP: tensors}, options, pool=self._pool, state_dicts=state_dicts)
+            self._found = found
+
+    def end(self, step: int) -> None:
+        """The state has the bytes of this step now."""
+        if self._mean is not None:
+            self._mean.restored(self._found, step)
