@@ -47,6 +47,7 @@ from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
 from ..core.trace import TraceFile
 from ..errors import CheckpointError
+from .tracking import ExperimentTracker, Tracking
 
 if TYPE_CHECKING:
     from ..core.host.pool import SegmentPool
@@ -114,6 +115,7 @@ class AsyncCheckpointer(RunReader):
 
     _is_preempted = False
     _owner_notes: Sequence[str] = ()  # the newest that a warning has told
+    _tracked: Sequence[Tracking] = ()
     _interval: SaveInterval | None = None  # rank 0's, as of the last `should_save`
 
     def __init__(
@@ -370,6 +372,34 @@ class AsyncCheckpointer(RunReader):
         """
         return self._lineage.catch_up()
 
+    def track(
+        self,
+        tracker: ExperimentTracker,
+        *,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        """Tell an experiment tracker of every commit and restore from now on: a reference, and the save's numbers.
+
+            ckpt.track(WandbTracker(), best=("loss", "min"))  # of async_ckpt.integrations.wandb
+
+        Call it before `restore`. With several ranks, rank 0 tells; the others may call it, too. A tracker is called on
+        a thread of its own, and holds up no save; its first error is logged as a warning. It misses operations once a
+        thousand are waiting for it, which is logged once. `close` waits for it.
+
+        Args:
+            tracker: `WandbTracker`, `MlflowTracker`, `TrackioTracker` or `TensorBoardTracker`, each of a module of
+                `async_ckpt.integrations`; or an object of your own with the methods `committed` and `restored`.
+            best: a metric of the records and which end of it is best, for the alias `best`; by default that of
+                `Keep(best=…)`.
+            timeout: how many seconds `close` waits at most until the tracker has taken everything.
+
+        Raises TypeError if it is no tracker, and ValueError for a `best` that is not valid.
+        """
+        ranks = self._ranks  # a listener must not keep the checkpointer alive
+        tracking = Tracking(tracker, self._roots, best, is_first_rank=lambda: ranks.world.rank == 0, timeout=timeout)
+        self._tracked = (*self._tracked, tracking)
+
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
 
@@ -399,6 +429,8 @@ class AsyncCheckpointer(RunReader):
                 self._tell_of_training()
                 self._ranks.close()
                 self._roots.close()
+                for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
+                    tracking.close()
         if self._saver.belongs_here:
             self._saver.wait()
 
