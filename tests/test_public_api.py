@@ -114,6 +114,7 @@ SIGNATURES = {
     AsyncCheckpointer.records: "(self)",
     AsyncCheckpointer.history: "(self)",
     AsyncCheckpointer.best: "(self, metric, *, mode)",
+    AsyncCheckpointer.track: "(self, tracker, *, best=None, timeout=10.0)",
     AsyncCheckpointer.metrics: "(self, prefix='')",
     AsyncCheckpointer.prewarm: "(self, state, *, per_rank=())",
     AsyncCheckpointer.close: "(self)",

@@ -50,6 +50,7 @@ from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
 from ..core.trace import TraceFile
 from ..errors import CheckpointError
+from .tracking import ExperimentTracker, Tracking
 
 if TYPE_CHECKING:
     from ..core.host.pool import SegmentPool
@@ -120,6 +121,7 @@ class AsyncCheckpointer(RunReader):
 
     _is_preempted = False
     _owner_notes: Sequence[str] = ()  # the newest that a warning has told
+    _tracked: Sequence[Tracking] = ()
     _interval: SaveInterval | None = None  # rank 0's, as of the last `should_save`
 
     def __init__(
@@ -149,9 +151,7 @@ class AsyncCheckpointer(RunReader):
         mesh: Any = None,
         check: NonFinite | None = None,
     ) -> None:
-        if on_rollback not in (None, "retire"):
-            raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
-        _refuse_rules(commit, due, check)
+        _refuse_rules(commit, due, check, on_rollback)
         due = due or Due()
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
@@ -401,6 +401,34 @@ class AsyncCheckpointer(RunReader):
         """
         return self._lineage.catch_up()
 
+    def track(
+        self,
+        tracker: ExperimentTracker,
+        *,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        """Tell an experiment tracker of every commit and restore from now on: a reference, and the save's numbers.
+
+            ckpt.track(WandbTracker(), best=("loss", "min"))  # of async_ckpt.integrations.wandb
+
+        Call it before `restore`. With several ranks, rank 0 tells; the others may call it, too. A tracker is called on
+        a thread of its own, and holds up no save; its first error is logged as a warning. It misses operations once a
+        thousand are waiting for it, which is logged once. `close` waits for it.
+
+        Args:
+            tracker: `WandbTracker`, `MlflowTracker`, `TrackioTracker` or `TensorBoardTracker`, each of a module of
+                `async_ckpt.integrations`; or an object of your own with the methods `committed` and `restored`.
+            best: a metric of the records and which end of it is best, for the alias `best`; by default that of
+                `Keep(best=…)`.
+            timeout: how many seconds `close` waits at most until the tracker has taken everything.
+
+        Raises TypeError if it is no tracker, and ValueError for a `best` that is not valid.
+        """
+        ranks = self._ranks  # a listener must not keep the checkpointer alive
+        tracking = Tracking(tracker, self._roots, best, is_first_rank=lambda: ranks.world.rank == 0, timeout=timeout)
+        self._tracked = (*self._tracked, tracking)
+
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
 
@@ -430,6 +458,8 @@ class AsyncCheckpointer(RunReader):
                 self._tell_of_training()
                 self._ranks.close()
                 self._roots.close()
+                for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
+                    tracking.close()
         if self._saver.belongs_here:
             self._saver.wait()
 
@@ -523,9 +553,7 @@ class AsyncCheckpointer(RunReader):
         from ..core.loading.run_restore import RunRestore
         from .mean_restore import MeanRestore
 
-        step = None if step is None else whole_step(step)
-        if marked not in (None, "good") or (marked and step is not None):
-            raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
+        step = _one_of(step, marked)
         options = RestoreOptions(
             select,
             None if strict is None else flag("strict", strict),
@@ -572,12 +600,16 @@ class AsyncCheckpointer(RunReader):
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):
             self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored)[0])
-        knows_more = is_first and self._policy.has_interval
-        self._policy.restored(restored, Past.of(events_at(self._roots)) if knows_more else None, seconds=seconds)
-        self._tell_of_training()
+        self._count_from(restored, seconds, knows_all=is_first)
         return restored
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _count_from(self, step: int, seconds: float, *, knows_all: bool) -> None:
+        """Have the rules of `should_save` go on from a step whose restore took so many seconds. Rank 0 `knows_all`."""
+        past = Past.of(events_at(self._roots)) if knows_all and self._policy.has_interval else None
+        self._policy.restored(step, past, seconds=seconds)
+        self._tell_of_training()
 
     def _see_own_saves(
         self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
@@ -619,8 +651,19 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _refuse_rules(commit: str | None, due: object, check: object) -> None:
-    """Raise TypeError for another type of `due` or `check`, and ValueError for `commit`, or warn of it."""
+def _one_of(step: int | None, marked: str | None) -> int | None:
+    """The step, if there is one. Raises ValueError for another kind of mark than "good", and for both."""
+    if marked not in (None, "good") or (marked and step is not None):
+        raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
+    return None if step is None else whole_step(step)
+
+
+def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: object) -> None:
+    """Raise TypeError for another type of `due` or `check`, and ValueError for `on_rollback` or `commit`, or warn of
+    `commit`.
+    """
+    if on_rollback not in (None, "retire"):
+        raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
     if due is not None and not isinstance(due, Due):
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
     if check is not None and not isinstance(check, NonFinite):

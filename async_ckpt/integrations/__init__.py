@@ -10,6 +10,7 @@
 - `verl/`: verl's checkpoint manager for FSDP, and engines that have it; `verl_weights/`: a checkpoint engine for verl.
 - `vllm/`: a source, transfer engines and a model loader for vLLM; `sglang.py`: weights for SGLang's engines;
   `parameter_server.py`: for checkpoint-engine's server.
+- `wandb.py`, `mlflow.py`, `trackio.py`, `tensorboard.py`: experiment trackers, for `AsyncCheckpointer.track`.
 - `prometheus.py`, `opentelemetry.py`: metrics, and traces, of which `measurements.py` knows the names.
 - `dcp/`: storage writer, storage reader, stager and converters for torch.distributed.checkpoint.
 """

@@ -1,0 +1,141 @@
+"""Experiment trackers: what they are told of the steps of a run.
+
+In: operations that have ended, the commits of the run. Out: calls of a tracker, on a thread of its own. Knows nothing
+of: the packages of trackers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+from ..core.host.operations import Ended, listen
+from ..core.report import SaveReport
+from ..core.runs.manifest import Manifest
+from ..core.runs.retention import best_of
+from ..core.runs.roots import Roots
+from ..core.runs.run import Run
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class ExperimentTracker(Protocol):
+    """A class of `async_ckpt.integrations`, or your own. It is called on one thread, and may block or raise there.
+
+    A reference is plain JSON data. `url` is the folder of the step, or of a local run its file:// URL; `step`,
+    `num_bytes` (of all ranks), `created` (seconds since the epoch) and `record` are those of the commit; `digest` is
+    the one with which its manifest.json begins. `roots` are all places of the run. `name` stands for the run, in
+    letters, digits, dots, dashes and underscores, and is the same at each start.
+    """
+
+    def committed(self, reference: dict[str, Any], numbers: dict[str, float], aliases: Sequence[str]) -> None:
+        """A step is committed. `numbers` is its report, under constant keys such as "ckpt/stall_seconds". `aliases`
+        holds "latest" if no newer step is committed, and "best" if none has a better value of the metric.
+        """
+
+    def restored(self, reference: dict[str, Any]) -> None:
+        """The training goes on from this step."""
+
+
+class Tracking:
+    """Tells one tracker of the steps of one checkpointer, which creates it, and closes it. `_tell` is called on the
+    thread of the listener.
+    """
+
+    def __init__(
+        self,
+        tracker: ExperimentTracker,
+        roots: Roots,
+        best: tuple[str, Literal["min", "max"]] | None,
+        *,
+        is_first_rank: Callable[[], bool],
+        timeout: float,
+    ) -> None:
+        if not (callable(getattr(tracker, "committed", None)) and callable(getattr(tracker, "restored", None))):
+            raise TypeError(
+                "a tracker has the methods committed() and restored(), such as async_ckpt.integrations.wandb."
+                f"WandbTracker(); got {tracker!r:.100}"
+            )
+        if best is not None and not (isinstance(best, tuple) and len(best) == 2 and best[1] in ("min", "max")):
+            raise ValueError(f'best must be a metric of the records, and "min" or "max", got {best!r:.100}')
+        if best is None and (kept := roots.runs[0].keep.best) is not None:
+            best = kept[:2]
+        self._tracker, self._roots, self._best = tracker, roots, best
+        self._is_first_rank, self._timeout = is_first_rank, timeout
+        self._has_warned = False
+        self._listening = listen(self._tell)
+
+    def close(self) -> None:
+        """Wait until the tracker has taken everything, for `timeout` seconds at most. May be called again."""
+        if not self._listening.flush(self._timeout):
+            _log.warning(
+                "%s has not taken the last checkpoints within %g s, and is given up; they are committed, and "
+                "async_ckpt.history(%r) lists them",
+                self,
+                self._timeout,
+                self._roots.names[0],
+            )
+        self._listening.close()
+
+    def _tell(self, ended: Ended) -> None:
+        if ended.roots != self._roots.names or ended.step is None or ended.outcome != "done":
+            return
+        try:
+            if not self._is_first_rank():
+                return
+            run = self._run_with(ended.step)
+            if ended.kind == "restore":
+                self._tracker.restored(_reference(run, run.manifest(ended.step), self._roots))
+            elif isinstance(ended.report, SaveReport):
+                self._tell_of_commit(run, ended.step, ended.report.as_dict("ckpt/"))
+        except Exception as error:
+            if not self._has_warned:
+                _log.warning("%s has failed at step %d: %r. Saves go on; its later errors are not logged",
+                             self, ended.step, error)  # fmt: skip
+            self._has_warned = True
+
+    def _tell_of_commit(self, run: Run, step: int, numbers: dict[str, float]) -> None:
+        commits = run.view()
+        if (manifest := commits.get(step)) is None:  # retention has deleted it while the tracker was slow
+            return
+        aliases = ["latest"] if step == max(commits) else []
+        if self._best and step in (best_of(list(commits), commits, (*self._best, 1)) or ()):
+            aliases.append("best")
+        self._tracker.committed(_reference(run, manifest, self._roots), numbers, aliases)
+
+    def _run_with(self, step: int) -> Run:
+        """The place that the step was committed at, which is known without a request, or that it is read from."""
+        known = (run for run in self._roots.runs if step in run.root.known)
+        return next(known, None) or self._roots.holding(step)[0]
+
+    def __repr__(self) -> str:
+        return type(self._tracker).__qualname__
+
+
+def _reference(run: Run, manifest: Manifest, roots: Roots) -> dict[str, Any]:
+    first, root = (_url(one.storage.locate("")).rstrip("/") for one in (roots.runs[0], run))
+    return {
+        "name": f"{re.sub('[^A-Za-z0-9._-]', '-', first.rpartition('/')[2])}-{zlib.crc32(first.encode()):08x}",
+        "url": f"{root}/{run.folder(manifest.step)}",
+        "step": manifest.step,
+        "num_bytes": manifest.num_bytes,
+        "digest": json.loads(manifest.dump())["digest"],
+        "created": manifest.created,
+        "record": _plain(manifest.record),
+        "roots": [_url(one.storage.locate("")).rstrip("/") for one in roots.runs],
+    }
+
+
+def _url(place: str) -> str:
+    return place if "://" in place else Path(place).absolute().as_uri()
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that a tracker may change."""
+    copy: dict[str, Any] = json.loads(json.dumps(record))
+    return copy
