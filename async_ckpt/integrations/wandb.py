@@ -22,8 +22,8 @@ class WandbTracker:
         ckpt.track(WandbTracker())
 
     Each commit is a version of an artifact of type "checkpoint", which refers to the step's folder, with the aliases
-    `step-<step>`, `latest` and `best`. Nothing of the checkpoint is uploaded. The
-    artifact's name stands for the root, so that it is the same in each run that goes on there.
+    `step-<step>`, `latest` and `best`. Nothing of the checkpoint is uploaded. The artifact's name stands for the root,
+    so that it is the same in each run that goes on there.
 
     The numbers of a save join the row that the training logs next, so that its own steps are not moved; their x axis is
     `ckpt/step`. A restore sets `restored_from` in the run's configuration. Online, the run also uses the artifact.
