@@ -147,6 +147,29 @@ def test_what_the_rules_do_not_keep_makes_room_first_and_what_they_keep_for_good
 
 
 @needs_mount
+def test_bad_steps_make_room_first_good_ones_last_and_the_newest_that_is_not_bad_stays(disk):
+    with open_run(disk / "run") as ckpt:
+        save(ckpt, 1, 2, 3, 4, 5, 6)
+        ckpt.mark(1, "good")
+        ckpt.mark(4, "bad")
+    with open_run(disk / "run", keep=Keep(good=1, free=3 * MIB)) as ckpt:
+        save(ckpt, 7)
+        assert ckpt.steps() == [1, 7]  # by the rule; room there was enough then
+    with open_run(disk / "run", keep=Keep(free=3 * MIB)) as ckpt:
+        save(ckpt, 8, 9)
+        ckpt.mark(8, "bad")
+        save(ckpt, 10, 11)
+        assert ckpt.steps() == [7, 9, 10, 11]  # first the bad one, then the oldest
+    with open_run(disk / "run", keep=Keep(free=100 * MIB)) as ckpt:
+        ckpt.mark(11, "bad")
+        with scripted(ckpt, 0) as storage:
+            storage.fail("create", error=StorageUnavailableError("it is away", path="x"))
+            with pytest.raises(StorageUnavailableError):
+                ckpt.save(state_at(12), step=12).result()
+        assert ckpt.steps() == [10, 11]
+
+
+@needs_mount
 def test_the_newest_step_stays_though_there_is_too_little_room_and_that_is_said_once(disk, caplog):
     with open_run(disk / "run", keep=Keep(free=100 * MIB)) as ckpt:
         for step in (1, 2, 3):
