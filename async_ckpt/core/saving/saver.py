@@ -132,7 +132,8 @@ class Saver:
         else:
             whole = self._captured(written.state, request.select, request.state_dict_of)
             contents = request.contents(written, whole)
-            if request.select is None and not lenders and not whole.completions:
+            # A trainer saves parts of its state one by one, all with its guard; a step of a run has the whole state.
+            if contents is not None and request.select is None and not lenders and not whole.completions:
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
             part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
         captured, step = part.captured, request.step

@@ -35,7 +35,7 @@ from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import bytes_of, first_device
 from .filler import StagingHost
-from .guard import Optimizers, deferrable, warn_if_foreign
+from .guard import Optimizers, deferrable
 from .snapshot import Snapshot
 from .tensors import SourceTensors, Wording
 
@@ -355,7 +355,6 @@ class HostCopy:
     ) -> Snapshot:
         assert self._buffer is not None
         sources = [part.tensor for part in parts]
-        warn_if_foreign(optimizers, sources, stacklevel=6)
         owners = deferrable(optimizers, sources)
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
         segments = _BufferSegments(self._buffer, self.num_bytes)
