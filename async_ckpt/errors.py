@@ -63,7 +63,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ForeignFileError(CheckpointError):
-    """The file is of another program, and for all that is known sound: its message says what reads it.
+    """The file is another program's, and presumably sound: the message says what reads it.
 
     `kind` names its format in short: "torch", "gguf", "tar", "text".
     """

@@ -1,7 +1,7 @@
 """The clock, times of day, and spans around the parts of a story.
 
 In: a clock, a time. Out: seconds by name; a trace of each thread's work. Knows nothing of: the work that is timed.
-`time` is imported in this module alone, so that every other one can be given a fake.
+Only this module imports `time`, so that every other module can be given a fake.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Moment = datetime | float
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
 
-# September 2001: a smaller number is no time of day, but a number of seconds from now.
+# September 2001: a smaller number means seconds from now.
 _EARLIEST = 1e9
 
 
 def epoch_seconds(when: Moment) -> float:
-    """A time as seconds since the epoch. Raises TypeError, or ValueError for one that could mean another time."""
+    """A time as seconds since the epoch. Raises TypeError, or ValueError for an ambiguous time."""
     if isinstance(when, datetime):
         if when.tzinfo is None:
             raise ValueError(f"{when!r} has no time zone; give it one, as in datetime.now(timezone.utc)")
@@ -105,7 +105,7 @@ class Trace:
             self._add(name, begin, self._clock(), facts)
 
     def whole(self, name: str, begin: float) -> None:
-        """Add an event of no thread that lasted from `begin` until now."""
+        """Add an event without a thread, from `begin` until now."""
         event = {"cat": "async_ckpt", "name": name, "pid": os.getpid(), "tid": 0, "id": f"{begin:.6f}"}
         for phase, at in (("b", begin), ("e", self._clock())):
             self._events.append({"ph": phase, "ts": (self._epoch + at) * 1e6, **event})

@@ -193,7 +193,7 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
         self.trust = trust
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
-        """Fill the tensors of a sharded state dict. Returns it with them, and with the saved objects, in its places.
+        """Fill the tensors of a sharded state dict. Returns a dict of the same form, of tensors and objects.
 
         Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype.
         """
@@ -258,7 +258,7 @@ def _lock_during(handle: SaveHandle) -> str:
 
 
 def _wait_for(path: str) -> None:
-    """Return when a save has ended, or the process that makes it. Megatron calls this in a process of its own."""
+    """Return when a save or its process has ended. Megatron calls this in a process of its own."""
     with suppress(FileNotFoundError), open(path) as file:  # without the file, it has ended
         fcntl.lockf(file, fcntl.LOCK_SH)  # a lock goes with its process
 
@@ -321,7 +321,7 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
 
 
 def _of_dtype(tensor: Any, saved: dict[str, Any]) -> Any:
-    """The ShardedTensor, or one of the dtype that was saved, from which it is converted, as in Megatron."""
+    """The ShardedTensor itself, or one of the saved dtype to convert it from, as in Megatron."""
     dtype = saved[tensor.key].dtype if tensor.key in saved else tensor.dtype
     return tensor if dtype == tensor.dtype else replace(tensor, data=tensor.data.to(dtype), dtype=dtype)
 

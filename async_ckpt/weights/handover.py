@@ -157,7 +157,7 @@ class Giver:
 def received(name: str) -> Iterator[tuple[bytes, list[int]] | None]:
     """The message and the descriptors of a giver, on loan inside the block, and closed after it.
 
-    None if there is no giver of this name on this host, of this user, that answers and has something.
+    None if no giver of this name, host and user answers and has a loan.
     """
     connection = None
     fds: list[int] = []

@@ -22,7 +22,7 @@ from ..host.loop import get_loop
 from ..host.waits import growing_pauses
 from .store import Connection
 
-# Between looks of all ranks together at rank 0's next word, and of one rank.
+# Polls of the store by all ranks together, and the pauses of one rank.
 _LOOKS_PER_SECOND: Final = 16_000
 _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
@@ -30,7 +30,7 @@ _LOOK_SECONDS: Final = 0.5
 _LOOKS_PER_FIRST: Final = 10
 # Words that stay in the store: no rank that lives is so many behind.
 _KEPT: Final = 1000
-# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+# Not Python's own generator: a save must not take numbers that the training would draw.
 _RANDOM: Final = random.SystemRandom()
 
 Word = dict[str, Any]
@@ -58,7 +58,7 @@ class WordLog:
         """`token` is that of the start, once it is known."""
         self._connection, self._size, self._token = connection, size, token
         self._num_said = 0  # on rank 0, on the thread that calls the store
-        self._num_read = self._num_empty = 0  # words, and looks that have found none since
+        self._num_read = self._num_empty = 0  # words read, and empty polls since
         self._hearers: dict[str, Callable[[Word], None]] = {}
         self._early: dict[str, list[Word]] = {}
         self._waiting: set[Waiting] = set()
@@ -76,7 +76,7 @@ class WordLog:
         def say(store: Any) -> None:
             number, log = self._num_said, self._path
             store.set(f"{log}/{number}", text)
-            store.check([f"{log}/{number}"])  # `set` is not answered: what follows on other ways must not overtake it
+            store.check([f"{log}/{number}"])  # `set` has no answer: messages on other ways must not overtake it
             self._num_said = number + 1
             if number >= _KEPT:
                 store.set(f"{log}/first", str(number - _KEPT + 1))
@@ -108,7 +108,7 @@ class WordLog:
 
     @property
     def open_calls(self) -> set[str]:
-        """The names of the calls that this rank has made, and does not know the decision of. On the loop's thread."""
+        """The names of the calls of this rank whose decision it does not know. On the loop's thread."""
         return {one.attempt for one in self._waiting if one.attempt}
 
     async def _read(self) -> None:
@@ -131,12 +131,12 @@ class WordLog:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), next(pauses) * _RANDOM.uniform(0.75, 1.25))
         except PeerFailedError:
-            pass  # this rank is none of this start: who waits for a word hears it from the token
+            pass  # this rank is not in this start: waiting calls get the error from the token
         finally:
             self._reading = None
 
     def _next_word(self, log: str, store: Any) -> tuple[int, str | None]:
-        """The number of the first word that is not read, and that word. Those that are deleted are passed over: a rank
+        """The number of the first unread word, and the word. Deleted words are passed over: a rank
         that is so far behind was left out, and goes by what is committed.
         """
         number = self._num_read

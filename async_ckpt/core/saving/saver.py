@@ -4,7 +4,7 @@ In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a
 
 All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a
 slot that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there,
-too, an interrupted call takes it back, by `_abandon`, whether or not it has become known.
+too, `_abandon` takes back the save of an interrupted call, known or not.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Saver:
         """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
         make_target, written, joint, contents = request.begin(), request.written(), request.joint, None
         lenders = written.lenders
-        slot.needs = lenders.values  # from now on, retention leaves these steps
+        slot.needs = lenders.values  # from now on, retention keeps these steps
         if isinstance(written.state, RankShare):  # divided already
             part = PlannedPart(written.state.captured, written.state.ranks)
         else:
@@ -333,7 +333,7 @@ class Saver:
     def close(self) -> None:
         """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up.
 
-        What a handle waits for beyond the commit is left to who has it copied; `wait` follows.
+        Copies after the commit, for which handles wait too, are left to the later `wait`.
         """
         if not self.belongs_here:  # another thread of the parent may have held a lock
             return

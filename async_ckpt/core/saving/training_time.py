@@ -1,4 +1,4 @@
-"""The time of this process by what it went to, as far as a policy sees it: at each step, save and restore.
+"""The time of this process by its use, as a policy sees it: at each step, save and restore.
 
 In: seconds by a clock, steps. Out: a `Goodput`. Knows nothing of: when a save is due, other processes.
 """
@@ -32,7 +32,7 @@ class TrainingTime:
         self._marks.append((step, self.spent(at).trained_seconds))
 
     def restored(self, step: int, at: float, seconds: float) -> None:
-        """The training goes back to a step, by a restore that has ended after so many seconds."""
+        """The training goes back to a step, by a restore that took `seconds`."""
         self._restore_seconds += seconds
         trained = self.spent(at).trained_seconds
         kept = [mark for mark in self._marks if mark[0] <= step]

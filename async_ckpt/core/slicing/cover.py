@@ -125,7 +125,7 @@ class StridedCopy(NamedTuple):
 
     @property
     def source_bytes(self) -> int:
-        """The bytes of the source from the first to the last of them."""
+        """The bytes of the source from the first copy to the last."""
         return (self.times - 1) * self.source_step + self.length
 
     def within(self, begin: int, end: int) -> Iterator[StridedCopy]:

@@ -246,7 +246,7 @@ def _keep(scratch: Scratch, error: BaseException) -> None:
 
 
 class FileSaves:
-    """The saves of files of one owner, for whom somebody else may hold no handle.
+    """The file saves of one owner, even if nobody holds their handles.
 
     The saver of all files holds a save while it is under way, and one that failed while nobody has looked at its error.
     """

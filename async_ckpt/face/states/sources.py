@@ -110,7 +110,7 @@ def with_state(
 
 
 def _name_by_rank(state: Any, path: tuple[Any, ...]) -> str | None:
-    """The first name of which each rank has its own value."""
+    """The first name with a value of its own on each rank."""
     if isinstance(state, PerRank):
         return dotted(path)
     if isinstance(state, dict):
@@ -216,7 +216,7 @@ def _stored_item(archive: Contents, reader: TensorReader, leaf: StoredLeaf, path
 class TensorReader:
     """The tensors of an archive with these numbers, read one after the other. Its caller creates it; from one thread.
 
-    Small ones that are asked for in the order of `numbers` are read with those that follow: each read compares whole
+    Small tensors that are asked for in the order of `numbers` are read together: each read compares whole
     blocks of 4 MiB with their digests.
     """
 
@@ -224,7 +224,7 @@ class TensorReader:
         self._archive = archive
         self._numbers = [*dict.fromkeys(map(archive.primary, numbers))]
         self._position = {number: position for position, number in enumerate(self._numbers)}
-        self._last = -1  # the position of the one that was asked for last
+        self._last = -1  # the position of the tensor asked for last
         self._together: dict[int, torch.Tensor] = {}  # the bytes of small ones that were read by one call
 
     def chunks(self, number: int) -> Iterator[torch.Tensor]:

@@ -47,20 +47,20 @@ Item = tuple[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
 _POLL_SECONDS: Final = 0.05
-# Pulls of a version that another process takes away again at once, for another one.
+# Tries to pull a version that other processes replace at once by another version.
 _TRIES: Final = 10
 
 
 class WeightReceiver:
     """The receiver of one worker. One coroutine at a time uses it.
 
-    `folder` is that of this host, by default one below the folder for temporary files.
+    `folder` is this host's folder, by default inside the folder for temporary files.
     """
 
     def __init__(self, root: Place, folder: str | None, timeout_seconds: float) -> None:
         self._root, self._given, self._timeout_seconds = root, folder, timeout_seconds
         self._line: ReceiverLine | None = None
-        self._last: SentVersion | None = None  # that was received, perhaps in part
+        self._last: SentVersion | None = None  # received last, perhaps in part
         self._versions = Versions(root.storage())
         self._subscriber = Subscriber(root)
         self._memory = PublisherMemory()  # of the sender

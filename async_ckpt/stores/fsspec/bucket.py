@@ -131,7 +131,7 @@ class Bucket:
         except FileNotFoundError:  # the object is missing, or the bucket
             self._require_bucket(name)
             raise
-        except OSError:  # the response to a HEAD has no body and so no reason; that to a listing has
+        except OSError:  # a HEAD's response has no body and so no reason; a listing's response has
             bucket, key = self.split(name)
             self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise

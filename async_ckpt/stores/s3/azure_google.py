@@ -101,7 +101,7 @@ def gcsfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(options: Mapping[str, Any], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """The options by one name each. Those that this module does not know keep theirs, for obstore to judge."""
+    """The options by one name each. Unknown options keep their names, for obstore to judge."""
     config = {}
     for key, value in options.items():
         name = key.lower().removeprefix(prefix).removeprefix("storage_")

@@ -2,8 +2,8 @@
 
 In: a root. Out: a table of seconds, bandwidths and ratios, and advice. Knows nothing of: arguments.
 
-What the place gives is measured with as little code as it takes: whole segments from warm memory, past the page cache
-where the file system can. In each round all candidates take turns, so that what else the machine does meets them all;
+The raw speed of the place is measured with little code: whole segments from warm memory, past the page cache
+where the file system can. In each round all candidates take turns, so that other load of the machine meets them all;
 a ratio is the median of the ratios of the rounds. Everything is written to a folder of its own below the root, and
 deleted at the end, also after Ctrl-C and SIGTERM.
 """

@@ -105,7 +105,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
     """The retention of rules such as "last=3".
 
     Raises:
-        Answer: one is not a rule, has a value that it cannot have, or there is none.
+        Answer: a rule is unknown, has a wrong value, or no rule is given.
     """
     values: dict[str, Any] = {}
     for rule in rules:
@@ -197,7 +197,7 @@ class _Shown(NamedTuple):
         ]
 
     def delete(self, *, unattended: bool) -> list[int]:
-        """Delete the steps that were to go, and still are as they were. No save begins there meanwhile.
+        """Delete the steps to go that have not changed since. No save begins there meanwhile.
 
         Raises Answer and RunTakenError as `refuse_writer`, for a process that has begun to save there since.
         """

@@ -65,10 +65,10 @@ class Replica(Protocol):
         """
 
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The bytes of these tensors, writable in place; without tensors that are not here."""
+        """The bytes of the named tensors that are here, writable in place."""
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
-        """The checksums of these tensors, computed from their bytes; without tensors that are not here."""
+        """The checksums of the named tensors that are here, computed from their bytes."""
 
     def note(self, state: WeightsState | None) -> None:
         """Note that the weights are now in this state; None means that they are about to change."""
@@ -83,7 +83,7 @@ def update_replica(
     base: BaseModel | None = None,
     before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
 ) -> PullResult:
-    """Apply what lies between a replica and a version.
+    """Bring a replica to the version `target`.
 
     `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
     After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
