@@ -2,7 +2,7 @@
 
 In: states. Out: versions, and replicas of them. Knows nothing of: trainers and engines.
 
-`publishing/` has both sides, and `following/` the sidecar of an engine. `delta.py` is the index of a version, `lent.py`
-the table of weights in memory, and `handover.py` gives their descriptors to other processes. `confined.py` writes below
-one folder alone, and `hf_checks.py` refuses names that no engine understands.
+`publishing/` has both sides, and `following/` the sidecar of an engine. `delta.py` is the index of a version, and
+`lent.py` the table of weights in memory. `confined.py` writes below one folder alone, and `hf_checks.py` refuses names
+that no engine understands.
 """

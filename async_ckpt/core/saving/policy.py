@@ -26,8 +26,8 @@ from ..events.goodput import Goodput
 from ..report import SaveReport
 from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
 from .interval import FIRST_SAVE_SECONDS, NUM_SAVES, AdaptiveInterval, Past, SaveCost, SaveInterval, slower_seconds
+from .process_goodput import ProcessGoodput
 from .signals import Signals, signals_of
-from .training_time import TrainingTime
 
 Deadline = Moment | Callable[[], float | None]
 
@@ -122,7 +122,7 @@ class SaveStart:
 class _Durations:
     """The seconds that recent steps and saves have taken. A policy owns it, and guards it by its own lock."""
 
-    def __init__(self, interval: AdaptiveInterval | None, time: TrainingTime) -> None:
+    def __init__(self, interval: AdaptiveInterval | None, time: ProcessGoodput) -> None:
         self.interval = interval  # gets the cost of each save; None if no rule needs one
         self._time = time
         self._under_way: list[Future[SaveReport]] = []
@@ -229,7 +229,7 @@ class SavePolicy:
         self._opened_at = self._told_at = clock()
         self._told_step: int | None = None  # of the newest event that the history has, or of the restore
         self._told_slower = 0.0
-        self._time = TrainingTime(self._opened_at, stall_seconds)
+        self._time = ProcessGoodput(self._opened_at, stall_seconds)
         self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)
 
     @property

@@ -22,7 +22,7 @@ from ...core.spec import with_article
 from ...core.state.names import Path, Select, selector, shown
 from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .fqn import flattened, planner_data_of
-from .step_layout import tensor_metadata
+from .metadata import tensor_metadata
 
 
 class SavedItem(NamedTuple):

@@ -47,7 +47,7 @@ from .entries import (
     readers_of_this_rank,
     value_of,
 )
-from .step_layout import metadata_of_layout
+from .metadata import metadata_of_layout
 from .writer import is_checkpoint_id
 
 T = TypeVar("T")

@@ -50,8 +50,8 @@ from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from .fqn import metadata_to_keep, path_of
+from .metadata import layout_of
 from .stager import PinnedStager
-from .step_layout import layout_of
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
 _NOTHING: Final = MetadataIndex("")

@@ -1,7 +1,7 @@
 """Checkpoints of any format, as named items or as a state.
 
-- `sources.py` opens a place: an archive, a step, a run, safetensors, a folder of torch.distributed.checkpoint, a file
-  of torch.
+- `checkpoint_reader.py` opens a place: an archive, a step, a run, safetensors, a folder of
+  torch.distributed.checkpoint, a file of torch.
 - `torch_files.py` reads files of torch.
 - `named_items.py` takes a state apart into items with names, and the containers around them.
 - `inspected.py`: the names in a checkpoint, without their values.
@@ -23,4 +23,4 @@ from .named_items import (
     shape_of as shape_of, shown_name as shown_name, shown_value as shown_value, side_by_side as side_by_side,
     typed as typed,
 )  # fmt: skip
-from .sources import TensorReader as TensorReader, with_items as with_items, with_state as with_state
+from .checkpoint_reader import TensorReader as TensorReader, with_items as with_items, with_state as with_state

@@ -5,7 +5,8 @@ verl imports this module on every worker, because its configuration names it as
 
 - `weight_engine.py`: the engine, with the calls of verl's manager.
 - `weight_sender.py`: rank 0 of the training; `gathered.py`: its weights as they come, copied to host memory.
-- `received.py`: a worker of a rollout: the tensors of a version, in memory of the sender or in a folder of the host.
+- `weight_receiver.py`: a worker of a rollout: the tensors of a version, in memory of the sender or in a folder of the
+  host.
 - `sync_line.py`: the sender tells the receivers that a version can be read, or why it cannot; `blocking_calls.py`.
 """
 

@@ -21,8 +21,8 @@ import torch
 
 from ... import Place
 from ..common.frameworks import require, require_names, version_of
-from .received import WeightReceiver
 from .sync_line import Address
+from .weight_receiver import WeightReceiver
 from .weight_sender import WeightSender
 
 BACKEND: Final = "async_ckpt"

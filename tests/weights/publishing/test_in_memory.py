@@ -36,8 +36,8 @@ from async_ckpt import (
 from async_ckpt.core.host import shared_memory
 from async_ckpt.core.host.shared_memory import CAN_SHARE
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.weights import handover
 from async_ckpt.weights.lent import dump_lent, parse_lent
+from async_ckpt.weights.publishing.in_memory import fd_passing
 from async_ckpt.weights.publishing.publication import Publication
 from async_ckpt.weights.publishing.versions import Ownership
 
@@ -494,7 +494,7 @@ def test_a_system_without_such_memory_is_refused_at_once(root, monkeypatch):
 
 def test_a_publisher_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(publisher, subscriber, monkeypatch):
     publish(publisher, 1)
-    monkeypatch.setattr(handover, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(fd_passing, "ANSWER_SECONDS", 0.05)
     with publisher._offer._giver._lock:  # as one that is stopped
         assert pulled(subscriber, from_memory=False) == 1
     assert pulled(subscriber, from_memory=True) == 1
@@ -506,9 +506,9 @@ def test_a_publisher_that_does_not_answer_is_waited_for_no_longer_than_the_deadl
 def test_a_reader_that_does_not_go_on_costs_memory_and_no_more_than_two_versions(publisher, subscriber, caplog):
     publish(publisher, 1)
     token = publisher._series.ownership.token
-    with handover.received(token) as first:
+    with fd_passing.received(token) as first:
         publish(publisher, 2)
-        with handover.received(token) as second:
+        with fd_passing.received(token) as second:
             publish(publisher, 3, 4)
             assert pulled(subscriber, from_memory=False) == 4
             assert caplog.text.count("2 earlier versions are still being read") == 1

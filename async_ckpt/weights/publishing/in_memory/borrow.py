@@ -20,12 +20,12 @@ import torch
 from ....errors import CorruptCheckpointError
 from ....plumbing import hf_shards, leaf_names, shared_memory, spans, threads, waits
 from ...delta import checksum
-from ...handover import received
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of
 from ..of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
 from ..of_ranks.rank_versions import identity_of_ranks
 from ..replica import PullResult
+from .fd_passing import received
 
 # Ranks publish within moments of each other, unless one of them still writes the version before.
 AGREEMENT_SECONDS: Final = 5.0

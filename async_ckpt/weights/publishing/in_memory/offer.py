@@ -21,9 +21,9 @@ import torch
 from ....plumbing import backends, device, kept_memory, leaf_names, limits, loops, threads
 from ....plumbing import memory as host_memory
 from ...delta import RankSlices, checksum, identity_of
-from ...handover import Giver, Handout
 from ...lent import LentTensor, LentVersion, dump_lent
 from ..difference import checksum_of
+from .fd_passing import Giver, Handout
 
 _ALIGNMENT: Final = 64
 _MAX_LOANS: Final = 2

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-from ..plumbing import process, shared_memory, threads
+from ....plumbing import process, shared_memory, threads
 
 _MAX_FDS: Final = 253  # SCM_MAX_FD of the kernel
 _MAX_MESSAGE_BYTES: Final = 1024

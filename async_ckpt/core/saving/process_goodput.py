@@ -15,7 +15,7 @@ from ..events.goodput import Goodput
 _NUM_MARKS: Final = 1000
 
 
-class TrainingTime:
+class ProcessGoodput:
     """The time since `opened`. A policy creates it, and guards it by its own lock.
 
     `stall_seconds` returns the seconds for which saves have held the training so far.
