@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "a call waits for segments of literals",
-        "if may_be_late and not urgent:",
-        "if late and not urgent and not segment.literals:",
+        "(now if is_urgent or rest else later).append(",
+        "(now if is_urgent or rest or segment.literals else later).append(",
     ),
     Mutant(
         "conjugated tensors are dense",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -141,9 +140,3 @@ class RunReader:
             reason = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
             raise NotCommittedError(reason, path=self.root, step=None)
         return loaded[1]
-
-
-# Python's messages about wrong arguments have this name of a method: that of the class which users call.
-for _method in vars(RunReader).values():
-    if isinstance(_method, FunctionType):
-        _method.__qualname__ = f"AsyncCheckpointer.{_method.__name__}"
