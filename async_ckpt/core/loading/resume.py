@@ -96,7 +96,7 @@ def resume(
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
     if skipped:
-        raise no_good_step(repr(roots), skipped)
+        raise no_good_step(", ".join(roots.names), skipped)
     return None
 
 

@@ -92,7 +92,7 @@ def from_newest(
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
     if skipped:
-        raise no_good_step(repr(roots), skipped)
+        raise no_good_step(", ".join(roots.names), skipped)
     return None
 
 
