@@ -46,7 +46,7 @@ try:
             save.settled.result(PATIENCE)
             if save.life.now is SaveState.COMMITTED:
                 here.tell(["committed", save.handle.step])
-except CheckpointError:
+except (CheckpointError, RuntimeError):  # the latter is gloo's, in the collectives that make a state
     pass  # the others are dead already
 while True:
     signal.pause()
