@@ -199,9 +199,9 @@ class Keep:
             marked bad are deleted if there is any rule, and count for none; the newest that is not bad is kept.
         bytes: keep the newest steps that have at most this many bytes together, and at least one. A step that others
             borrow from counts once.
-        free: no rule, but a limit for disks: before a save, delete the oldest steps, whatever the rules say, until at
-            least this many bytes will be free after it. Those that `every`, `best` and `good` keep go last; the
-            newest step, and the newest that is not marked bad, stay.
+        free: no rule, but a limit for disks: before a save, delete steps, whatever the rules say, until at least this
+            many bytes will be free after it: first those that are marked bad, then the oldest, and last those that
+            `every`, `best` and `good` keep. The newest step, and the newest that is not marked bad, stay.
 
     Raises ValueError if a rule is not valid.
     """

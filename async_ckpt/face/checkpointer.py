@@ -553,7 +553,7 @@ class AsyncCheckpointer(RunReader):
         from ..core.loading.run_restore import RunRestore
         from .mean_restore import MeanRestore
 
-        step = _one_of(step, marked)
+        step = _wanted_step(step, marked)
         options = RestoreOptions(
             select,
             None if strict is None else flag("strict", strict),
@@ -651,8 +651,8 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _one_of(step: int | None, marked: str | None) -> int | None:
-    """The step, if there is one. Raises ValueError for another kind of mark than "good", and for both."""
+def _wanted_step(step: int | None, marked: str | None) -> int | None:
+    """The step that is named, or None. Raises ValueError for a mark other than "good", and for a step with a mark."""
     if marked not in (None, "good") or (marked and step is not None):
         raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
     return None if step is None else whole_step(step)

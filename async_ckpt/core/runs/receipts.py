@@ -106,8 +106,8 @@ class Receipt(NamedTuple):
     should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
     digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
     that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
-    `stall_seconds` what it cost the training. `has_details`: there is an object with more.
-    `found` tells of values that are not finite.
+    `stall_seconds` what it cost the training. `has_details`: there is an object with more. `found` names tensors with
+    values that are not finite.
     """
 
     rank: int

@@ -21,7 +21,7 @@ that are marked bad are deleted, too, and not counted; the newest step that is n
     bytes        it, the newer ones and the steps that these borrow from have at most this many bytes together, or it is
                  the newest. The bytes of a manifest that cannot be read are not known, and count as none
 
-`free` is no rule: where less is free, steps are deleted that the rules keep, the oldest first.
+`free` is no rule: where less is free, steps that the rules keep are deleted, too (`Run.doomed` has their order).
 """
 
 from __future__ import annotations

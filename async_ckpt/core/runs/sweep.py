@@ -134,8 +134,8 @@ class Sweeper:
             raise
 
     def sweep(self, *, delete: bool = True) -> list[str]:
-        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and
-        intents; and marks of commits that are gone.
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives and intents; and the
+        marks of commits that are gone.
 
         Without `delete`, they are only listed, but for the uploads.
         """

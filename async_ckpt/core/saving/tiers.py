@@ -318,7 +318,7 @@ class Tiers:
         return self.behind()
 
     def _behind_in_words(self) -> str:
-        return "; ".join(self.behind()) or "every place has its steps, and old ones are being deleted"
+        return "; ".join(self.behind()) or "all steps have arrived, and the places are brought up to date"
 
     @property
     def _is_read_by_others(self) -> bool:

@@ -5,9 +5,9 @@ Knows nothing of: optimizers, files, commits.
 
 The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later,
 and one with bytes of other snapshots last, once these are complete. A segment with several kinds is filled in two goes,
-and its lease is kept in between as far as the lender can spare it. A thread
-that is free takes the next job together with its lease. Copies on the host are done when the fill returns; those from a
-device are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
+and its lease is kept in between as far as the lender can spare it. A thread that is free takes the next job together
+with its lease. Copies on the host are done when the fill returns; those from a device are only enqueued, and the thread
+that waits for the device hands the segment on when they have ended.
 """
 
 from __future__ import annotations

@@ -40,13 +40,17 @@ def durable(handle):
 
 try:
     for step in itertools.count(begun + 1):
-        handle = ckpt.save(small(step), step)
+        try:
+            content = small(step)
+        except RuntimeError:  # gloo's, of the collectives that make it: the others are dead already
+            break
+        handle = ckpt.save(content, step)
         handle.add_done_callback(durable)
         for save in ckpt._saver.ledger.saves():
             save.settled.result(PATIENCE)
             if save.life.now is SaveState.COMMITTED:
                 here.tell(["committed", save.handle.step])
-except (CheckpointError, RuntimeError):  # the latter is gloo's, in the collectives that make a state
+except CheckpointError:
     pass  # the others are dead already
 while True:
     signal.pause()
