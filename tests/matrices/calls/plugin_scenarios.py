@@ -18,6 +18,7 @@ from racing import until
 
 import async_ckpt
 from async_ckpt import CheckpointError
+from async_ckpt.core.events.log import NAME as HISTORY
 from tests.matrices.calls.scenario import Notes, Scenario, Told, number_of, state_of
 
 Save = Callable[[int, Path], None]
@@ -90,6 +91,11 @@ def _loaded_by_accelerate(path: Path) -> int:
 _ONE_AT_A_TIME = threading.Lock()
 
 
+def _saved_in(root: Path) -> set[str]:
+    """The names beside the history that the plug-ins keep."""
+    return {path.name for path in (root / "saved").iterdir()} - {HISTORY}
+
+
 def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -> Scenario:
     def path_of(root: Path, step: int) -> Path:
         return root / "saved" / name.format(step)
@@ -99,7 +105,7 @@ def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -
         with _ONE_AT_A_TIME, by() as save:
             save(10, path_of(root, 1))
         # Scratch folders go behind the handle, and what is prepared here is copied.
-        until(lambda: [path.name for path in (root / "saved").iterdir()] == [name.format(1)])
+        until(lambda: _saved_in(root) == {name.format(1)})
 
     def act(root: Path, notes: Notes) -> None:
         with warnings.catch_warnings():
@@ -122,7 +128,7 @@ def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -
                 assert loaded(path_of(root, step)) == 99
 
         def left() -> list[str]:
-            names = {path.name for path in (root / "saved").iterdir()} - {name.format(1), name.format(2)}
+            names = _saved_in(root) - {name.format(1), name.format(2)}
             # After a failure, a folder that is complete and could not be put in its place.
             return [one for one in names if not (told.refused and one.endswith(".kept"))]
 
