@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from typing import ClassVar
 
@@ -102,7 +103,8 @@ class TestObstoreOnRclone(OnServer):
     @pytest.fixture
     def storage(self, rclone, rclone_folder):
         self.folder = rclone_folder
-        return ObjectStorage(self.place(rclone), {**rclone.options, "deadline_seconds": 20})
+        yield ObjectStorage(self.place(rclone), {**rclone.options, "deadline_seconds": 20})
+        shutil.rmtree(self.folder / self.bucket)  # or each worker's server would hold 400 MB until the last test
 
     def content(self, storage, path):
         return (self.folder / self.bucket / "run" / path).read_bytes()
