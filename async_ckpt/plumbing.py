@@ -15,8 +15,7 @@ are loaded when they are first asked for. They may change with each minor versio
 - The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
   `memory` and `shared_memory`, `loops` for the loop in the background, `operations` for what listens.
 - Words: `spans` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
-- Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` and
-  `rebuild_layout` mend a run.
+- Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` copies a step.
 - What is stored: `find` opens what is at a path, `contents` is what was opened, `fill` reads it into memory,
   `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
 - States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
