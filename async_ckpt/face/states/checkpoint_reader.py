@@ -180,7 +180,6 @@ def _items_of_parts(parts: Sequence[Part], select: Select, trust: bool) -> Items
 
 def _walk_over(part: Part, select: Select, trust: bool) -> ItemWalk:
     archive = part.archive
-    archive.learn_names()
     try:
         tree, stored = archive.tree(select=select, groups=part.groups, types=None)
     except KeyError:  # what is selected is in another part

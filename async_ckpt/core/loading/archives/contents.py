@@ -118,8 +118,8 @@ class Contents:
         """True if every name of the checkpoint is known, so that a name not found here does not exist."""
         return True
 
-    def learn_names(self, *, everything: bool = False) -> bool:  # noqa: ARG002
-        """Open archives until all names are known: before one is reported missing, or because `everything` is wanted.
+    def learn_names(self) -> bool:
+        """Open archives until all names are known: a rank that restores opens only its own before one is missing there.
 
         Returns True if there may be new names. Trees and numbers that were taken before are then invalid.
         """

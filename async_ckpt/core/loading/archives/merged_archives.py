@@ -309,10 +309,10 @@ class MergedArchives(Contents):
     def has_all_names(self) -> bool:
         return self._knows_names
 
-    def learn_names(self, *, everything: bool = False) -> bool:
+    def learn_names(self) -> bool:
         if self._knows_names:
             return False
-        (self._opener.open_all if everything else self._opener.open_names)()
+        self._opener.open_names()
         self._merge_again()
         return True
 
