@@ -32,8 +32,8 @@ from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .copies import Holders
-from .foreign import open_contents, parts_of_folder
 from .merged_archives import MergedArchives
+from .opening import open_contents, parts_of_folder
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
@@ -412,7 +412,7 @@ def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _run_at(storage: Storage) -> Roots | None:
-    """The run at a root; of several namings, that whose newest step was committed last. None if nothing is committed."""
+    """The run at a root; of several namings, that whose newest step was committed last. None if there is no step."""
 
     def created(roots: Roots) -> float:
         step = roots.newest_sound({})

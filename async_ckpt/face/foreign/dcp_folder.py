@@ -22,22 +22,23 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
-from ....errors import CorruptCheckpointError, UntrustedObjectError
-from ...format import dcp_metadata, digests
-from ...format.dcp_metadata import Blob, StoredTensor, TensorExtent
-from ...format.index import Index, IndexedTensor, Member, Slice
-from ...host.threads import run_together
-from ...pickles import saved_objects
-from ...pickles.object_digests import object_digest
-from ...slicing.cover import Box, cover
-from ...spec import DTYPES, Extent, Spread
-from ...state.names import Path, Select, dtype_named, shown
-from ...state.per_rank import nested
-from ...state.tree import Encoder, StoredLeaf, replaced
-from ...storage.interface import Reader, Storage
-from .contents import Contents, Groups, Source
+from ...core.format import digests
+from ...core.format.index import Index, IndexedTensor, Member, Slice
+from ...core.host.threads import run_together
+from ...core.loading.archives.contents import Contents, Groups, Source
+from ...core.loading.archives.virtual_files import JoinedFile
+from ...core.pickles import saved_objects
+from ...core.pickles.object_digests import object_digest
+from ...core.slicing.cover import Box, cover
+from ...core.spec import DTYPES, Extent, Spread
+from ...core.state.names import Path, Select, dtype_named, shown
+from ...core.state.per_rank import nested
+from ...core.state.tree import Encoder, StoredLeaf, replaced
+from ...core.storage.interface import Reader, Storage
+from ...errors import CorruptCheckpointError, UntrustedObjectError
+from . import dcp_metadata
 from .dcp_checksums import RecordCheck, damage_in
-from .virtual_files import JoinedFile
+from .dcp_metadata import Blob, StoredTensor, TensorExtent
 
 _MAX_READERS: Final = 16
 _NOWHERE: Final = Member(digests.MEMBER, Extent(0, 0))

@@ -16,37 +16,22 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
-from ....errors import CorruptCheckpointError, ForeignFileError, NotCommittedError
-from ...format import digests, index, safetensors, tar
-from ...format.foreign_files import foreign_file
-from ...runs.foreign_entries import OF_DCP
-from ...spec import BLOCK_BYTES, Json
-from ...state.names import Select, Selector, selector, shown
-from ...state.tree import StoredLeaf, flat
-from ...storage.interface import Reader, Storage
-from .archive import OpenArchive, first_bytes
-from .contents import Contents, Groups, Part
+from ...core.format import digests, index, safetensors, tar
+from ...core.loading.archives.archive import OpenArchive, first_bytes
+from ...core.loading.archives.contents import Contents, Groups, Part
+from ...core.loading.archives.virtual_files import JoinedFile, Zeros
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.spec import BLOCK_BYTES, Json
+from ...core.state.names import Select, Selector, selector, shown
+from ...core.state.tree import StoredLeaf, flat
+from ...core.storage.interface import Reader, Storage
+from ...errors import CorruptCheckpointError, NotCommittedError
 from .dcp_folder import OpenDcp
-from .virtual_files import JoinedFile, Zeros
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 # An index may name only files that lie beside it.
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
-
-
-def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
-    """The archive or bare safetensors file behind a reader.
-
-    Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
-    """
-    first_block = first_bytes(reader, path=path)
-    if safetensors.begins(first_block):
-        return OpenSafetensors(reader, path=path, first_block=first_block)
-    kind = foreign_file(first_block, path=path)
-    if kind is not None:
-        raise ForeignFileError(f"{path}: not an async_ckpt archive: this is {kind}", path=path, kind=kind.kind)
-    return OpenArchive(reader, path=path, verify=verify, first_block=first_block)
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:
