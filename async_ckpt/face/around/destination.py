@@ -45,7 +45,7 @@ _READ: Final = {
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"),
     ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
-    ("async_ckpt.face.oneoff", "load"), ("async_ckpt.core.loading.run_reader", "RunReader.load"),
+    ("async_ckpt.face.oneoff", "load"), ("async_ckpt.face.run_reader", "RunReader.load"),
     ("async_ckpt.face.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.face.oneoff", "verify"),
     ("async_ckpt.face.around.unpack", "unpack"), ("async_ckpt.face.around.unpack", "extract"),
 }  # fmt: skip
