@@ -182,38 +182,37 @@ def read_held(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def is_held(path: Path) -> bool:
-    """Whether another living process has locked a file, as far as that can be proved."""
-    if fcntl is None:
-        return False
-    fd: int | None = None
+def _opened(path: Path, flags: int) -> int | None:
+    """Open a file that this process is not writing: a close would release its lock. None if it is, or if that fails."""
     try:
         with _ours_lock:
             if identity(os.stat(path)) in _ours.values():
-                return False
-        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+                return None
+        return open_regular(path, flags | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
+        return None
+
+
+def is_held(path: Path) -> bool:
+    """Whether another living process has locked a file, as far as that can be proved."""
+    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
+        return False
+    try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return fd is not None and error.errno in (errno.EACCES, errno.EAGAIN)
-    except StorageUnavailableError:
-        return False
+        return error.errno in (errno.EACCES, errno.EAGAIN)
     finally:
-        if fd is not None:
-            close_quietly(fd)
+        close_quietly(fd)
     return False
 
 
 def written_so_far(temp: Path) -> tuple[int, int]:
     """The bytes written to a temp file of another process, and its size, which is allocated at once.
 
-    Zeros for a file of this process, whose lock would be lost, and for one that is gone or is not readable.
+    Zeros for a file of this process, and for one that is gone or is not readable.
     """
-    try:
-        with _ours_lock:
-            if identity(os.stat(temp)) in _ours.values():
-                return 0, 0
-        fd = open_regular(temp, os.O_RDONLY | os.O_NOFOLLOW)
-    except (OSError, StorageUnavailableError):
+    fd = _opened(temp, os.O_RDONLY)
+    if fd is None:
         return 0, 0
     try:
         size, at, written = os.fstat(fd).st_size, 0, 0
@@ -234,14 +233,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
     With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
     """
-    if fcntl is None:
-        return False
-    try:
-        with _ours_lock:
-            if identity(os.stat(path)) in _ours.values():
-                return False
-        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-    except (OSError, StorageUnavailableError):
+    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
         return False
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -66,7 +66,6 @@ def parse_safetensors(data: bytes) -> None:
     head = _lengthened(data)
     for parse in (
         safetensors.parse_header,
-        safetensors.parse_foreign_header,
         partial(safetensors.parse_file_header, file_bytes=len(head) + 64),
     ):
         try:
