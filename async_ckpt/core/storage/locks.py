@@ -14,6 +14,7 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ..host.process import in_forked_child
+from ..host.threads import is_library_thread
 from .disk import (
     O_BINARY,
     O_CLOEXEC,
@@ -33,6 +34,8 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
 
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
+# Of the folder beside a temp file in which code of the user writes files by itself.
+FOLDER_SUFFIX: Final = ".d"
 # How often other processes may sweep a new file, or its folder, before it is locked.
 _NUM_TRIES: Final = 100
 
@@ -52,6 +55,19 @@ def temps_of(name: str, names: list[str]) -> list[str]:
 def temp_stem(name: str) -> str:
     """The beginning of the temp names of `name`; cut, since file names have at most 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
+
+
+def refuse_in_running(folder: Path) -> None:
+    """Raise ValueError for a background save by a wrapped function into its own scratch folder.
+
+    The function cannot wait for the save, and the folder is deleted when the function returns.
+    """
+    inside = any(part.endswith(TEMP_SUFFIX + FOLDER_SUFFIX) for part in folder.parts)
+    if inside and is_library_thread():
+        raise ValueError(
+            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there "
+            "in the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
+        )
 
 
 def create_locked(target: Path) -> tuple[Path, int]:

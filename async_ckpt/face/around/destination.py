@@ -19,8 +19,8 @@ import torch
 from ...core.spec import with_article
 from ...core.state.plain import method_of
 from ...core.storage.interface import Storage
+from ...core.storage.locks import refuse_in_running
 from ...core.storage.place import Anywhere, Place, storage_at, written_at
-from ...core.storage.scratch import refuse_in_running
 from ...errors import IsAFolderError
 
 # The usual names of the argument that says where to write.

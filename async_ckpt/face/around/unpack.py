@@ -24,7 +24,6 @@ from ...core.format.tarball import stays_inside
 from ...core.loading.archives.find import opened_as_file
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at
-from ...core.storage.scratch import Scratch
 from ...core.storage.sequential import ReadAhead
 from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
 from ..foreign.tar_stream import (
@@ -37,6 +36,7 @@ from ..foreign.tar_stream import (
     expect_end,
     members_of,
 )
+from .scratch import Scratch
 
 # Ten times the files of the largest checkpoint in the tests, which has 100,000.
 MAX_MEMBERS: Final = 1_000_000

@@ -1,6 +1,7 @@
 """Checkpoints of other programs, read like archives, and compared with the checksums that they have.
 
-- `tensor_files.py`: safetensors files, shards with an index, and folders of extracted archives.
+- `tensor_files.py`: safetensors files, shards with an index, and folders of extracted archives, of which
+  `virtual_files.py` makes one file again.
 - `dcp_folder.py`: folders of torch.distributed.checkpoint, with `dcp_metadata.py` and `dcp_checksums.py`.
 - `tar_stream.py`: the members of any tar; `foreign_checks.py`: what can be verified of a file or folder.
 

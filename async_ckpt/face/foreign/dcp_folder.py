@@ -26,7 +26,6 @@ from ...core.format import digests
 from ...core.format.index import Index, IndexedTensor, Member, Slice
 from ...core.host.threads import run_together
 from ...core.loading.archives.contents import Contents, Groups, Source
-from ...core.loading.archives.virtual_files import JoinedFile
 from ...core.pickles import saved_objects
 from ...core.pickles.object_digests import object_digest
 from ...core.slicing.cover import Box, cover
@@ -39,6 +38,7 @@ from ...errors import CorruptCheckpointError, UntrustedObjectError
 from . import dcp_metadata
 from .dcp_checksums import RecordCheck, damage_in
 from .dcp_metadata import Blob, StoredTensor, TensorExtent
+from .virtual_files import JoinedFile
 
 _MAX_READERS: Final = 16
 _NOWHERE: Final = Member(digests.MEMBER, Extent(0, 0))
@@ -115,7 +115,7 @@ class OpenDcp(Contents):
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack, *, verify: bool) -> None:
         """With `verify`, everything that is read is compared with its checksum, if it has one."""
-        super().__init__(JoinedFile(()), path=storage.locate(""))
+        super().__init__(None, path=storage.locate(""))
         self._storage, self._stack, self._verify = storage, stack, verify
         try:
             metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])

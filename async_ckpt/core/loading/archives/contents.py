@@ -53,9 +53,10 @@ class Contents:
     # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
-    def __init__(self, reader: Reader, *, path: str) -> None:
+    def __init__(self, reader: Reader | None, *, path: str) -> None:
+        """`reader` is None where all bytes are in other files."""
         self.path = path
-        self._reader = reader
+        self._reader: Any = reader
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
