@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .core.storage.compressed import Zstd as Zstd
     from .core.storage.place import Place as Place
     from .face.states.inspected import inspect as inspect
-    from .core.loading.run_history import history as history
+    from .face.run_history import history as history
     from .face.around.export import export_hf as export_hf
     from .face.around.merge import merge as merge
     from .face.around.pack import pack as pack
@@ -88,7 +88,7 @@ else:
         ".core.saving.finite": "NonFinite",
         ".core.saving.handle": "SaveHandle",
         ".core.storage.compressed": "Zstd",
-        ".core.loading.run_history": "history",
+        ".face.run_history": "history",
         ".face.states.inspected": "inspect",
         ".face.oneoff": "load release save snapshot verify",
         ".weights.publishing.publisher": "Publisher",

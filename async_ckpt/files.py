@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
-from .core.loading.rebuild import rebuild_layout
 from .core.storage.bulk import Parcel, copy
 from .core.storage.disk import refuse_dangling, sync_folder, told
 from .core.storage.interface import Storage
@@ -43,7 +42,6 @@ __all__ = [
     "local_work_dir",
     "open_file",
     "pack_folder",
-    "rebuild_layout",
     "remove",
     "upload_directory",
 ]

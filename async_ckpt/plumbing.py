@@ -15,8 +15,7 @@ are loaded when they are first asked for. They may change with each minor versio
 - The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
   `memory` and `shared_memory`, `loops` for the loop in the background, `operations` for what listens.
 - Words: `spans` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
-- Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` and
-  `rebuild_layout` mend a run.
+- Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` copies a step.
 - What is stored: `find` opens what is at a path, `contents` is what was opened, `fill` reads it into memory,
   `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
 - States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from .core.state import optimizers as optimizer_parts
     from .core.storage import bulk, compressed, disk, locks, store_facts
     from .core.storage import place as places
-    from .core.storage import scratch as scratches
     from .core.storage import url as urls
     from .core.storage.interface import MemoryLoan, Reader, Sink, Storage
     from .core.storage.local import LocalStorage
@@ -76,6 +74,7 @@ if TYPE_CHECKING:
     from .core.storage.sequential import Appender
     from .face import states
     from .face.around import file_digests, hf_weights, pack
+    from .face.around import scratch as scratches
     from .face.around import shards as hf_shards
     from .face.around.copy_save import CopySave
     from .face.around.torch_file import write_by_torch
@@ -96,13 +95,13 @@ else:
         ".core.slicing": "cover sharded",
         ".core.staging": "device guards=guard",
         ".core.state": "capture captured leaf_names=names loaders optimizer_parts=optimizers wrappers",
-        ".core.storage": "bulk compressed disk locks places=place scratches=scratch store_facts urls=url",
+        ".core.storage": "bulk compressed disk locks places=place store_facts urls=url",
         ".core.storage.interface": "MemoryLoan Reader Sink Storage",
         ".core.storage.local": "LocalStorage",
         ".core.storage.registry": "register_storage",
         ".core.storage.sequential": "Appender",
         ".face": "states",
-        ".face.around": "file_digests hf_shards=shards hf_weights pack",
+        ".face.around": "file_digests hf_shards=shards hf_weights pack scratches=scratch",
         ".face.around.torch_file": "write_by_torch",
         ".face.oneoff": "save_within",
     }

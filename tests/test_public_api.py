@@ -80,7 +80,6 @@ SIGNATURES = {
     async_ckpt.files.isdir: "(path)",
     async_ckpt.files.list_dir: "(path)",
     async_ckpt.files.remove: "(path)",
-    async_ckpt.files.rebuild_layout: "(run, step)",
     async_ckpt.follow: (
         "(root, into, engine=None, *, once=False, status=None, poll_seconds=1.0, patience_seconds=1800.0, stop=None)"
     ),

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
 from ..core.host.operations import observed, tell_of_training
-from ..core.loading.run_history import events_at
-from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
@@ -50,6 +48,8 @@ from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
 from ..core.trace import TraceFile
 from ..errors import CheckpointError
+from .run_history import events_at
+from .run_reader import RunReader
 from .tracking import ExperimentTracker, Tracking
 
 if TYPE_CHECKING:

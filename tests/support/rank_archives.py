@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from archives import assemble
 from fake_ranks import standing_at
@@ -17,15 +19,18 @@ from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.loading.archives.contents import Part
 from async_ckpt.core.loading.archives.merged_archives import MergedArchives
 from async_ckpt.core.loading.load import LoadOptions, state_of
-from async_ckpt.core.loading.rebuild import account_of, layout_of
 from async_ckpt.core.loading.restore import RestoreOptions, restore_state
 from async_ckpt.core.runs import layouts
 from async_ckpt.core.runs.manifest import GroupLocation, Manifest, RankFiles, parse
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from async_ckpt.core.slicing.cover import Box
+from async_ckpt.core.slicing.locator import ShardLocator, StepLayout, name_of
+from async_ckpt.core.slicing.slices import Mesh
 from async_ckpt.core.spec import RankFacts
 from async_ckpt.core.state.capture import capture
 from async_ckpt.core.state.captured import Capture
 from async_ckpt.core.state.division import StateDivider
+from async_ckpt.core.state.names import dotted, is_within
 from async_ckpt.core.storage.local import LocalStorage
 
 ATTEMPT = "0123abcd"
@@ -82,7 +87,7 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mappi
     receipts = [
         Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size) for rank, path in enumerate(paths)
     ]
-    layout = layout_of([account_of(_index_of(path), per_rank) for path in paths])
+    layout = _layout_of([_account_of(_index_of(path), per_rank) for path in paths])
     of_ranks = RankFiles(
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
@@ -98,6 +103,61 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mappi
     made = Manifest(2 if lent else 1, ATTEMPT, len(paths), 0.0, (), elsewhere=elsewhere, ranks=of_ranks)
     (folder / "manifest.json").write_bytes(made.dump())
     return folder
+
+
+class _Account(NamedTuple):
+    """What an archive tells of its rank: the structure of its state, and the boxes that it has written."""
+
+    structure: str
+    written: Mapping[str, set[Box]]
+    aliases: set[str]
+
+
+def _account_of(index: Index, per_rank: Sequence[str] = ()) -> _Account:
+    lines, written, aliases = [], dict[str, set[Box]](), set[str]()
+    for tensor in index.tensors:
+        if is_within(dotted(tensor.path), frozenset(per_rank)):
+            continue
+        name, spread = name_of(tensor.path), tensor.spread
+        facts: Any = None if spread is None else {"held": spread.held}
+        if spread is not None and spread.cuts is not None:
+            assert index.ranks is not None
+            mesh = Mesh(*index.ranks.meshes[spread.mesh])
+            facts = [spread.cuts, mesh.shape, mesh.stride, mesh.ranks, index.ranks.rank in mesh.all_ranks()]
+        tied = [] if tensor.alias_of is None else [name_of(index.tensors[tensor.alias_of].path)]
+        lines.append(json.dumps([name, tensor.dtype, tensor.shape, facts, *tied], separators=(",", ":")))
+        if tied:
+            aliases.add(name)
+        else:
+            written[name] = {Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length}
+    return _Account("\n".join(sorted(lines)), written, aliases)
+
+
+def _layout_of(accounts: Sequence[_Account]) -> StepLayout:
+    """The layout of a step: a structure is shared if more of its ranks have then written what follows by arithmetic."""
+    classes: dict[str, list[int]] = {}
+    structures: dict[str, str] = {}
+    for rank, account in enumerate(accounts):
+        digest = hashlib.blake2b(account.structure.encode(), digest_size=8).hexdigest()
+        structures[digest] = account.structure
+        classes.setdefault(digest, []).append(rank)
+    by_shares, alone = StepLayout(classes, structures, classes), StepLayout(classes, structures)
+    odd, odd_alone = _irregular(by_shares, accounts), _irregular(alone, accounts)
+    shared = {one: ranks for one, ranks in classes.items() if len(odd & {*ranks}) < len(odd_alone & {*ranks})}
+    return alone._replace(shared=shared)
+
+
+def _irregular(layout: StepLayout, accounts: Sequence[_Account]) -> set[int]:
+    """The ranks that have written other boxes than follow from a layout."""
+    locator = ShardLocator(layout, {name for account in accounts for name in account.aliases})
+    return {rank for rank, account in enumerate(accounts) if locator.boxes_of(rank) != account.written}
+
+
+def irregular_ranks(folder: Path, per_rank: tuple[str, ...] = ()) -> set[int]:
+    """The ranks of a committed step that have written other boxes than follow from its layout."""
+    found = layouts.read(LocalStorage(folder), "", ATTEMPT)
+    assert found is not None
+    return _irregular(found, [_account_of(_index_of(path), per_rank) for path in sorted(folder.glob("rank_*.tar"))])
 
 
 def _index_of(path: Path) -> Index:

@@ -3,6 +3,4 @@
 - `layout.py` plans an archive, with `index.py` as its first member and `digests.py` as its last.
 - `tar.py`: headers of members; `safetensors.py`: the bytes in them.
 - `tarball.py` plans a tar of existing files; `zstd.py` has the seek table of a compressed archive.
-- `delta.py`: the index of a published version; `lent.py`: where one lies that is lent in memory.
-- `dcp_metadata.py`: the metadata of torch.distributed.checkpoint.
 """

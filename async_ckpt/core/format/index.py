@@ -216,7 +216,7 @@ def of_safetensors(
     """
     base = 8 + int.from_bytes(head[:8], "little")
     try:
-        table, metadata = safetensors.parse_foreign_header(head)
+        table, metadata = safetensors.parse_header(head)
         if safetensors.has_pieces(path, metadata):
             raise ForeignFileError(f"{path}: {safetensors.PIECES}", path=path, kind="safetensors")
         end = base + max((entry.end for entry in table.values()), default=0)
@@ -394,7 +394,7 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
     `data` begins at the member's first byte. Raises CorruptCheckpointError.
     """
     try:
-        table = safetensors.parse_header(data)
+        table, _ = safetensors.parse_header(data)
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {index.members[member].name}: {error}", path=path) from error
     extent = index.members[member].data

@@ -112,24 +112,7 @@ def begins(data: bytes | memoryview) -> bool:
     return int.from_bytes(data[:8], "little") <= MAX_HEADER_BYTES and data[8:9] == b"{"
 
 
-def parse_header(data: bytes) -> dict[str, Row]:
-    """The header of a member of this library, from the length prefix on. Raises ValueError if it is malformed."""
-    try:
-        table = _loaded(data, json.loads)
-        del table[RESERVED_NAME]
-        rows = {}
-        for name, row in table.items():
-            begin, end = row["data_offsets"]
-            shape = list(row["shape"])
-            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not a count")
-            rows[name] = Row(str(row["dtype"]), shape, begin, end)
-        return rows
-    except (KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(_NO_TABLE) from error
-
-
-def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
+def parse_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
     """The header of any safetensors file, from the length prefix on, and its metadata.
 
     Raises ValueError if it is malformed, or if a name appears twice.
@@ -150,7 +133,7 @@ class HeaderTable(NamedTuple):
 
 
 def parse_table(data: bytes) -> HeaderTable:
-    """Like `parse_foreign_header`, for hundreds of thousands of tensors: it keeps few objects for the garbage
+    """Like `parse_header`, for hundreds of thousands of tensors: it keeps few objects for the garbage
     collector.
     """
     kinds = _Kinds()

@@ -4,5 +4,5 @@
 - `load` builds a state; `restore` fills live objects; `fill` reads from archives into memory.
 - `run_restore` is one call of a checkpointer's `restore`; `resume` chooses the step that a run continues from;
   `sharing` has ranks read a part each and broadcast it.
-- `run_reader` is the reading side of a checkpointer; `verify`, `catch_up` and `rebuild` need no live object.
+- `verify` compares with digests; `catch_up` copies steps from place to place.
 """

@@ -37,14 +37,12 @@ def catch_up(
     run: Run,
     *,
     skip: Collection[int] = (),
-    check: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
 ) -> list[int]:
     """Copy to a run the steps that only other roots have, the newest first, except `skip`. Returns the copied steps.
 
-    `check` is called between segments, and ends the copying by raising; `pace` limits the bandwidth. Raises
-    StorageUnavailableError, and
-    CorruptCheckpointError for a damaged source; the steps that have been copied stay.
+    `pace` limits the bandwidth. Raises StorageUnavailableError, and CorruptCheckpointError for a damaged source; the
+    steps that have been copied stay.
     """
     copied = []
     errors: list[CheckpointError] = []
@@ -52,9 +50,8 @@ def catch_up(
         if step in skip:
             continue
         for source in holders:
-            check()
             try:
-                copy_step(source, run, step, check=check, background=True, pace=pace)
+                copy_step(source, run, step, background=True, pace=pace)
             except (NotCommittedError, StepExistsError):
                 break  # retention was faster, or another process has committed the step here
             except CorruptCheckpointError as error:

@@ -57,7 +57,6 @@ def load_state(
     """
     map_location, select, trust, mmap, types = options
     device = CPU if map_location is None else torch.device(map_location)
-    archive.learn_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
     wanted = {leaf.number for leaf in stored if leaf.kind != "object"}

@@ -16,11 +16,10 @@ from typing import Any, Final, Protocol, TypeVar
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.answers import in_words
 from ..ranks.meeting import Talk
-from ..runs.marks import no_good_step
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .archives.contents import Part
-from .archives.find import from_newest, from_step
+from .archives.find import PassedOver, from_newest, from_step
 from .archives.step_archives import Readers
 
 T = TypeVar("T")
@@ -63,28 +62,19 @@ def resume(
         see_own_saves()
     if talk is None:
         return from_newest(roots, use, verify=verify, readers=readers, on_skip=on_skip, only_good=only_good)
-    corrupt: dict[int, CorruptCheckpointError] = {}
-    skipped: dict[int, str] = {}
+    passed = PassedOver(on_skip)
 
-    def agreed() -> int | None:
-        before = {*skipped}
-        step = _agreed_step(roots, talk, len(corrupt), skipped, see_own_saves, only_good=only_good)
-        for passed in sorted(skipped.keys() - before, reverse=True) if step is not None else ():
-            on_skip(passed, skipped[passed])
-        return step
+    def agreed(skipped: dict[int, str]) -> int | None:
+        return _agreed_step(roots, talk, len(passed.corrupt), skipped, see_own_saves, only_good=only_good)
 
-    def note(step: int, error: CorruptCheckpointError) -> None:
-        corrupt[step], skipped[step] = error, str(error)
-        on_skip(step, str(error))
-
-    while (step := agreed()) is not None:
+    while (step := passed.next(agreed)) is not None:
         try:
             result = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
             if not fallback:
                 raise
             _is_fine_everywhere(talk, step, is_fine=False)
-            note(step, error)
+            passed.note(step, error)
             continue
         except BaseException as error:
             if fallback:  # the others wait for the answer of this rank
@@ -92,11 +82,8 @@ def resume(
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, result
-        note(step, CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots)))
-    if corrupt:
-        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
-    if skipped:
-        raise no_good_step(", ".join(roots.names), skipped)
+        passed.note(step, CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots)))
+    passed.raise_any(roots)
     return None
 
 

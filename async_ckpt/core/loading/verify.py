@@ -8,10 +8,8 @@ Nothing is decoded or unpickled. An archive that several steps share is read onc
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final, NamedTuple
 
 from ...errors import (
@@ -22,9 +20,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..format.dcp_metadata import Blob
 from ..host.memory import Segment
-from ..host.threads import run_together
 from ..report import VerifyReport
 from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import TRACKERS, parse_step_name
@@ -37,8 +33,6 @@ from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
-from .archives.dcp_checksums import check_item
-from .archives.dcp_folder import OpenDcp
 from .archives.find import (
     CommittedStep,
     committed_folders,
@@ -47,10 +41,9 @@ from .archives.find import (
     opened_as_file,
     step_at,
 )
-from .archives.foreign import open_contents
+from .archives.opening import of_others, open_contents
 from .archives.step_archives import Readers
 from .fill import READ_BYTES, Read, run_reads
-from .foreign_checks import compare_foreign
 from .load import check_lent
 
 _READS_ALL: Final = Readers(reads_all=True)
@@ -118,7 +111,7 @@ class Verification:
                 return ()
             note = "a safetensors file has no digests: its header was compared with its size, and its tensors not"
         except ForeignFileError:
-            note = compare_foreign(reader, path, self._on_bytes)
+            note = of_others().compare_foreign(reader, path, self._on_bytes)
         self.errors[path, ""], self.num_bytes = None, self.num_bytes + reader.num_bytes
         return (note,)
 
@@ -136,38 +129,9 @@ class Verification:
         Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if nothing there has
         a checksum.
         """
-        damaged: dict[str, str] = {}
-        unchecked: list[str] = []  # one for each item
-
-        def compare(name: str, file: Contents, blob: Blob) -> None:
-            has_checksums, damage = check_item(file.read_into, blob)
-            if damage is not None:
-                damaged.setdefault(name, f"{file.path}: at byte {blob.offset:,}: {damage}")
-            if not has_checksums:
-                unchecked.append(name)
-            self._on_bytes(blob.length)
-
-        with contextlib.ExitStack() as stack:
-            items = [*OpenDcp(storage, stack, verify=False).items()]
-            run_together("verify", [partial(compare, *item) for item in items], max_threads=_MAX_READERS)
-        self.errors |= {(file.path, ""): None for _, file, _ in items}
-        self.num_bytes += sum(blob.length for _, _, blob in items)
-        if damaged:
-            path, names = storage.locate(""), tuple(sorted(damaged))
-            first = damaged[names[0]]
-            raise CorruptCheckpointError(
-                f"{path}: {len(names)} of its entries are damaged, such as {names[0]}: {first}; fetch it again",
-                path=path,
-                tensors=names,
-            )
-        if unchecked and len(unchecked) == len(items):
-            raise ValueError(
-                f"{storage.locate('')} was saved without checksums (torch.serialization.set_crc32_options(False)), so "
-                "there is nothing to compare its bytes with"
-            )
-        notes = ["torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save"]
-        if unchecked:
-            notes.append(f"{len({*unchecked})} of its entries have no checksums, such as {min(unchecked)}")
+        paths, num_bytes, notes = of_others().compare_dcp(storage, self._on_bytes)
+        self.errors |= {(path, ""): None for path in paths}
+        self.num_bytes += num_bytes
         return tuple(notes)
 
     def _compare(self, parts: Sequence[Part]) -> None:

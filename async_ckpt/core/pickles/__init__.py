@@ -5,7 +5,7 @@
 - `recorder` records what each object is made of: `object_digests` compares objects of several ranks.
 - `zip_records` knows the zip files that `torch.save` writes without checksums.
 
-`format.dcp_metadata` reads the metadata of torch.distributed.checkpoint by the same machine.
+`face.foreign.dcp_metadata` reads the metadata of torch.distributed.checkpoint by the same machine.
 
 Knows nothing of: archives, files, checkpoints.
 """

@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ...errors import PeerFailedError
 from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait, wait_for
@@ -48,18 +48,12 @@ def wait_for_rank_0(
     wait_for(future, None, goes_on)
 
 
-class Hear(Protocol):
-    """Waits until these keys are set. `what` and `where` are for messages; `takes_time` returns True if a keep-alive
-    came since the last call.
-    """
-
-    def __call__(self, keys: Sequence[str], what: str, where: str, takes_time: Callable[[], bool]) -> list[str]: ...
-
-
 class Talk:
     """The words of one restore, which all ranks call in the same order. From the thread that restores."""
 
-    def __init__(self, rank: int, size: int, words: Callable[[], Words], hear: Hear, prefix: str) -> None:
+    def __init__(
+        self, rank: int, size: int, words: Callable[[], Words], hear: Callable[..., list[str]], prefix: str
+    ) -> None:
         self.rank, self.size = rank, size
         self._words, self._hear, self._prefix = words, hear, prefix
         self._signed = monotonic()  # when this rank has last said that it takes time

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from ...errors import CheckpointError, PeerFailedError, StorageUnavailableError
 from ..host.waits import SHARED_SECONDS
@@ -43,10 +43,8 @@ _MARK: Final = re.compile(r"\.async_ckpt-nodes-[0-9a-f]{16}")
 _log = logging.getLogger("async_ckpt")
 
 
-class SendArchive(Protocol):
-    """Copies an archive from place to place, verified: `loading.catch_up.send_archive`."""
-
-    def __call__(self, source: Storage, target: Storage, path: str, archive: Archive) -> None: ...
+# Copies an archive from place to place, verified: `loading.catch_up.send_archive`.
+SendArchive: TypeAlias = Callable[[Storage, Storage, str, Archive], None]
 
 
 class RunNodes:

@@ -135,9 +135,8 @@ class Words:
     All of them raise PeerFailedError if the store is gone, or does not answer for SILENCE_SECONDS.
     """
 
-    def __init__(self, connection: Connection, prefix: str, *, given: bool = False) -> None:
-        """`given` as for `Connection.ask`."""
-        self._connection, self._prefix, self._given = connection, prefix, given
+    def __init__(self, connection: Connection, prefix: str) -> None:
+        self._connection, self._prefix = connection, prefix
 
     def say(self, key: str, word: str) -> None:
         self._answer(lambda store: store.set(f"{self._prefix}/{key}", word))
@@ -178,7 +177,7 @@ class Words:
         return self._answer(look, lambda: wait(0.0))
 
     def _answer(self, call: Ask[T], goes_on: Callable[[], None] = lambda: None) -> T:
-        future = self._connection.ask(call, given=self._given)
+        future = self._connection.ask(call)
         if not wait_for(future, SILENCE_SECONDS, goes_on):
             raise PeerFailedError(f"the store of the ranks has not answered for {SILENCE_SECONDS:.0f} s", rank=0)
         try:

@@ -1,9 +1,8 @@
 """`layout.<attempt>.json`: the structures of the ranks' states, which tell a reader which archives it needs.
 
-In: a layout, from rank 0 or from the indices of all archives. Out: its text, and back. Knows nothing of: archives.
+In: a layout. Out: its text, and back. Knows nothing of: archives.
 
-The file is advice: only the archives say what a tensor's bytes are. So a missing or damaged layout does no harm, and it
-may be made again (`layout.<attempt>.rebuilt.json`), which changes nothing that the manifest names.
+The file is advice: only the archives say what a tensor's bytes are. So a missing or damaged layout does no harm.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..fields import count, entries, items, row, table, text, whole
+from ..fields import count, items, row, table, text, whole
 from ..format.index import MAX_RANKS
-from ..slicing.cover import Box
 from ..slicing.locator import StepItem, StepLayout, check_mesh, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
@@ -33,8 +31,6 @@ def dump(layout: StepLayout, table: Table) -> bytes:
         "shared": Table(layout.shared).packed()["classes"],
         "root": layout.root,
     }
-    if layout.apart:
-        fields["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
     if layout.items:
         fields["items"] = layout.items
     return seal(fields)
@@ -56,20 +52,15 @@ def parse(data: bytes) -> StepLayout:
     root = _mesh(raw["root"])
     if root is not None:
         check_mesh(root, MAX_RANKS)
-    apart = _apart(raw.get("apart", {}))
-    return StepLayout(classes, structures, shared, root, apart, items(raw.get("items", []), _item), of_all.of_some)
+    return StepLayout(classes, structures, shared, root, items(raw.get("items", []), _item), of_all.of_some)
 
 
-def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:
+def read(storage: Storage, folder: str, attempt: str) -> StepLayout | None:
     """The layout of an attempt; None if it is missing or damaged."""
-    name = rebuilt_name(attempt) if rebuilt else layout_name(attempt)
+    name = layout_name(attempt)
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return parse(storage.read(f"{folder}/{name}" if folder else name)[0])
     return None
-
-
-def rebuilt_name(attempt: str) -> str:
-    return f"layout.{attempt}.rebuilt.json"
 
 
 def _mesh(raw: Any) -> Mesh | None:
@@ -82,13 +73,6 @@ def _item(raw: object) -> StepItem:
 
 def _key(raw: object) -> int | str:
     return raw if isinstance(raw, str) else whole(raw)
-
-
-def _apart(raw: object) -> dict[int, dict[str, list[Box]]]:
-    def boxes(raw: object) -> list[Box]:
-        return [Box(*box) for box in items(raw, partial(row, of=(_counts, _counts)))]
-
-    return {int(rank): dict(entries(tensors, boxes)) for rank, tensors in table(raw).items()}
 
 
 _counts = partial(items, of=count)

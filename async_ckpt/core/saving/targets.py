@@ -38,9 +38,8 @@ from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
 from ..storage.interface import Sink, Storage
-from ..storage.locks import temps_of
+from ..storage.locks import refuse_in_running, temps_of
 from ..storage.place import Place
-from ..storage.scratch import refuse_in_running
 from .lineage import Lineage, StepCall, StepContents
 from .target import Target
 

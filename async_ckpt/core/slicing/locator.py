@@ -42,17 +42,15 @@ class StepLayout(NamedTuple):
 
     `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
     ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
-    the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
-    no such share. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
-    lines for all values, and no rank has all names. `of_some` are names that all ranks of a structure have, and not
-    all others.
+    the mesh that the meshes of all tensors are parts of. `items` are listed if a planner has given each rank a part of
+    the state to write: then the texts have lines for all values, and no rank has all names. `of_some` are names that
+    all ranks of a structure have, and not all others.
     """
 
     classes: Classes
     structures: Mapping[str, str]
     shared: Classes = _NOTHING
     root: Mesh | None = None
-    apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
     items: Sequence[StepItem] = ()
     of_some: Mapping[str, Sequence[str]] = _NOTHING
 
@@ -152,7 +150,7 @@ class ShardLocator:
         """The ranks that wrote parts of a tensor. Of ranks that wrote the same, only the lowest may be among them."""
         lines = self._alike.get(name, {})
         sole = [self._sole(line, digests) for line, digests in lines.items()]
-        if None in sole or self._layout.apart:
+        if None in sole:
             candidates = self._candidates(name, [Box.whole(line.shape) for line in lines], ())
             return frozenset(rank for rank, box in candidates if box.num_elements)
         return frozenset[int]().union(*filter(None, sole))
@@ -174,8 +172,6 @@ class ShardLocator:
         Of ranks that all wrote the same, only the lowest and the preferred ones.
         """
         candidates: list[tuple[int, Box]] = []
-        for rank, tensors in self._layout.apart.items():
-            candidates += [(rank, box) for box in tensors.get(name, ())]
         for line, digests in self._alike.get(name, {}).items():
             if line.is_cut:
                 candidates += self._of_cut(name, line, digests, tuple(boxes), preferred)
@@ -223,7 +219,7 @@ class ShardLocator:
         alone: list[int] = []
         seen: set[int] = set()
         for rank in ranks:
-            if rank in self._layout.apart or rank in seen:
+            if rank in seen:
                 continue
             stored = self._tied[self._structure_of[rank]].get(name, name)  # a tied tensor is stored under another name
             replicated, replicas = self._shared_by(stored, rank)

@@ -3,5 +3,5 @@
 `interface.py` has the promises of every storage; `place.py` and `url.py` find the storage for a path or URL, that of
 a store by `registry.py`. `local.py` is the disk, on top of `disk.py` (system calls) and `locks.py` (temp files).
 `store_facts.py` is for the wing `stores`. On top of any storage: `bulk.py` (many objects), `sequential.py` (front to
-back), `compressed.py` (zstd), `pace.py` (bandwidth). `scratch.py` is for folders on the disk.
+back), `compressed.py` (zstd), `pace.py` (bandwidth).
 """

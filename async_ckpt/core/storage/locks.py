@@ -14,6 +14,7 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ..host.process import in_forked_child
+from ..host.threads import is_library_thread
 from .disk import (
     O_BINARY,
     O_CLOEXEC,
@@ -33,6 +34,8 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
 
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
+# Of the folder beside a temp file in which code of the user writes files by itself.
+FOLDER_SUFFIX: Final = ".d"
 # How often other processes may sweep a new file, or its folder, before it is locked.
 _NUM_TRIES: Final = 100
 
@@ -52,6 +55,19 @@ def temps_of(name: str, names: list[str]) -> list[str]:
 def temp_stem(name: str) -> str:
     """The beginning of the temp names of `name`; cut, since file names have at most 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
+
+
+def refuse_in_running(folder: Path) -> None:
+    """Raise ValueError for a background save by a wrapped function into its own scratch folder.
+
+    The function cannot wait for the save, and the folder is deleted when the function returns.
+    """
+    inside = any(part.endswith(TEMP_SUFFIX + FOLDER_SUFFIX) for part in folder.parts)
+    if inside and is_library_thread():
+        raise ValueError(
+            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there "
+            "in the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
+        )
 
 
 def create_locked(target: Path) -> tuple[Path, int]:
@@ -182,38 +198,37 @@ def read_held(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def is_held(path: Path) -> bool:
-    """Whether another living process has locked a file, as far as that can be proved."""
-    if fcntl is None:
-        return False
-    fd: int | None = None
+def _opened(path: Path, flags: int) -> int | None:
+    """Open a file that this process is not writing: a close would release its lock. None if it is, or if that fails."""
     try:
         with _ours_lock:
             if identity(os.stat(path)) in _ours.values():
-                return False
-        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+                return None
+        return open_regular(path, flags | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
+        return None
+
+
+def is_held(path: Path) -> bool:
+    """Whether another living process has locked a file, as far as that can be proved."""
+    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
+        return False
+    try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return fd is not None and error.errno in (errno.EACCES, errno.EAGAIN)
-    except StorageUnavailableError:
-        return False
+        return error.errno in (errno.EACCES, errno.EAGAIN)
     finally:
-        if fd is not None:
-            close_quietly(fd)
+        close_quietly(fd)
     return False
 
 
 def written_so_far(temp: Path) -> tuple[int, int]:
     """The bytes written to a temp file of another process, and its size, which is allocated at once.
 
-    Zeros for a file of this process, whose lock would be lost, and for one that is gone or is not readable.
+    Zeros for a file of this process, and for one that is gone or is not readable.
     """
-    try:
-        with _ours_lock:
-            if identity(os.stat(temp)) in _ours.values():
-                return 0, 0
-        fd = open_regular(temp, os.O_RDONLY | os.O_NOFOLLOW)
-    except (OSError, StorageUnavailableError):
+    fd = _opened(temp, os.O_RDONLY)
+    if fd is None:
         return 0, 0
     try:
         size, at, written = os.fstat(fd).st_size, 0, 0
@@ -234,14 +249,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
     With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
     """
-    if fcntl is None:
-        return False
-    try:
-        with _ours_lock:
-            if identity(os.stat(path)) in _ours.values():
-                return False
-        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-    except (OSError, StorageUnavailableError):
+    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
         return False
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

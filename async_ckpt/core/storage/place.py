@@ -15,7 +15,7 @@ from ..host import process as _  # noqa: F401 - notices forks from now on, even 
 from ..spec import Keep, flag, keep_of, whole_count
 from .interface import Storage
 from .local import LocalStorage
-from .registry import fsspec_maker, obstore_maker, own_maker
+from .registry import FSSPEC, OBSTORE, maker_of, own_maker
 from .store_facts import SECRET_NAME
 from .url import (
     SCHEMES,
@@ -142,8 +142,8 @@ class Place:
         if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
             raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
         if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
-            return obstore_maker()(self.text, self.options)
-        return fsspec_maker()(self.text, self.options, fs=self.fs)
+            return maker_of(OBSTORE)(self.text, self.options)
+        return maker_of(FSSPEC)(self.text, self.options, fs=self.fs)
 
     def object(self) -> tuple[Storage, str]:
         """The storage that contains this object, and its name there. Raises ValueError if it has no name."""

@@ -18,8 +18,8 @@ Maker: TypeAlias = Callable[[str, Mapping[str, Any] | None], Storage]
 """A function of a URL and the options of its `Place` that returns the storage whose root that is."""
 
 # The wing that serves a scheme, imported when the first storage is made: `import async_ckpt` brings no client along.
-_OBSTORE: Final = "async_ckpt.stores.s3.store:ObjectStorage"
-_FSSPEC: Final = "async_ckpt.stores.fsspec.store:FsspecStorage"
+OBSTORE: Final = "async_ckpt.stores.s3.store:ObjectStorage"
+FSSPEC: Final = "async_ckpt.stores.fsspec.store:FsspecStorage"
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
 _lock = threading.Lock()
@@ -58,18 +58,8 @@ def own_maker(scheme: str | None) -> Maker | None:
     return _makers.get(scheme or "")
 
 
-def obstore_maker() -> Maker:
-    """The function that makes storages by obstore."""
-    maker: Maker = _loaded(_OBSTORE)
-    return maker
-
-
-def fsspec_maker() -> Callable[..., Storage]:
-    """The function that makes storages by fsspec. It also takes a filesystem, as `fs`."""
-    maker: Callable[..., Storage] = _loaded(_FSSPEC)
-    return maker
-
-
-def _loaded(home: str) -> Any:
+def maker_of(home: str) -> Callable[..., Storage]:
+    """The function of a wing that makes storages: of OBSTORE, or of FSSPEC, which also takes a filesystem, as `fs`."""
     module, _, name = home.partition(":")
-    return getattr(import_module(module), name)
+    maker: Callable[..., Storage] = getattr(import_module(module), name)
+    return maker

@@ -25,8 +25,8 @@ from ...core.staging.guard import Optimizers
 from ...core.staging.host_copy import HostCopy
 from ...core.staging.tensors import Wording
 from ...core.storage.interface import Storage
-from ...core.storage.scratch import Scratch
 from ...core.storage.sequential import Appender
+from .scratch import Scratch
 
 
 class CopySave(Save):

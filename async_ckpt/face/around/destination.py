@@ -19,8 +19,8 @@ import torch
 from ...core.spec import with_article
 from ...core.state.plain import method_of
 from ...core.storage.interface import Storage
+from ...core.storage.locks import refuse_in_running
 from ...core.storage.place import Anywhere, Place, storage_at, written_at
-from ...core.storage.scratch import refuse_in_running
 from ...errors import IsAFolderError
 
 # The usual names of the argument that says where to write.
@@ -45,7 +45,7 @@ _READ: Final = {
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"),
     ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
-    ("async_ckpt.face.oneoff", "load"), ("async_ckpt.core.loading.run_reader", "RunReader.load"),
+    ("async_ckpt.face.oneoff", "load"), ("async_ckpt.face.run_reader", "RunReader.load"),
     ("async_ckpt.face.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.face.oneoff", "verify"),
     ("async_ckpt.face.around.unpack", "unpack"), ("async_ckpt.face.around.unpack", "extract"),
 }  # fmt: skip

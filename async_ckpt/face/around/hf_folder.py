@@ -20,10 +20,10 @@ from ...core.state.captured import SnapshotView
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
-from ...core.storage.scratch import Scratch, publish
 from ...errors import OccupiedError
 from .copy_save import CopySave
 from .hf_weights import ADAPTER_CONFIG, Weights
+from .scratch import Scratch, publish
 from .shards import INDEX, Shard, index_of, shards_of
 
 

@@ -30,8 +30,8 @@ from ...core.spans import Spans
 from ...core.staging.file_segments import FileFill, FilesImage, scan
 from ...core.storage.disk import refuse_dangling, translated
 from ...core.storage.place import Anywhere, local_place, written_at
-from ...core.storage.scratch import Scratch
 from ...errors import ClosedError, NotAFolderError, NothingWrittenError, StorageUnavailableError, UsageError
+from .scratch import Scratch
 
 _PathType: Any = type(Path())
 

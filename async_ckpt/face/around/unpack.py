@@ -22,7 +22,11 @@ from typing import Any, Final, NoReturn, cast
 
 from ...core.format.tarball import stays_inside
 from ...core.loading.archives.find import opened_as_file
-from ...core.loading.archives.tar_stream import (
+from ...core.storage.disk import free_bytes_at, full, translated
+from ...core.storage.place import Anywhere, local_place, place_of, written_at
+from ...core.storage.sequential import ReadAhead
+from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+from ..foreign.tar_stream import (
     BUFFER_BYTES,
     DamagedTarError,
     ForwardFile,
@@ -32,11 +36,7 @@ from ...core.loading.archives.tar_stream import (
     expect_end,
     members_of,
 )
-from ...core.storage.disk import free_bytes_at, full, translated
-from ...core.storage.place import Anywhere, local_place, place_of, written_at
-from ...core.storage.scratch import Scratch
-from ...core.storage.sequential import ReadAhead
-from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+from .scratch import Scratch
 
 # Ten times the files of the largest checkpoint in the tests, which has 100,000.
 MAX_MEMBERS: Final = 1_000_000

@@ -42,7 +42,6 @@ from ...core.state.captured import tree_of
 from ...core.storage.disk import translated
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import local_place, place_of
-from ...core.storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from ...core.storage.sequential import Appender, AppenderFile
 from ...errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .arguments import closure_of, deep_copied, tensors_in
@@ -57,6 +56,7 @@ from .destination import (
     suffix_of,
     why_not_wrapped,
 )
+from .scratch import Scratch, publish, refuse_misfit, sync_all
 
 P = ParamSpec("P")
 

@@ -22,7 +22,6 @@ import torch
 
 from ...core.loading.archives.contents import Contents, Part
 from ...core.loading.archives.find import from_path, opened_as_file
-from ...core.loading.archives.foreign import MissingShard, OpenSafetensors
 from ...core.loading.archives.step_archives import Readers, selected_by
 from ...core.loading.load import LoadOptions, check_lent, check_select, state_of
 from ...core.spec import align_up
@@ -32,6 +31,7 @@ from ...core.state.tree import StoredLeaf
 from ...core.storage.place import Place
 from ...errors import UsageError
 from ..around.ranges import Range, read_ranges
+from ..foreign.tensor_files import MissingShard, OpenSafetensors
 from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 
@@ -180,7 +180,6 @@ def _items_of_parts(parts: Sequence[Part], select: Select, trust: bool) -> Items
 
 def _walk_over(part: Part, select: Select, trust: bool) -> ItemWalk:
     archive = part.archive
-    archive.learn_names()
     try:
         tree, stored = archive.tree(select=select, groups=part.groups, types=None)
     except KeyError:  # what is selected is in another part

@@ -150,7 +150,6 @@ def rows_of(
 
 def _rows_in(part: Part, patterns: Sequence[str], measured_by: Measuring | None, *, places: bool) -> Iterator[NameRow]:
     archive = part.archive
-    archive.learn_names()
     tree, _ = archive.tree(groups=part.groups)
     matching = [
         (path, leaf)

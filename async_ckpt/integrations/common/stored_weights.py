@@ -215,7 +215,6 @@ def weights_in(parts: Sequence[contents.Part], part: str | None) -> dict[str, Lo
     """The tensors of a model in the state of these files, by name. Raises KeyError if there is no such part."""
 
     def located(one: contents.Part) -> Any:
-        one.archive.learn_names(everything=True)
         value, _ = one.archive.tree(groups=one.groups)
         return contents.replaced(
             value, lambda leaf: LocatedTensor(one.archive, leaf.number) if _is_tensor(leaf) else None

@@ -111,13 +111,7 @@ def missing_in(checkpoint: places.Anywhere, names: Collection[str]) -> list[str]
     def lacking(parts: Sequence[contents.Part]) -> list[str]:
         return sorted({*names}.difference(*(part.archive.entries() or () for part in parts)))
 
-    def look(parts: Sequence[contents.Part]) -> list[str]:
-        missing = lacking(parts)
-        while missing and any(part.archive.learn_names() for part in parts):  # of archives of other ranks
-            missing = lacking(parts)
-        return missing
-
-    return find.from_path(checkpoint, look, verify=True)
+    return find.from_path(checkpoint, lacking, verify=True)
 
 
 def refuse_missing(checkpoint: places.Anywhere, names: Collection[str]) -> None:

@@ -2,9 +2,9 @@
 
 In: a place with a run. Out: the damage, and a run without it. Knows nothing of: arguments, the bytes of tensors.
 
-The tracker and the journal are made from the manifests; a layout, from the indices of the archives; what dead writers
-have left is deleted. A retired step is committed again by a manifest that names the same archives, and no start: the
-rule that leaves out the steps of an overtaken process does not concern it.
+The tracker and the journal are made from the manifests; what dead writers have left is deleted. A retired step is
+committed again by a manifest that names the same archives, and no start: the rule that leaves out the steps of an
+overtaken process does not concern it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import typer
 
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
-from ...files import rebuild_layout
 from ...plumbing import Storage, runs
 from .listing import broken_steps
 from .pruning import refuse_writer
@@ -60,7 +59,7 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
             if apply:
                 refuse_writer(one.run, unattended=unattended)
                 taken.enter_context(one.run.changing())
-        for damage in damages_of(place, chosen, unretire):
+        for damage in damages_of(chosen, unretire):
             damages.append(damage)
             if apply and damage.mend is not None:
                 for one in chosen:
@@ -87,9 +86,7 @@ def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
     return f"{where}{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
 
 
-def damages_of(
-    place: Place, chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True
-) -> Iterator[Damage]:
+def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True) -> Iterator[Damage]:
     """The damage of the runs at a root. Each is looked for after those before it were mended.
 
     Without `leftovers`, what dead writers have left is not looked for: every folder would be listed.
@@ -97,7 +94,7 @@ def damages_of(
     if unretire is not None:
         yield _retired(chosen, unretire)
     for one in chosen:
-        run, storage = one.run, one.run.storage
+        run = one.run
         commits = run.view()
         broken = broken_steps(run, commits)
         for step, manifest in commits.items():
@@ -106,9 +103,6 @@ def damages_of(
             if manifest is None:
                 text = "does not match its digest; copy the step again from where it is whole, or save it anew"
                 yield Damage(f"{run.folder(step)}/{runs.MANIFEST_NAME}", text)
-            elif manifest.ranks is not None and not _has_layout(storage, run.folder(step), manifest):
-                name = f"{run.folder(step)}/{manifest.ranks.layout.name}"
-                yield Damage(name, "is missing or damaged", partial(rebuild_layout, place, step))
         if leftovers and (left := run.sweeper.sweep(delete=False)):
             more = f" and {len(left) - _SHOWN_LEFTOVERS} more" if len(left) > _SHOWN_LEFTOVERS else ""
             text = f"of writers that have ended: {', '.join(left[:_SHOWN_LEFTOVERS])}{more}"
@@ -121,10 +115,6 @@ def damages_of(
 
 def _newest_commit(run: runs.Run) -> float:
     return max((manifest.created for manifest in run.view().values() if manifest), default=0.0)
-
-
-def _has_layout(storage: Storage, folder: str, manifest: runs.Manifest) -> bool:
-    return any(runs.layouts.read(storage, folder, manifest.attempt, rebuilt=rebuilt) for rebuilt in (False, True))
 
 
 def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:

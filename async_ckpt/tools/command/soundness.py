@@ -379,13 +379,13 @@ def _num_bytes(chosen: Sequence[ChosenRun]) -> int:
 
 
 def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
-    """Trackers, journals and layouts that are not as the manifests say; nothing beside manifests of a later format."""
+    """Trackers and journals that are not as the manifests say; nothing beside manifests of a later format."""
     try:
         for one in chosen:
             refuse_newer(one.run)
     except FormatVersionError:
         return
-    for damage in damages_of(place, chosen, leftovers=False):
+    for damage in damages_of(chosen, leftovers=False):
         if damage.mend is not None:
             yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
 

@@ -311,7 +311,7 @@ def test_a_safetensors_header_ends_where_it_is_asked_to(at: int, modulo: int, na
     head = safetensors.header([entry], {"format": "pt"}, header_bytes_modulo=modulo, at=at)
     assert (at + len(head)) % modulo == 0
     assert int.from_bytes(head[:8], "little") == len(head) - 8
-    assert safetensors.parse_header(head + b"data") == {entry.name: ("F32", [2, 3], 0, 24)}
+    assert safetensors.parse_header(head + b"data") == ({entry.name: ("F32", [2, 3], 0, 24)}, {"format": "pt"})
 
 
 def test_a_dtype_that_safetensors_lacks_is_stored_as_bytes() -> None:

@@ -32,9 +32,9 @@ from async_ckpt import (
     NotCommittedError,
     UntrustedObjectError,
 )
-from async_ckpt.core.loading.archives.dcp_folder import OpenDcp
 from async_ckpt.core.spec import BLOCK_BYTES, DTYPES, MIB
 from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.face.foreign.dcp_folder import OpenDcp
 
 WEIGHTS: dict[str, torch.Tensor] = {
     "model.layers.0.weight": torch.arange(12.0).view(3, 4),

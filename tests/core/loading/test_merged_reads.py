@@ -12,15 +12,14 @@ import torch
 from fake_ranks import distributed, standing_at
 from matrix_restores import restore, saved
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
-from rank_archives import ATTEMPT, Build, commit, write_all
+from rank_archives import ATTEMPT, Build, commit, irregular_ranks, write_all
 from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
-from async_ckpt import CheckpointError, CorruptCheckpointError, StateMismatchError
-from async_ckpt.core.loading.archives import step_archives
+from async_ckpt import CorruptCheckpointError, StateMismatchError
 from async_ckpt.core.runs import layouts
 from async_ckpt.core.runs.receipts import Table
 from async_ckpt.core.slicing.sharded import local_part
@@ -195,8 +194,8 @@ def test_what_each_rank_has_written_follows_by_arithmetic(layout: str, shared: b
     found = layouts.read(LocalStorage(folder), "", ATTEMPT)
 
     assert found is not None
-    assert not found.apart
     assert bool(found.shared) <= shared
+    assert irregular_ranks(folder) == set()
 
 
 def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(tmp_path: Path, num_read: dict[str, int]):
@@ -258,28 +257,6 @@ def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path: Path, nu
         path.write_bytes(text)
 
 
-def test_without_a_sound_layout_of_too_many_it_is_told_how_to_make_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_read: dict[str, int]
-):
-    monkeypatch.setattr(step_archives, "MAX_UNEXPLAINED", 3)
-    folder = many(tmp_path)
-    (folder / f"layout.{ATTEMPT}.json").unlink()
-    before = sorted(path.name for path in folder.iterdir())
-
-    with pytest.raises(CheckpointError, match=r"async_ckpt\.files\.rebuild_layout") as caught:
-        restored_by_two(folder)
-    assert len(async_ckpt.load(folder)) == 2  # everything is needed, whatever a layout says
-
-    command = str(caught.value).partition("rebuild it with ")[2]
-    where = eval(command, {"async_ckpt": async_ckpt})
-
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*before, Path(where).name])
-    num_read.clear()
-    restored_by_two(folder)
-    assert archives_in(num_read) <= names_of(range(7))
-    async_ckpt.verify(folder)
-
-
 def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path: Path):
     """As if the tensors were cut over ranks in another order."""
     folder = many(tmp_path)
@@ -291,7 +268,7 @@ def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path: Path)
     restored_by_two(folder)
 
 
-def test_what_follows_from_nothing_is_told_apart_when_a_layout_is_made_again(tmp_path: Path):
+def test_a_rank_that_wrote_more_than_its_share_costs_no_byte(tmp_path: Path):
     """One rank wrote all that it holds, though it might have left half of it to another."""
     folder = tmp_path / "run" / "step_00000001"
     state = {f"{n}": numbered((300, 100)) + n for n in range(4)}
@@ -300,21 +277,7 @@ def test_what_follows_from_nothing_is_told_apart_when_a_layout_is_made_again(tmp
     shared[2].write_bytes(alone[2].read_bytes())
     commit(shared)
 
-    found = layouts.read(LocalStorage(folder), "", ATTEMPT)
-
-    assert found is not None
-    assert set(found.apart) == {2}
     assert difference(async_ckpt.load(folder, select="3"), {"3": state["3"]}) is None
-
-
-def test_a_layout_can_be_made_again_only_of_a_step_that_several_ranks_have_committed(tmp_path: Path):
-    with async_ckpt.AsyncCheckpointer(tmp_path) as ckpt:
-        ckpt.save({"a": 1}, 5).result()
-
-    with pytest.raises(ValueError, match="saved by one rank"):
-        async_ckpt.files.rebuild_layout(tmp_path, 5)
-    with pytest.raises(async_ckpt.NotCommittedError, match="step 6 is not committed there; 5 are"):
-        async_ckpt.files.rebuild_layout(tmp_path, 6)
 
 
 def test_a_gap_is_told_by_name_whatever_the_layout_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

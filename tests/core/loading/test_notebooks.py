@@ -12,9 +12,9 @@ from states import open_run, state_at
 
 import async_ckpt
 from async_ckpt import PullReport, StorageUnavailableError, VerifyReport
-from async_ckpt.core.loading.run_history import History
 from async_ckpt.core.notebooks.markup import bars
 from async_ckpt.core.report import Destination, Progress, SaveReport
+from async_ckpt.face.run_history import History
 
 ATTACK = "<script>alert(1)</script>&\"'<img src=x onerror=y>"
 VOID = {"img", "rect", "polyline"}

@@ -227,4 +227,3 @@ with open_run(here.root) as ckpt:
         assert [loaded[f"own/{rank}"] for rank in range(3)] == [[[rank] * 3] for rank in range(3)]
         for layout in (tmp_path / "run").glob("step_*/layout.*"):
             layout.unlink()
-        async_ckpt.files.rebuild_layout(tmp_path / "run", 1)

@@ -128,13 +128,3 @@ def test_a_value_that_is_no_tensor_is_looked_for_at_the_rank_that_has_written_it
     assert locator.naming(["loader"]) == {1}
     assert locator.naming(["epoch", "loader"]) == {0, 1}
     assert locator.naming(["of no rank"]) == set()
-
-
-def test_a_tensor_of_a_mesh_that_its_ranks_are_not_in_is_at_the_ranks_that_say_so():
-    """As where ranks that the process group calls otherwise have written all that they hold."""
-    structures = {"both": json.dumps(["w", "float32", [8], [[[0, 0, 1]], [2], [1], None, False]])}
-    apart = {rank: {"w": [Box((4 * rank,), (4,))]} for rank in (0, 1)}
-    locator = ShardLocator(StepLayout({"both": [0, 1]}, structures, apart=apart))
-
-    assert locator.having({"w": [Box((5,), (2,))]}) == {1}
-    assert locator.having({"w": [Box((0,), (8,))]}) == {0, 1}

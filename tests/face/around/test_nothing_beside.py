@@ -17,7 +17,7 @@ from states import names_below
 
 import async_ckpt
 from async_ckpt import SaveHandle
-from async_ckpt.core.storage.scratch import Scratch
+from async_ckpt.face.around.scratch import Scratch
 from async_ckpt.files import pack_folder
 
 STATE = {"w": torch.arange(1000.0)}

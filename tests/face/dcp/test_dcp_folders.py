@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
-from async_ckpt.core.format.dcp_metadata import ZipRecord
 from async_ckpt.core.loading.archives.contents import Part
-from async_ckpt.core.loading.archives.dcp_checksums import RecordCheck
 from async_ckpt.core.loading.archives.find import from_path
 from async_ckpt.face.around.ranges import Range, read_ranges
 from async_ckpt.face.dcp import convert
+from async_ckpt.face.foreign.dcp_checksums import RecordCheck
+from async_ckpt.face.foreign.dcp_metadata import ZipRecord
 from async_ckpt.integrations.dcp import TarStorageWriter, restore, to_dcp
 
 

@@ -14,7 +14,6 @@ from states import difference, leftovers
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError
-from async_ckpt.files import rebuild_layout
 from async_ckpt.integrations.dcp import TarStorageReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -135,9 +134,3 @@ def test_an_overwritten_step_keeps_no_old_layout_and_a_copied_one_has_its_own(wo
     assert layout_in(tmp_path / "copy" / "step_00000001").read_bytes() == layout_in(folder).read_bytes()
     shutil.rmtree(folder)
     assert leftovers(worlds.root) == []
-
-
-def test_a_step_of_torchs_ranks_needs_no_rebuilt_layout(worlds):
-    folder = saved(worlds)
-    with pytest.raises(ValueError, match="does not need a layout"):
-        rebuild_layout(folder, 1)

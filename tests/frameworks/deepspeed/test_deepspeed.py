@@ -153,7 +153,7 @@ def test_a_file_with_other_bytes_is_not_loaded_on_any_rank_and_an_earlier_tag_is
 
 _REFUSED_COPY = """
 import errno, threading
-from async_ckpt.core.storage import scratch
+from async_ckpt.face.around import scratch
 from deepspeed_runs import *
 rmtree = scratch.shutil.rmtree
 def rmtree_in_vain(*_, **__):

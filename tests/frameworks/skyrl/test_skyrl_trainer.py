@@ -183,9 +183,9 @@ def test_a_url_is_refused_by_name(worlds):
 # Each function of a save at which the process is killed, before or after it, and the newest step that is left of two.
 _POINTS = {
     ("async_ckpt.core.storage.local.LocalSink.finish", "before"): 1,
-    ("async_ckpt.core.storage.scratch.sync_all", "before"): 1,
-    ("async_ckpt.core.storage.scratch.publish", "before"): 1,
-    ("async_ckpt.core.storage.scratch.publish", "after"): 1,
+    ("async_ckpt.face.around.scratch.sync_all", "before"): 1,
+    ("async_ckpt.face.around.scratch.publish", "before"): 1,
+    ("async_ckpt.face.around.scratch.publish", "after"): 1,
     ("async_ckpt.integrations.skyrl.trainer_folder.name_latest", "after"): 2,
 }
 _KILLED = """

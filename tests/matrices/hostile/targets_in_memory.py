@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 from async_ckpt.core.events import shapes
-from async_ckpt.core.format import dcp_metadata, digests, index, safetensors, tar, zstd
+from async_ckpt.core.format import digests, index, safetensors, tar, zstd
 from async_ckpt.core.format.digests import block_digest
 from async_ckpt.core.pickles import saved_objects
 from async_ckpt.core.runs import foreign_entries, journal, layouts, manifest, naming, receipts, starts
 from async_ckpt.core.slicing.cover import Box
 from async_ckpt.core.slicing.locator import ShardLocator
 from async_ckpt.errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
+from async_ckpt.face.foreign import dcp_metadata
 from async_ckpt.weights import delta, lent
 from async_ckpt.weights.following.web import Reply
 from async_ckpt.weights.publishing.in_memory import borrow
@@ -65,7 +66,6 @@ def parse_safetensors(data: bytes) -> None:
     head = _lengthened(data)
     for parse in (
         safetensors.parse_header,
-        safetensors.parse_foreign_header,
         partial(safetensors.parse_file_header, file_bytes=len(head) + 64),
     ):
         try:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from async_ckpt.core.storage import disk, scratch
+from async_ckpt.core.storage import disk
+from async_ckpt.face.around import scratch
 
 from .disk_records import TOP, Acknowledged, Begun, Create, Exchange, Link, Record, Remove, Rename, Resize, Sync, Write
 

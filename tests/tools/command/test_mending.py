@@ -16,7 +16,6 @@ from buckets import bucket  # noqa: F401
 from children import Nursery
 from commands import documented, in_terminal, run_command, store_options
 from folders import read as tree_of
-from rank_archives import commit, write_all
 from slices import some
 from states import assert_is_state, leftovers, open_run, state_at
 
@@ -418,23 +417,6 @@ def test_what_dead_writers_have_left_is_swept(root: Path) -> None:
     damages(root, "--apply", status=0)
     assert leftovers(root) == []
     assert_is_run(root, [1, 2, 3, 4, 5])
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{}")])
-def test_a_layout_is_made_again(tmp_path: Path, damage: Any) -> None:
-    folder = tmp_path / "a" / "step_00000001"
-    folder.mkdir(parents=True)
-    commit(
-        write_all(folder, 4, lambda rank: {"whole": torch.arange(1e5), "own": rank}, per_rank=("own",)),
-        per_rank=("own",),
-    )
-    (layout,) = folder.glob("layout.*.json")
-    damage(layout)
-
-    assert f"step_00000001/{layout.name}" in damages(tmp_path / "a")
-    damages(tmp_path / "a", "--apply", status=0)
-    assert damages(tmp_path / "a", status=0) == {}
-    assert torch.equal(async_ckpt.load(tmp_path / "a", from_ranks={"own": 1})["whole"], torch.arange(1e5))
 
 
 def test_a_retired_step_is_put_back(tmp_path: Path) -> None:

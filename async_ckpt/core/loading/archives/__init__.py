@@ -2,8 +2,7 @@
 
 - `find` goes from a path or a run to a committed step, and hands its archives to a reader.
 - `contents` is the common base: a tree of names, and the places of each tensor's bytes.
-- `archive` is one file of this library; `foreign` and `dcp_folder` are files of other programs; `virtual_files` joins
-  pieces to files.
+- `archive` is one file of this library; `opening` opens it, or has the face open files of other programs.
 - `copies` reads one archive block by block from several places.
 - `step_archives` opens the archives of several ranks as they are needed; `merged_archives` presents them as one file.
 """

@@ -8,10 +8,9 @@ from __future__ import annotations
 import pickle
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
@@ -42,8 +41,6 @@ class OpenArchive(Contents):
 
     Args:
         first_block: the first block of the file, if it has been read already.
-        inexact_blocks: the numbers of blocks whose bytes differ from those that were saved; they are not compared.
-        missing_members: the members whose files are missing; a read of one raises its error.
         copies: the same archive at all places that hold it, to be read where this reader's copy is not sound.
 
     Raises CorruptCheckpointError for anything that is not an intact archive of this library, and FormatVersionError for
@@ -57,16 +54,12 @@ class OpenArchive(Contents):
         path: str,
         verify: bool,
         first_block: memoryview | None = None,
-        inexact_blocks: Collection[int] = (),
-        missing_members: Mapping[str, CorruptCheckpointError] = MappingProxyType({}),
         copies: Copies | None = None,
     ) -> None:
         super().__init__(reader, path=path)
         self._copies: Copies | None = None  # none until the index has been compared: it is parsed before
         self._turned = False  # everything is read from `_copies`
-        self._missing_members = missing_members
         self._digests: bytes | None = None
-        self._inexact_blocks = inexact_blocks
         # The first blocks, which hold the index and often the first headers.
         self._first_bytes = first_block or first_bytes(
             reader, path=path, at_most=BLOCK_BYTES if verify else _BEGIN_BYTES
@@ -182,8 +175,7 @@ class OpenArchive(Contents):
         """The numbers of the blocks that do not match their digests; the arguments are those of `verify`."""
         if self._digests is None:
             return []
-        blocks = digests.damaged_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
-        return [number for number in blocks if number not in self._inexact_blocks]
+        return digests.damaged_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
 
     def damage_error(self, blocks: Sequence[int]) -> CorruptCheckpointError:
         """The error for damaged blocks, given in ascending order: it names the tensors in them."""
@@ -285,7 +277,7 @@ class OpenArchive(Contents):
             self._headers[number] = self._or_from_copies(partial(self._check_member, number))
 
     def _check_member(self, number: int) -> Extent:
-        data = self._check_tar_header(self.index.members[number])
+        data = self.check_tar_header(self.index.members[number])
         length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
         fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
         header = Extent(data.offset, 8 + length if fits else min(8, data.length))
@@ -296,10 +288,8 @@ class OpenArchive(Contents):
         """The extents of the headers of these members, to be verified with the data that is read of them."""
         return [self._headers[member] for member in sorted(members) if member in self._headers and self._digests]
 
-    def _check_tar_header(self, member: Member) -> Extent:
+    def check_tar_header(self, member: Member) -> Extent:
         """The extent of a member's data, which its tar header must confirm."""
-        if member.name in self._missing_members:
-            raise self._missing_members[member.name]
         try:
             header = tar.parse_header(self._read_near(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
         except ValueError as error:
@@ -363,7 +353,7 @@ class OpenArchive(Contents):
         member = self.index.member(index.OBJECTS)
         if member is None:
             raise self.corrupt(f"{index.OBJECTS} is missing")
-        extent = self._or_from_copies(partial(self._check_tar_header, member))
+        extent = self._or_from_copies(partial(self.check_tar_header, member))
         return self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
 
 

@@ -53,9 +53,10 @@ class Contents:
     # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
-    def __init__(self, reader: Reader, *, path: str) -> None:
+    def __init__(self, reader: Reader | None, *, path: str) -> None:
+        """`reader` is None where all bytes are in other files."""
         self.path = path
-        self._reader = reader
+        self._reader: Any = reader
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
@@ -118,8 +119,8 @@ class Contents:
         """True if every name of the checkpoint is known, so that a name not found here does not exist."""
         return True
 
-    def learn_names(self, *, everything: bool = False) -> bool:  # noqa: ARG002
-        """Open archives until all names are known: before one is reported missing, or because `everything` is wanted.
+    def learn_names(self) -> bool:
+        """Open archives until all names are known: a rank that restores opens only its own before one is missing there.
 
         Returns True if there may be new names. Trees and numbers that were taken before are then invalid.
         """

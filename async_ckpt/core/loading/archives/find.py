@@ -6,36 +6,34 @@ In: paths, and runs. Out: opened archives, handed to a function. Knows nothing o
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Final, NamedTuple, Self, TypeVar
 
 from ....errors import (
     CheckpointError,
     CorruptCheckpointError,
-    FormatVersionError,
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...runs.foreign_entries import foreign_kind, newest_of_other_namings, possible_steps
+from ...runs.foreign_entries import foreign_kind, possible_steps
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
-from ...runs.marks import BAD, Mark, marked_bad, marks_of, no_good_step, read_note, split_marks
-from ...runs.naming import parse_step_name
+from ...runs.manifest import Archive, Manifest, parse
+from ...runs.marks import no_good_step
 from ...runs.receipts import archives_in, archives_of, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
-from ...runs.starts import Commit, Line, Seen, split_starts
+from ...spans import wall_time
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .copies import Holders
-from .foreign import open_contents, parts_of_folder
 from .merged_archives import MergedArchives
+from .opening import open_contents, parts_of_folder
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
@@ -44,8 +42,6 @@ T = TypeVar("T")
 _ANY_READER: Final = Readers()
 # Folders that an error looks into.
 _MOST_BELOW: Final = 32
-# Manifests that are looked for at once.
-_MOST_ASKED: Final = 4096
 
 
 def from_newest(
@@ -66,38 +62,68 @@ def from_newest(
     NoGoodStepError, StorageUnavailableError.
     """
     roots.check_naming()
-    corrupt: dict[int, CorruptCheckpointError] = {}
-    skipped: dict[int, str] = {}
+    return _from_newest(roots, use, verify=verify, readers=readers, on_skip=on_skip, only_good=only_good)
 
-    def newest() -> int | None:
-        before = {*skipped}
-        step = roots.newest_sound(skipped, only_good=only_good)
-        for passed in sorted(skipped.keys() - before, reverse=True) if step is not None else ():
-            (on_skip or _warn_of_bad)(passed, skipped[passed])
-        return step
 
+def _from_newest(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers,
+    on_skip: Callable[[int, str], None] | None = None,
+    only_good: bool = False,
+) -> tuple[int, T] | None:
+    passed = PassedOver(on_skip or _warn_of_bad)
     num_gone = 0
-    while (step := newest()) is not None:
+    while (step := passed.next(partial(roots.newest_sound, only_good=only_good))) is not None:
         try:
             return step, from_step(roots, step, use, verify=verify, readers=readers)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
-                raise overtaken_error(repr(roots)) from error
+                raise overtaken_error(", ".join(roots.names)) from error
         except CorruptCheckpointError as error:
             if on_skip is None:
                 raise
-            corrupt[step], skipped[step] = error, str(error)
-            on_skip(step, str(error))
-    if corrupt:
-        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
-    if skipped:
-        raise no_good_step(", ".join(roots.names), skipped)
+            passed.note(step, error)
+    passed.raise_any(roots)
     return None
 
 
+class PassedOver:
+    """The steps that one reader has passed over, since they are marked or corrupt, with the reasons in words."""
+
+    def __init__(self, on_skip: Callable[[int, str], None]) -> None:
+        """`on_skip` is called with each of them, and why, if there is another one to read."""
+        self.reasons: dict[int, str] = {}
+        self.corrupt: list[CorruptCheckpointError] = []
+        self._on_skip = on_skip
+
+    def next(self, find: Callable[[dict[int, str]], int | None]) -> int | None:
+        """The step that `find` returns. It adds those that it passes over to the reasons."""
+        before = {*self.reasons}
+        step = find(self.reasons)
+        for one in sorted(self.reasons.keys() - before, reverse=True) if step is not None else ():
+            self._on_skip(one, self.reasons[one])
+        return step
+
+    def note(self, step: int, error: CorruptCheckpointError) -> None:
+        """This step is corrupt."""
+        self.corrupt.append(error)
+        self.reasons[step] = str(error)
+        self._on_skip(step, str(error))
+
+    def raise_any(self, roots: Roots) -> None:
+        """No step is left: raise the error of a corrupt one, or NoGoodStepError; nothing if none was passed over."""
+        if self.corrupt:
+            raise max(self.corrupt, key=lambda error: error.partly_overwritten)
+        if self.reasons:
+            raise no_good_step(", ".join(roots.names), self.reasons)
+
+
 def _warn_of_bad(step: int, reason: str) -> None:
-    warnings.warn(f"step {step} is passed over: {reason}", RuntimeWarning, stacklevel=5)
+    warnings.warn(f"step {step} is passed over: {reason}", RuntimeWarning, stacklevel=6)
 
 
 def from_step(
@@ -153,15 +179,10 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
     step = step_at(storage, path)
     if step is not None:
         return from_committed(step, use, verify=verify, readers=readers)
-    num_gone = 0
-    while (newest := _newest_folder(storage)) is not None:
-        try:
-            committed = CommittedStep.at(storage, newest, lambda: storage)
-            return from_committed(committed, use, verify=verify, readers=readers)
-        except NotCommittedError as error:
-            num_gone += 1
-            if num_gone == TRIES:
-                raise overtaken_error(storage.locate("")) from error
+    roots = _run_at(storage)
+    found = None if roots is None else _from_newest(roots, use, verify=verify, readers=readers)
+    if found is not None:
+        return found[1]
     with contextlib.ExitStack() as stack:
         folder_parts = parts_of_folder(storage, verify=verify, stack=stack)
         if folder_parts is not None:
@@ -175,7 +196,7 @@ def step_at(storage: Storage, path: Anywhere) -> CommittedStep | None:
     if not storage.exists(MANIFEST):
         return None
     # Resolved only when a group is borrowed: a bucket has no folder above it.
-    root = functools.cache(lambda: place_of(path).object()[0])
+    root = cache(lambda: place_of(path).object()[0])
     return CommittedStep.at(storage, "", root)
 
 
@@ -390,106 +411,23 @@ def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _newest_folder(storage: Storage) -> str | None:
-    """The folder of the newest committed step of a run that is not marked bad; with several namings, of the step that
-    was committed last. Raises NoGoodStepError.
+def _run_at(storage: Storage) -> Roots | None:
+    """The run at a root; of several namings, that whose newest step was committed last. None if there is no step."""
 
-    A step is the last number in a folder's name. A folder without a manifest may belong to a save under way, or to a
-    step that retention has deleted since the listing. So an older step counts only if another listing is the same.
-    """
-    before: list[str] | None = None
-    for _ in range(TRIES):
-        names = storage.names("")
-        folders = sorted(((step_name.step, name) for step_name, name in possible_steps(names)), reverse=True)
-        bad: dict[int, Mark] = {}
-        newest = _first_committed(storage, names, folders, bad)
-        if names == before or (folders and newest == folders[0]):
-            break
-        before = names
-    else:
-        raise overtaken_error(storage.locate(""))
-    reasons = {step: marked_bad(read_note(storage, mark)) for step, mark in bad.items()}
-    if newest is None and reasons:
-        raise no_good_step(storage.locate(""), reasons)
-    if newest is None:
-        return None
-    for step, reason in reasons.items():
-        _warn_of_bad(step, reason)
-    folder = newest[1]
-    other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
-    manifest = None if other is None else _manifest_in(storage, folder)
-    return other.folder if other and manifest and other.manifest.created > manifest.created else folder
+    def created(roots: Roots) -> float:
+        step = roots.newest_sound({})
+        manifest = None if step is None else roots.runs[0].committed(step)
+        return 0.0 if manifest is None else manifest.created
 
-
-def _naming_of(folder: str) -> str | None:
-    number = parse_step_name(folder)
-    return number and number.rest
+    formats = formats_at(storage)
+    found = [Roots([Run(storage, clock=wall_time, step_format=one, tracker=None)]) for one in formats]
+    return max(found, key=created) if len(found) > 1 else next(iter(found), None)
 
 
 def committed_folders(storage: Storage) -> list[tuple[int, str]]:
     """The committed steps of a run, ascending, with their folders; of several namings, the steps of each."""
     roots = [Root(storage, step_format) for step_format in formats_at(storage)]
     return sorted((step, root.folder(step)) for root in roots for step in root.steps())
-
-
-def _first_committed(
-    storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]], bad: dict[int, Mark]
-) -> tuple[int, str] | None:
-    """The first of these steps with their folders that counts: it has a manifest, no rollback has retired it, and no
-    later start has continued from an earlier step. Those that are marked bad are passed over, and added to `bad`.
-    """
-    of_step: dict[int, list[str]] = {}
-    for step, folder in folders:
-        of_step.setdefault(step, []).append(folder)
-
-    def manifests(step: int) -> Iterator[Manifest]:
-        candidates = (_manifest_in(storage, name) for name in of_step.get(step, ()))
-        return (manifest for manifest in candidates if manifest is not None)
-
-    @functools.cache
-    def committed(step: int) -> Commit | None:
-        return next(map(Commit.of, manifests(step)), None)
-
-    def counting(step: int) -> Iterator[Manifest]:
-        return (one for one in manifests(step) if line.counts(step, Commit.of(one)))
-
-    starts, steps = split_starts(sorted(names))[1], sorted(of_step)
-    line = Line(steps, starts, committed, functools.partial(Seen.read, storage))
-    retired = retired_attempts(filter(None, map(parse_intent, names)), counting)
-
-    marks = [mark for mark in split_marks(sorted(names))[1] if mark.step in of_step]
-    marked = {mark.step for mark in marks}
-
-    def does_count(step: int, folder: str) -> bool:
-        out = {**retired, **line.out([step])}
-        if step not in out and step not in marked:
-            return True
-        manifest = _manifest_in(storage, folder)
-        if step in out and (manifest is None or manifest.attempt == out[step]):
-            return False
-        mark = marks_of(marks, lambda one: manifest.attempt if manifest and one == step else None).get(step)
-        if mark is not None and mark.kind == BAD:
-            bad[step] = mark
-        return step not in bad
-
-    at, num_asked = 0, 1
-    while at < len(folders):
-        paths = {f"{folder}/{MANIFEST}": (step, folder) for step, folder in folders[at : at + num_asked]}
-        for path in storage.existing([*paths]):
-            if does_count(*paths[path]):
-                return paths[path]
-        at, num_asked = at + num_asked, min(_MOST_ASKED, 8 * num_asked)
-    return None
-
-
-def _manifest_in(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest in a folder; None if there is none that can be read."""
-    if not storage.exists(f"{folder}/{MANIFEST}"):  # the folder may be a file
-        return None
-    try:
-        return CommittedStep.at(storage, folder, lambda: storage).read()
-    except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
-        return None
 
 
 def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:

@@ -24,7 +24,6 @@ from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ...state.tree import StoredLeaf, ValuesByRank, leaves
 from .contents import Contents, Covers, Groups, Source, sources_in
-from .virtual_files import Zeros
 
 _MANY: Final = 8  # names in a message
 _MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one are searched
@@ -101,7 +100,7 @@ class MergedArchives(Contents):
         from_ranks: Mapping[str, int] | None = None,
         groups: Groups = None,
     ) -> None:
-        super().__init__(Zeros(0), path=path)
+        super().__init__(None, path=path)
         self._opener = Opener(archives) if isinstance(archives, Sequence) else archives
         self._per_rank, self._groups = frozenset(per_rank), groups
         self._is_for_any_rank = ranks is None
@@ -309,10 +308,10 @@ class MergedArchives(Contents):
     def has_all_names(self) -> bool:
         return self._knows_names
 
-    def learn_names(self, *, everything: bool = False) -> bool:
+    def learn_names(self) -> bool:
         if self._knows_names:
             return False
-        (self._opener.open_all if everything else self._opener.open_names)()
+        self._opener.open_names()
         self._merge_again()
         return True
 

@@ -5,9 +5,8 @@ Knows nothing of: runs, live objects.
 
 The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
 holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
-tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened, unless they are too
-many. If a planner has shared the state out, no rank has all names: then archives that together have all names that are
-wanted are opened.
+tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened. If a planner has
+shared the state out, no rank has all names: then archives that together have all names that are wanted are opened.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ....errors import CheckpointError, CorruptCheckpointError, StorageUnavailableError
+from ....errors import CorruptCheckpointError, StorageUnavailableError
 from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, missing_error
@@ -33,8 +32,6 @@ from .merged_archives import MergedArchives, Opener
 
 # Archives of one step that are opened at once. The first blocks of so many are kept in memory.
 _MAX_OPENERS: Final = 16
-# The most archives that are opened when no layout says which are needed.
-MAX_UNEXPLAINED: Final = 256
 _MANY: Final = 8  # names in a message
 
 
@@ -102,9 +99,8 @@ class StepArchives(Opener):
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
-        self._located: tuple[int, int, ShardLocator] | None = None  # by the layout and the number of open archives
-        self._has_looked, self._is_rebuilt = False, False
-        self._is_complete = False  # no other archive has anything that is wanted
+        self._located: tuple[int, ShardLocator] | None = None  # by the number of open archives
+        self._has_looked = False
 
     def part(self) -> Part:
         """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
@@ -115,7 +111,7 @@ class StepArchives(Opener):
         try:
             merged = self._merge()
         except UnknownChoiceError:
-            if self.is_whole or len(archives) > MAX_UNEXPLAINED:
+            if self.is_whole:
                 raise
             self.open_all()  # so that the error names the ranks that have such a value
             merged = self._merge()
@@ -136,7 +132,7 @@ class StepArchives(Opener):
 
     @property
     def is_whole(self) -> bool:
-        return self._is_complete or len(self._opened) == len(self.named.archives)
+        return len(self._opened) == len(self.named.archives)
 
     @property
     def has_all_names(self) -> bool:
@@ -146,43 +142,24 @@ class StepArchives(Opener):
         self._open(range(len(self.named.archives)))
 
     def open_names(self) -> None:
-        """Open one archive of each class. Raises CheckpointError if no layout says which those are."""
-        locator = self._locator()
-        if locator is not None:
-            self._open(locator.representatives(self._preferred))
-            self._has_all_names = True
-        elif self._num_unopened <= MAX_UNEXPLAINED:
-            self.open_all()
-        else:
-            raise self._unknown_error("which names")
+        """Open one archive of each class."""
+        self._open(self._representatives())
+        self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
+        """Open the archives that have these boxes; all, if the layout does not say which those are."""
         locator = self._locator()
-        if locator is not None:
-            writers = locator.having(boxes, self._opened)
-            if writers - self._opened.keys():
-                self._open(writers)
-                return
-        if self._num_unopened <= MAX_UNEXPLAINED:
-            self.open_all()
-        elif self._is_rebuilt:
-            self._is_complete = True  # the rebuilt layout is complete: no other archive has them
-        elif (rebuilt := self._read_layout(rebuilt=True)) is not None:
-            self._layout, self._is_rebuilt = rebuilt, True
-            self.open_boxes(boxes)
+        writers = set() if locator is None else locator.having(boxes, self._opened)
+        if writers - self._opened.keys():
+            self._open(writers)
         else:
-            raise self._unknown_error(shown(tuple(next(iter(boxes)).split("\x1f"))))
+            self.open_all()
 
     def writers(self, name: str) -> Collection[int] | None:
         locator = None if self.is_whole else self._locator()
         return None if locator is None else locator.writers(name)
 
     # --- choosing ---------------------------------------------------------------------------------------------
-
-    @property
-    def _num_unopened(self) -> int:
-        return len(self.named.archives) - len(self._opened)
 
     @property
     def _preferred(self) -> float:
@@ -201,11 +178,13 @@ class StepArchives(Opener):
             return {*self._naming_ranks(), *chosen}
         if num_readers == size and not chosen:
             return {rank}
-        locator = self._locator()
-        if locator is None:
-            return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
         self._has_all_names = True
-        return {*locator.representatives(self._preferred), *chosen}
+        return {*self._representatives(), *chosen}
+
+    def _representatives(self) -> Collection[int]:
+        """Ranks whose archives together have all names."""
+        locator = self._locator()
+        return range(len(self.named.archives)) if locator is None else locator.representatives(self._preferred)
 
     def _naming_ranks(self) -> Collection[int]:
         """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
@@ -225,24 +204,18 @@ class StepArchives(Opener):
         layout = self._find_layout()
         if layout is None:
             return None
-        if self._located is None or self._located[:2] != (id(layout), len(self._opened)):
-            self._located = id(layout), len(self._opened), ShardLocator(layout, self._aliases())
-        return self._located[2]
+        if self._located is None or self._located[0] != len(self._opened):
+            self._located = len(self._opened), ShardLocator(layout, self._aliases())
+        return self._located[1]
 
     def _find_layout(self) -> StepLayout | None:
+        """The layout, which is looked for once; None if it is missing, damaged, or does not fit."""
         if not self._has_looked:
-            self._has_looked, self._layout = True, self._read_layout()
-        if self._layout is None:
-            self._layout = self._read_layout(rebuilt=True)
-            self._is_rebuilt = self._layout is not None
+            layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
+            ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
+            self._layout = layout if ranks == list(range(len(self.named.archives))) else None
+            self._has_looked = True
         return self._layout
-
-    def _read_layout(self, *, rebuilt: bool = False) -> StepLayout | None:
-        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
-        if layout is None:
-            return None
-        ranks = sorted(rank for mates in layout.classes.values() for rank in mates)
-        return layout if ranks == list(range(len(self.named.archives))) else None
 
     def _aliases(self) -> set[str]:
         return {
@@ -251,15 +224,6 @@ class StepArchives(Opener):
             for tensor in archive.index.tensors
             if tensor.alias_of is not None
         }
-
-    def _unknown_error(self, what: str) -> CheckpointError:
-        path = self.named.storage.locate(self.named.folder)
-        root, _, _ = path.rstrip("/").rpartition("/")
-        return CheckpointError(
-            f"{path}: {len(self.named.archives):,} ranks have saved it, and no layout says which archive has {what}: "
-            "the layout is missing, damaged, or does not fit; rebuild it with "
-            f"async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
-        )
 
     # --- opening ----------------------------------------------------------------------------------------------
 

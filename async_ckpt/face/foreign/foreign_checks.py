@@ -1,24 +1,30 @@
-"""Verification of single files that other programs have written, by the checksums and sizes that their formats have.
+"""Verification of what other programs have written, by the checksums and sizes that their formats have.
 
-In: a reader of a file of a known kind. Out: a sentence on what was compared, or an error. Knows nothing of: archives of
-this library. Nothing is unpickled, and nothing is extracted.
+In: a reader of a file of a known kind, or a folder. Out: sentences on what was compared, or an error. Knows nothing of:
+archives of this library. Nothing is unpickled, and nothing is extracted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, cast
 
+from ...core.format import tar, zstd
+from ...core.format.foreign_files import NEEDED_BYTES, foreign_file
+from ...core.host.threads import run_together
+from ...core.loading.archives.contents import Contents
+from ...core.storage.interface import Reader, Storage
+from ...core.storage.sequential import ReadAhead
 from ...errors import CorruptCheckpointError, ForeignFileError
-from ..format import tar, zstd
-from ..format.foreign_files import NEEDED_BYTES, foreign_file
-from ..storage.interface import Reader
-from ..storage.sequential import ReadAhead
-from .archives.dcp_checksums import check_zip
-from .archives.tar_stream import (
+from .dcp_checksums import check_item, check_zip
+from .dcp_folder import OpenDcp
+from .dcp_metadata import Blob
+from .tar_stream import (
     BUFFER_BYTES,
     ForwardFile,
     StrictTarInfo,
@@ -30,6 +36,7 @@ from .archives.tar_stream import (
 
 _ZIP: Final = b"PK"
 _GZIP: Final = b"\x1f\x8b"
+_MAX_READERS: Final = 8
 
 
 def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) -> str:
@@ -53,6 +60,47 @@ def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) 
     if name == "tar":
         return _compare_tar(counted, path, None)
     raise _no_checksums(path, name, f"this is {kind}")
+
+
+def compare_dcp(storage: Storage, on_bytes: Callable[[int], None]) -> tuple[set[str], int, list[str]]:
+    """Compare a checkpoint of torch.distributed.checkpoint with the checksums of its items. Returns its files, the
+    number of bytes that were compared, and notes on what was.
+
+    Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if nothing there has a
+    checksum.
+    """
+    damaged: dict[str, str] = {}
+    unchecked: list[str] = []  # one for each item
+
+    def compare(name: str, file: Contents, blob: Blob) -> None:
+        has_checksums, damage = check_item(file.read_into, blob)
+        if damage is not None:
+            damaged.setdefault(name, f"{file.path}: at byte {blob.offset:,}: {damage}")
+        if not has_checksums:
+            unchecked.append(name)
+        on_bytes(blob.length)
+
+    path = storage.locate("")
+    with contextlib.ExitStack() as stack:
+        items = [*OpenDcp(storage, stack, verify=False).items()]
+        run_together("verify", [partial(compare, *item) for item in items], max_threads=_MAX_READERS)
+    if damaged:
+        names = tuple(sorted(damaged))
+        first = damaged[names[0]]
+        raise CorruptCheckpointError(
+            f"{path}: {len(names)} of its entries are damaged, such as {names[0]}: {first}; fetch it again",
+            path=path,
+            tensors=names,
+        )
+    if unchecked and len(unchecked) == len(items):
+        raise ValueError(
+            f"{path} was saved without checksums (torch.serialization.set_crc32_options(False)), so there is nothing "
+            "to compare its bytes with"
+        )
+    notes = ["torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save"]
+    if unchecked:
+        notes.append(f"{len({*unchecked})} of its entries have no checksums, such as {min(unchecked)}")
+    return {file.path for _, file, _ in items}, sum(blob.length for _, _, blob in items), notes
 
 
 def _no_checksums(path: str, kind: str, why: str) -> ForeignFileError:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ...storage.interface import Reader
+from ...core.storage.interface import Reader
 
 
 class Zeros(Reader):

@@ -15,9 +15,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, Final, cast
 
-from ....errors import CorruptCheckpointError
-from ...format import zstd
-from ...spec import MIB
+from ...core.format import zstd
+from ...core.spec import MIB
+from ...errors import CorruptCheckpointError
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 # Headers and maps of holes are read as a whole: no name and no list of attributes is as long as this.

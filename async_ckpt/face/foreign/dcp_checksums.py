@@ -19,10 +19,10 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
-from ...format.dcp_metadata import Blob, ZipRecord
-from ...pickles.zip_records import ignore_missing_checksums
-from ...spec import MIB, Extent
-from ...storage.interface import Reader
+from ...core.pickles.zip_records import ignore_missing_checksums
+from ...core.spec import MIB, Extent
+from ...core.storage.interface import Reader
+from .dcp_metadata import Blob, ZipRecord
 
 ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
 

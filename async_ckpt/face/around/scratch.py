@@ -16,12 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+from ...core.storage.disk import call_libc, close_quietly, identity, make_folder, sync_file, sync_folder, translated
+from ...core.storage.locks import FOLDER_SUFFIX, TEMP_SUFFIX, create_locked, forget, is_dead, temp_stem, temps_of
 from ...errors import IsAFolderError, OccupiedError, StorageUnavailableError
-from ..host.threads import is_library_thread
-from .disk import call_libc, close_quietly, identity, make_folder, sync_file, sync_folder, translated
-from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temp_stem, temps_of
 
-_FOLDER_SUFFIX: Final = ".d"
 _INNER: Final = "files"
 _EXCHANGE: Final = 2
 
@@ -100,19 +98,6 @@ class Scratch:
 
     def __repr__(self) -> str:
         return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (removed)'}>"
-
-
-def refuse_in_running(folder: Path) -> None:
-    """Raise ValueError for a background save by a wrapped function into its own scratch folder.
-
-    The function cannot wait for the save, and the folder is deleted when the function returns.
-    """
-    inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
-    if inside and is_library_thread():
-        raise ValueError(
-            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there "
-            "in the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
-        )
 
 
 def files_in(folder: Path) -> Iterator[Path]:
@@ -205,16 +190,16 @@ def take_away(parent: Path, name: str) -> None:
     """
     names = os.listdir(parent)
     for folder in names:
-        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        lock = folder.removesuffix(FOLDER_SUFFIX)
         if folder != lock and temps_of(name, [lock]):
-            gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{_FOLDER_SUFFIX}"
+            gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{FOLDER_SUFFIX}"
             with suppress(FileNotFoundError):
                 os.rename(parent / folder, gone)
                 shutil.rmtree(gone, ignore_errors=True)  # the rest is swept, as it has no lock
 
 
 def _folder_of(lock: Path) -> Path:
-    return lock.with_name(lock.name + _FOLDER_SUFFIX)
+    return lock.with_name(lock.name + FOLDER_SUFFIX)
 
 
 def sweep(parent: Path, name: str | None = None) -> None:
@@ -226,7 +211,7 @@ def sweep(parent: Path, name: str | None = None) -> None:
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))
     for folder in names:
-        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        lock = folder.removesuffix(FOLDER_SUFFIX)
         if folder != lock and _temps_of(name, [lock]) and lock not in locks:
             shutil.rmtree(parent / folder, ignore_errors=True)
 

@@ -22,21 +22,22 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
-from ....errors import CorruptCheckpointError, UntrustedObjectError
-from ...format import dcp_metadata, digests
-from ...format.dcp_metadata import Blob, StoredTensor, TensorExtent
-from ...format.index import Index, IndexedTensor, Member, Slice
-from ...host.threads import run_together
-from ...pickles import saved_objects
-from ...pickles.object_digests import object_digest
-from ...slicing.cover import Box, cover
-from ...spec import DTYPES, Extent, Spread
-from ...state.names import Path, Select, dtype_named, shown
-from ...state.per_rank import nested
-from ...state.tree import Encoder, StoredLeaf, replaced
-from ...storage.interface import Reader, Storage
-from .contents import Contents, Groups, Source
+from ...core.format import digests
+from ...core.format.index import Index, IndexedTensor, Member, Slice
+from ...core.host.threads import run_together
+from ...core.loading.archives.contents import Contents, Groups, Source
+from ...core.pickles import saved_objects
+from ...core.pickles.object_digests import object_digest
+from ...core.slicing.cover import Box, cover
+from ...core.spec import DTYPES, Extent, Spread
+from ...core.state.names import Path, Select, dtype_named, shown
+from ...core.state.per_rank import nested
+from ...core.state.tree import Encoder, StoredLeaf, replaced
+from ...core.storage.interface import Reader, Storage
+from ...errors import CorruptCheckpointError, UntrustedObjectError
+from . import dcp_metadata
 from .dcp_checksums import RecordCheck, damage_in
+from .dcp_metadata import Blob, StoredTensor, TensorExtent
 from .virtual_files import JoinedFile
 
 _MAX_READERS: Final = 16
@@ -114,7 +115,7 @@ class OpenDcp(Contents):
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack, *, verify: bool) -> None:
         """With `verify`, everything that is read is compared with its checksum, if it has one."""
-        super().__init__(JoinedFile(()), path=storage.locate(""))
+        super().__init__(None, path=storage.locate(""))
         self._storage, self._stack, self._verify = storage, stack, verify
         try:
             metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ...errors import NotCommittedError
-from ..runs.retention import best_of, describe_missing_metric
-from ..runs.roots import Roots
-from ..spec import flag, whole_step
-from ..state.names import Select
+from ..core.runs.retention import best_of, describe_missing_metric
+from ..core.runs.roots import Roots
+from ..core.spec import flag, whole_step
+from ..core.state.names import Select
+from ..errors import NotCommittedError
 
 if TYPE_CHECKING:
-    from ..host.pool import SegmentPool
+    from ..core.host.pool import SegmentPool
     from .run_history import History
 
 
@@ -123,9 +123,9 @@ class RunReader:
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`,
         NoGoodStepError if all are marked bad, and ValueError for a `step` that is no step.
         """
-        from .archives.find import from_newest, from_step
-        from .archives.step_archives import Readers, selected_by
-        from .load import LoadOptions, check_verify, state_of
+        from ..core.loading.archives.find import from_newest, from_step
+        from ..core.loading.archives.step_archives import Readers, selected_by
+        from ..core.loading.load import LoadOptions, check_verify, state_of
 
         check_verify(verify)
         step = None if step is None else whole_step(step)

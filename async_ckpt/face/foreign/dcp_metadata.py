@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
-from ..collector import no_collection
-from ..pickles.machine import ALL, PickleMachine
-from ..pickles.zip_records import ignore_missing_checksums
-from ..spec import DTYPES, MAX_DIMS
+from ...core.collector import no_collection
+from ...core.pickles.machine import ALL, PickleMachine
+from ...core.pickles.zip_records import ignore_missing_checksums
+from ...core.spec import DTYPES, MAX_DIMS
 
 NAME: Final = ".metadata"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"

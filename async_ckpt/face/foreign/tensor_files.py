@@ -13,19 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from ....errors import CorruptCheckpointError, ForeignFileError, NotCommittedError
-from ...format import digests, index, safetensors, tar
-from ...format.foreign_files import foreign_file
-from ...runs.foreign_entries import OF_DCP
-from ...spec import BLOCK_BYTES, Json
-from ...state.names import Select, Selector, selector, shown
-from ...state.tree import StoredLeaf, flat
-from ...storage.interface import Reader, Storage
-from .archive import OpenArchive, first_bytes
-from .contents import Contents, Groups, Part
+from ...core.format import digests, index, safetensors, tar
+from ...core.loading.archives.archive import OpenArchive, first_bytes
+from ...core.loading.archives.contents import Contents, Groups, Part
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.spec import BLOCK_BYTES, Extent, Json
+from ...core.state.names import Select, Selector, selector, shown
+from ...core.state.tree import StoredLeaf, flat
+from ...core.storage.interface import Reader, Storage
+from ...errors import CorruptCheckpointError, NotCommittedError
 from .dcp_folder import OpenDcp
 from .virtual_files import JoinedFile, Zeros
 
@@ -33,20 +32,6 @@ _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 # An index may name only files that lie beside it.
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
-
-
-def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
-    """The archive or bare safetensors file behind a reader.
-
-    Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
-    """
-    first_block = first_bytes(reader, path=path)
-    if safetensors.begins(first_block):
-        return OpenSafetensors(reader, path=path, first_block=first_block)
-    kind = foreign_file(first_block, path=path)
-    if kind is not None:
-        raise ForeignFileError(f"{path}: not an async_ckpt archive: this is {kind}", path=path, kind=kind.kind)
-    return OpenArchive(reader, path=path, verify=verify, first_block=first_block)
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:
@@ -92,7 +77,7 @@ class MissingShard(Contents):
     """A missing file with known names. The error is raised when one of them is selected."""
 
     def __init__(self, keys: Collection[str], error: CorruptCheckpointError) -> None:
-        super().__init__(JoinedFile(()), path=error.path)
+        super().__init__(None, path=error.path)
         self._keys, self._error = sorted(keys), error
 
     def tree(
@@ -119,32 +104,55 @@ class MissingShard(Contents):
             chosen((key,))
 
 
+class ExtractedArchive(OpenArchive):
+    """The folder of an extracted archive, read as the tar that it was.
+
+    Blocks with reconstructed headers, whose numbers are `inexact`, are not compared with their digests. A read of a
+    member whose file is `missing` raises its error.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        path: str,
+        verify: bool,
+        inexact: Collection[int],
+        missing: Mapping[str, CorruptCheckpointError],
+    ) -> None:
+        self._inexact, self._missing = inexact, missing
+        super().__init__(reader, path=path, verify=verify)
+
+    def damaged_blocks(self, offset: int, data: memoryview) -> list[int]:
+        return [number for number in super().damaged_blocks(offset, data) if number not in self._inexact]
+
+    def check_tar_header(self, member: index.Member) -> Extent:
+        if member.name in self._missing:
+            raise self._missing[member.name]
+        return super().check_tar_header(member)
+
+
 def _open_extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
     """The folder as the tar that it was extracted from."""
     text, _ = storage.read(index.MEMBER)
-    folder = storage.locate("")
     contents = index.parse(text, path=storage.locate(index.MEMBER))
     pieces: list[bytes | Reader] = [tar.header(index.MEMBER, len(text), mtime=0), text]
     inexact_blocks, end = {0}, tar.BLOCK + len(text)
     names = storage.names("")
     # Open all files before anything is allocated: the size of the digests bounds the sizes of missing members.
     files = [_member_file(storage, member, names, stack) for member in (*contents.members, contents.digests)]
-    missing_members = {}
+    missing = {}
     for member, file in zip((*contents.members, contents.digests), files, strict=True):
         header_at, num_bytes = member.data.offset - tar.BLOCK, member.data.length
         pieces += [bytes(header_at - end), tar.header(member.name, num_bytes, mtime=0), file or Zeros(num_bytes)]
         inexact_blocks.add(header_at // BLOCK_BYTES)
         if file is None:
-            missing_members[member.name] = _missing(storage, member.name, index.MEMBER)
+            missing[member.name] = _missing(storage, member.name, index.MEMBER)
             inexact_blocks.update(range(header_at // BLOCK_BYTES, -(-member.data.end // BLOCK_BYTES)))
         end = member.data.end
     pieces.append(bytes(contents.file_bytes - end))
-    return OpenArchive(
-        JoinedFile(pieces),
-        path=folder,
-        verify=verify,
-        inexact_blocks=frozenset(inexact_blocks),
-        missing_members=missing_members,
+    return ExtractedArchive(
+        JoinedFile(pieces), path=storage.locate(""), verify=verify, inexact=inexact_blocks, missing=missing
     )
 
 

@@ -14,20 +14,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ...errors import StorageUnavailableError
-from ..events.goodput import Goodput, goodput_of
-from ..events.log import EventLog
-from ..events.shapes import Event, bandwidth_of
-from ..notebooks.markup import line, paragraph, table
-from ..report import sized
-from ..runs.announce import event_of
-from ..runs.manifest import Manifest
-from ..runs.root import formats_at
-from ..runs.roots import Roots
-from ..runs.run import Run
-from ..spans import shown_time, wall_time
-from ..storage.interface import Storage
-from ..storage.place import Anywhere, storage_at
+from ..core.events.goodput import Goodput, goodput_of
+from ..core.events.log import EventLog
+from ..core.events.shapes import Event, bandwidth_of
+from ..core.notebooks.markup import line, paragraph, table
+from ..core.report import sized
+from ..core.runs.announce import event_of
+from ..core.runs.manifest import Manifest
+from ..core.runs.root import formats_at
+from ..core.runs.roots import Roots
+from ..core.runs.run import Run
+from ..core.spans import shown_time, wall_time
+from ..core.storage.interface import Storage
+from ..core.storage.place import Anywhere, storage_at
+from ..errors import StorageUnavailableError
 
 _COLUMNS: Final = ("time", "kind", "step", "")
 # Of the events in a notebook: the last ones in the table, and those in the pictures.
@@ -131,7 +131,7 @@ def history(run: Anywhere) -> History:
 
 def history_of(roots: Roots) -> History:
     """The history by the log of the first root that has one. Raises StorageUnavailableError if no root answers."""
-    steps, events = roots.steps(), _events_at(roots)
+    steps, events = roots.steps(), events_at(roots, EventLog.read)
 
     def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
         commits = roots.view() if steps else {}
@@ -140,12 +140,10 @@ def history_of(roots: Roots) -> History:
     return _with_steps(events, steps, manifests)
 
 
-def events_at(roots: Roots) -> list[Event]:
-    """The events of a run so far, also those of this process that are not written yet; none if no root answers."""
-    return _events_at(roots, EventLog.read_with_noted)
-
-
-def _events_at(roots: Roots, read: Callable[[EventLog], list[Event]] = EventLog.read) -> list[Event]:
+def events_at(roots: Roots, read: Callable[[EventLog], list[Event]] = EventLog.read_with_noted) -> list[Event]:
+    """The events of a run so far, by default also those of this process that are not written yet; none if no root
+    answers.
+    """
     events: list[Event] = []
     for run in roots.runs:
         with suppress(StorageUnavailableError):
@@ -180,6 +178,6 @@ def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
 
 
 def _raise_nothing(storage: Storage) -> None:
-    from .archives.find import nothing_committed  # it needs torch
+    from ..core.loading.archives.find import nothing_committed  # it needs torch
 
     raise nothing_committed(storage)
