@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -92,7 +93,8 @@ def _cut_alike(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dims: fro
     """The inner tensors that are cut along these dimensions as the tensor itself is; None if some are cut otherwise.
 
     The class is asked: an inner tensor is cut if the first, the middle and the last row of the tensor have its rows at
-    these places, and it is not if each has all of it. Of a single row, this says nothing, and no row at all tells it.
+    these places, and it is not if each has all of it. A single row may be both: it is not cut if no row at all, where
+    the class has such a slice, has all of it, too.
     """
     shapes = tuple((name, part.shape) for name, part in parts.items())
     key = type(local), repr(wrapper.context), local.shape, dims, shapes
@@ -112,10 +114,14 @@ def _cut_alike(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dims: fro
 def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int) -> frozenset[str] | None:
     """The inner tensors that are cut along a dimension; None if some are neither cut nor whole."""
     size, cut, whole = local.shape[dim], {*parts}, {*parts}
-    for at, number in {(0, 1), (size // 2, 1), (size - 1, 1), (0, 1 if size > 1 else 0)} if size else ():
-        row = taken_apart(local.narrow(dim, at, number), ())
+    for at, number in {(0, 1), (size // 2, 1), (size - 1, 1), (0, int(size > 1))} if size else ():
+        row = None
+        with suppress(Exception):  # the user's own class may raise anything
+            row = taken_apart(local.narrow(dim, at, number), ())
         if row is None or row[0].context != wrapper.context or row[1].keys() != parts.keys():
-            return None
+            if number:
+                return None
+            continue
         for name, part in parts.items():
             if type(part) not in _PLAIN_TYPES:
                 return None
