@@ -141,7 +141,7 @@ with open_run(here.root) as ckpt:
     here.save(ckpt, {{kind: of_ranks(kind) for kind in {kinds}}}, 1)
 """,
     )
-    assert [one.saves[0].get('status', one.saves) for one in saved] == ['committed'] * 4
+    assert [one.saves[0].get("status", one.saves) for one in saved] == ["committed"] * 4
     ended = worlds.run(
         size,
         script
