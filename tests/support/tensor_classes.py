@@ -79,6 +79,20 @@ class Rows(Scaled):
     is_cut_by_rows = True
 
 
+class Axis(Rows):
+    """A class with one scale for each row, for each column, or for all: its context says which, and not its shapes."""
+
+    def dequantised(self) -> torch.Tensor:
+        return self.codes.float() * (self.scale[:, None] if self.context == "row" else self.scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_slice = func is torch.ops.aten.slice.Tensor and (len(args) == 1 or args[1] == 0)
+        if is_slice and args[0].context != "row":
+            return cls(func(args[0].codes, *args[1:]), args[0].scale, args[0].context)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def scaled(*shape: int, seed: int = 0, context: Any = None) -> Scaled:
     made = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, shape, dtype=torch.int8, generator=made)

@@ -60,7 +60,7 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
                 raise UnsupportedStateError(
                     f"{shown} is {first.dtype}{list(first.shape)} on rank {first.ranks[0]} and "
                     f"{other.dtype}{list(other.shape)} on rank {other.ranks[0]}; give them different names, or "
-                    "name their group in per_rank=",
+                    "name their group in per_rank=; parts that sharded() declares must have one shape and dtype",
                     path=shown,
                 )
         if not _is_covered(first.shape, held, known):

@@ -68,14 +68,19 @@ def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch
             f"only plain tensors can be declared, got {type(tensor).__qualname__}; a DTensor knows its shards itself"
         )
     mesh_of(mesh)
-    dims = [one.dim for one in placements if one.is_shard()]
-    if len(placements) != mesh.ndim or any(not -tensor.ndim <= dim < tensor.ndim for dim in dims):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    fits = isinstance(placements, Sequence) and len(placements) == mesh.ndim
+    if not fits or not all(
+        isinstance(one, Replicate) or (isinstance(one, Shard) and -tensor.ndim <= one.dim < tensor.ndim)
+        for one in placements
+    ):
         raise ValueError(
-            f"placements {list(placements)!r:.100} do not fit a mesh of {mesh.ndim} dimensions and a tensor of "
+            f"placements {placements!r:.100} do not fit a mesh of {mesh.ndim} dimensions and a tensor of "
             f"{tensor.ndim}; give Replicate(), or Shard(dim) of the tensor, for each dimension of the mesh"
         )
-    from torch.distributed.tensor import DTensor
-
+    if mesh.get_coordinate() is None:
+        raise ValueError("the mesh lacks this rank, whose part would not be saved; give one of all ranks with parts")
     _declarations()[tensor] = Placed.of(DTensor.from_local(tensor.detach(), mesh, placements, run_check=False))
     return tensor
 

@@ -1,7 +1,7 @@
 """Facts about a data loader: what the order of its items depends on, beside the position that its state has.
 
-In: a data loader, a sampler or a dataset with a position. Out: a few numbers, and the differences between those of two,
-in words. Knows nothing of: which package a loader is from, files.
+In: a data loader, a sampler or a dataset with a position. Out: a few numbers and names, and the differences between
+those of two, in words. Knows nothing of: which package a loader is from, files.
 
 Loaders are known by what they have, as torch's, torchdata's, accelerate's and torchtitan's all do: a dataset and
 workers. A sampler has replicas, and an iterable dataset of Hugging Face has shards.
@@ -9,11 +9,13 @@ workers. A sampler has replicas, and an iterable dataset of Hugging Face has sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from ..spec import Json
 
@@ -25,68 +27,138 @@ ANOTHER_ORDER: Final = (
 )
 # The facts, in the words of messages.
 _WORDS: Final = {
-    "items": "number of items", "batches": "number of batches", "batch_size": "batch size",
+    "items": "number of items", "batches": "number of batches", "batch_size": "batch size", "drop_last": "drop_last",
     "shards": "number of shards", "num_workers": "number of workers", "world_size": "world size",
+    "sampling": "sampling", "seed": "seed", "pads": "drop_last of the sampler", "buffer_size": "buffer size",
 }  # fmt: skip
 # The attributes by which samplers and datasets say among how many ranks they share the items.
 _WORLD_SIZES: Final = ("num_replicas", "num_processes", "dp_world_size", "world_size")
+# Classes that take items in order, or leave the order to the sampler in them.
+_PLAIN: Final = frozenset({"SequentialSampler", "BatchSampler", "BatchSamplerShard", "SkipBatchSampler"})
 
 
-def loader_facts(value: Any) -> dict[str, int]:
-    """The facts of a loader, a sampler or a dataset; empty for any other object."""
-    has_workers = _number(value, "num_workers") is not None and hasattr(value, "dataset")
-    if not (has_workers or _number(value, "num_replicas") or _number(value, "num_shards")):
+def loader_facts(value: Any, restored: Collection[int] = ()) -> dict[str, int | str]:
+    """The facts of a loader, a sampler or a dataset; empty for any other object.
+
+    The seed of a generator is left out if the id of the generator is in `restored`.
+    """
+    is_sampler = bool(_get(value, "num_replicas", int))
+    has_workers = _get(value, "num_workers", int) is not None and _get(value, "dataset") is not None
+    if not (has_workers or is_sampler or _get(value, "num_shards", int)):
         return {}
-    dataset = getattr(value, "dataset", value)
-    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__")
-    batches = getattr(value, "batch_sampler", None)
+    dataset = _first((_get(value, "dataset"), value))
+    is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    batches, samplers = _get(value, "batch_sampler"), _nested(value, "batch_sampler", "sampler", "dataset._sampler")
+    world_size = _world_size([*samplers, dataset, _get(dataset, "_distributed")], is_iterable=is_iterable)
     facts = {
         "items": _length(dataset),
         # torch notes that the length of an iterable dataset's loader was asked for, and warns if it was not right.
         "batches": None if is_iterable else _length(value),
-        "batch_size": _number(value, "batch_size") or _number(batches, "batch_size"),
-        "shards": _number(dataset, "num_shards"),
-        "num_workers": _number(value, "num_workers"),
-        "world_size": _world_size(value, dataset, is_iterable=is_iterable),
+        "batch_size": _get(value, "batch_size", int) or _get(batches, "batch_size", int),
+        "drop_last": _get(batches, "drop_last", bool),
+        "shards": _get(dataset, "num_shards", int),
+        "num_workers": _get(value, "num_workers", int),
+        "world_size": world_size,
+        **(_of_stages(dataset) if is_iterable else _of_samplers(samplers[not is_sampler :], restored)),
     }
-    return {name: number for name, number in facts.items() if number is not None}
+    if facts["items"] is None or facts["items"] % world_size == 0:
+        facts.pop("pads", None)  # no rank has an item more than another
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def order_differences(live: Any, saved: Json) -> list[str]:
+def order_differences(live: Any, saved: Json, restored: Collection[int] = ()) -> list[str]:
     """The facts that differ between a live loader and a saved one, in words: the order of the items then differs, too.
 
     Facts that only one side has are not compared. `saved` may come from any file; nothing differs from None.
+    `restored` has the ids of the generators that get their saved state.
     """
     if not isinstance(saved, dict):
         return []
+    facts = loader_facts(live, restored)
+    if "batches" in facts and facts["batches"] == saved.get("batches"):
+        facts.pop("drop_last", None)  # the last batch is as large as the others
     return [
-        f"{_WORDS[name]} {saved[name]!r:.30} in the checkpoint and {number} here"
-        for name, number in loader_facts(live).items()
-        if name in saved and saved[name] != number
+        "{} {:.60} in the checkpoint and {:.60} here".format(_WORDS[name], *map(_shown, (saved[name], fact)))
+        for name, fact in facts.items()
+        if name in saved and saved[name] != fact
     ]
 
 
-def _world_size(loader: Any, dataset: Any, *, is_iterable: bool) -> int:
-    for part in _parts(loader, dataset):
-        for name in _WORLD_SIZES:
-            if number := _number(part, name):
-                return number
+def _shown(fact: Json) -> str:
+    return repr(fact).strip("'\"")
+
+
+def _nested(part: Any, *names: str) -> list[Any]:
+    """An object, the one that is its first attribute of these names, and so on."""
+    parts: list[Any] = []
+    while part is not None and len(parts) < 100:  # one of a user may be in itself
+        parts.append(part)
+        part = _first(_get(part, name) for name in names)
+    return parts
+
+
+def _of_samplers(samplers: list[Any], restored: Collection[int]) -> dict[str, Any]:
+    """The facts of a loader whose dataset has a length: which samplers mix its items, and by which seed."""
+    if not samplers:
+        return {}
+    if all(type(part).__module__.startswith("torchdata.") for part in samplers):
+        # The state of such a loader has that of their generator.
+        restored = {*restored, *(id(_get(part, "generator")) for part in samplers)}
+    shares = [part for part in samplers if isinstance(part, DistributedSampler)]
+    mixing = [part for part in samplers if not (_name(part) in _PLAIN or (part in shares and not part.shuffle))]
+    return {
+        "sampling": f"by {' of '.join(map(_name, mixing))}" if mixing else "in order",
+        "seed": _first(_seed(part, restored) for part in mixing),
+        "pads": _first(_get(part, "drop_last", bool) for part in shares),
+    }
+
+
+def _name(sampler: Any) -> str:
+    """The name of a sampler's class. Those of torchdata give the order of torch's."""
+    name = type(sampler).__name__.removeprefix("Stateful")
+    return f"{name} with replacement" if _get(sampler, "replacement", bool) else name
+
+
+def _of_stages(dataset: Any) -> dict[str, Any]:
+    """The facts of an iterable dataset: how Hugging Face's `shuffle` mixes its items."""
+    source = _first((_get(dataset, "dataset"), dataset))  # accelerate has one around it
+    stages = _nested(_get(source, "_ex_iterable"), "ex_iterable")
+    return {
+        "seed": _first(_seed(stage) for stage in stages),
+        "buffer_size": _first(_get(stage, "buffer_size", int) for stage in stages),
+    }
+
+
+def _seed(part: Any, restored: Collection[int] = ()) -> Any:
+    """The seed of a sampler, or of a stage of a dataset; None if there is none, or if it does not matter."""
+    if (number := _first((_get(part, "initial_seed", int), _get(part, "seed", int)))) is not None:
+        return number
+    if id(generator := _get(part, "generator")) in restored:
+        return None
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    return _get(generator, "bit_generator.seed_seq.entropy", int)
+
+
+def _first(facts: Iterable[Any]) -> Any:
+    return next((fact for fact in facts if fact is not None), None)
+
+
+def _world_size(parts: list[Any], *, is_iterable: bool) -> int:
+    if number := next(filter(None, (_get(part, name, int) for part in parts for name in _WORLD_SIZES)), None):
+        return int(number)
     # An iterable dataset may divide its items itself. Datasets of Hugging Face would have said so.
-    if is_iterable and not hasattr(dataset, "_distributed") and torch.distributed.is_available():
+    if is_iterable and not hasattr(parts[-2], "_distributed") and torch.distributed.is_available():
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return 1
 
 
-def _parts(loader: Any, dataset: Any) -> Iterator[Any]:
-    """The objects that may divide the items of a loader among ranks."""
-    batches = getattr(loader, "batch_sampler", None)
-    yield from (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    yield from (dataset, getattr(dataset, "_distributed", None))
-
-
-def _number(value: Any, name: str) -> int | None:
-    number = getattr(value, name, None)
-    return number if type(number) is int else None
+def _get(value: Any, name: str, kind: type = object) -> Any:
+    """An attribute of a value, or one of its attribute: None if there is none of this class itself."""
+    with suppress(Exception):  # an attribute of a user's class may raise anything
+        found = attrgetter(name)(value)
+        return found if kind in (object, type(found)) else None
+    return None
 
 
 def _length(value: Any) -> int | None:

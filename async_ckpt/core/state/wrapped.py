@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
             return None
         wrapper, parts = apart[0]._replace(size=_numbers(tensor.shape), stride=_numbers(tensor.stride())), apart[1]
         shards = shards_of(tensor, shown(path))
-        cut = _cut_alike(tensor._local_tensor, parts, frozenset(dim for dim, *_ in shards))
+        cut = _cut_alike(tensor._local_tensor, *apart, frozenset(dim for dim, *_ in shards))
         if cut is None:
             return wrapper._replace(shards=shards), {name: InnerShard(tensor, part) for name, part in parts.items()}
         return wrapper, {
@@ -83,24 +84,26 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
     return _of_subclass(tensor, shown(path)) if follows_protocol(kind) else None
 
 
-# By a class, and the shapes of an instance and its inner tensors.
+# By a class, and the context and the shapes of an instance and its inner tensors.
 _cuts_known: dict[Any, frozenset[str] | None] = {}
 _MAX_KNOWN: Final = 10_000
 
 
-def _cut_alike(local: Any, parts: Mapping[str, Any], dims: frozenset[int]) -> frozenset[str] | None:
+def _cut_alike(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dims: frozenset[int]) -> frozenset[str] | None:
     """The inner tensors that are cut along these dimensions as the tensor itself is; None if some are cut otherwise.
 
-    The class is asked: an inner tensor is cut if the first and the last row of the tensor have its first and last row,
-    and it is not if both rows have all of it.
+    The class is asked: an inner tensor is cut if the first, the middle and the last row of the tensor have its rows at
+    these places, and it is not if each has all of it. A single row may be both: it is not cut if no row at all, where
+    the class has such a slice, has all of it, too.
     """
-    key = type(local), local.shape, dims, tuple((name, part.shape) for name, part in parts.items())
+    shapes = tuple((name, part.shape) for name, part in parts.items())
+    key = type(local), repr(wrapper.context), local.shape, dims, shapes
     if key not in _cuts_known:
         if len(_cuts_known) >= _MAX_KNOWN:
             _cuts_known.clear()
         try:
             with torch.no_grad():
-                ways = [_ways_along(local, parts, dim) for dim in sorted(dims)]
+                ways = [_ways_along(local, wrapper, parts, dim) for dim in sorted(dims)]
         except Exception:  # the user's own class may raise anything
             ways = [None]
         is_known = None not in ways and all(way == ways[0] for way in ways)
@@ -108,19 +111,22 @@ def _cut_alike(local: Any, parts: Mapping[str, Any], dims: frozenset[int]) -> fr
     return _cuts_known[key]
 
 
-def _ways_along(local: Any, parts: Mapping[str, Any], dim: int) -> frozenset[str] | None:
+def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int) -> frozenset[str] | None:
     """The inner tensors that are cut along a dimension; None if some are neither cut nor whole."""
     size, cut, whole = local.shape[dim], {*parts}, {*parts}
-    mine = taken_apart(local, ())
-    for at in {0, size - 1} if size else ():
-        row = taken_apart(local.narrow(dim, at, 1), ())
-        if row is None or mine is None or row[0].context != mine[0].context or row[1].keys() != parts.keys():
-            return None
+    for at, number in {(0, 1), (size // 2, 1), (size - 1, 1), (0, int(size > 1))} if size else ():
+        row = None
+        with suppress(Exception):  # the user's own class may raise anything
+            row = taken_apart(local.narrow(dim, at, number), ())
+        if row is None or row[0].context != wrapper.context or row[1].keys() != parts.keys():
+            if number:
+                return None
+            continue
         for name, part in parts.items():
             if type(part) not in _PLAIN_TYPES:
                 return None
             rows = part.shape[dim] // size if _may_be_cut(part, local, dim) else 0
-            if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, rows)):
+            if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, number * rows)):
                 cut.discard(name)
             if row[1][name].shape != part.shape or not torch.equal(_bits(row[1][name]), _bits(part)):
                 whole.discard(name)  # compared by bits, since some classes copy what a slice has, too

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from rank_worlds import Worlds
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import async_ckpt
 from async_ckpt import StateMismatchError
@@ -22,6 +31,7 @@ from async_ckpt.integrations.dcp import restore
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+StatefulDistributedSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").StatefulDistributedSampler
 accelerate = pytest.importorskip("accelerate")
 
 WARM = ("torchdata.stateful_dataloader", "datasets")
@@ -45,12 +55,29 @@ def items(number: int = 64) -> TensorDataset:
     return TensorDataset(torch.arange(number))
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def mixed(seed: int, **how: Any) -> Any:
+    data = items()
+    return StatefulDataLoader(data, 4, sampler=RandomSampler(data, generator=seeded(seed), **how))
+
+
+def seedable(seed: int) -> Any:
+    """A loader of accelerate that draws each epoch by a seed and its number."""
+    return accelerate.data_loader.prepare_data_loader(
+        StatefulDataLoader(items(), 4, sampler=RandomSampler(items())),
+        num_processes=1, put_on_device=False, use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=seed,
+    )  # fmt: skip
+
+
 def numbers(num_shards: int = 4) -> Any:
     return datasets.Dataset.from_dict({"n": list(range(64))}).to_iterable_dataset(num_shards)
 
 
-def of_replicas(number: int, **how: Any) -> Any:
-    data = items()
+def of_replicas(number: int, *, num_items: int = 64, **how: Any) -> Any:
+    data = items(num_items)
     return StatefulDataLoader(data, 4, sampler=DistributedSampler(data, number, 0, **how))
 
 
@@ -60,10 +87,17 @@ def split(num_nodes: int) -> Any:
 
 def prepared(number: int, loader: Any = None) -> Any:
     """A loader of accelerate for one of several processes."""
-    loader = StatefulDataLoader(items(), 4, shuffle=True) if loader is None else loader
+    loader = StatefulDataLoader(items(), 4, shuffle=True, generator=seeded(0)) if loader is None else loader
     return accelerate.data_loader.prepare_data_loader(
         loader, num_processes=number, process_index=0, put_on_device=False, use_stateful_dataloader=True
     )
+
+
+class Backwards(BatchSampler):
+    """Batches of a user, in an order of their own."""
+
+    def __iter__(self) -> Any:
+        return iter([*super().__iter__()][::-1])
 
 
 def in_batches(size: int) -> Any:
@@ -146,6 +180,86 @@ SAYS = {
         lambda: StatefulDataLoader(numbers().with_format("torch"), 4),
         ["number of shards 2 in the checkpoint and 4 here", "world size 2 in the checkpoint and 1 here"],
     ),
+    "a loader that shuffles now": (
+        lambda: StatefulDataLoader(items(), 4),
+        lambda: StatefulDataLoader(items(), 4, shuffle=True),
+        ["sampling in order in the checkpoint and by RandomSampler here"],
+    ),
+    "a sampler of another class": (
+        lambda: StatefulDataLoader(items(), 4, sampler=WeightedRandomSampler([1.0] * 64, 64)),
+        lambda: StatefulDataLoader(items(), 4, sampler=RandomSampler(items())),
+        ["sampling by WeightedRandomSampler with replacement in the checkpoint and by RandomSampler here"],
+    ),
+    "a sampler that may draw an item twice": (
+        lambda: mixed(0),
+        lambda: mixed(0, replacement=True),
+        ["sampling by RandomSampler in the checkpoint and by RandomSampler with replacement here"],
+    ),
+    "a sampler of batches of another class": (
+        lambda: StatefulDataLoader(items(), batch_sampler=BatchSampler(SequentialSampler(items()), 4, drop_last=False)),
+        lambda: StatefulDataLoader(items(), batch_sampler=Backwards(SequentialSampler(items()), 4, drop_last=False)),
+        ["sampling in order in the checkpoint and by Backwards here"],
+    ),
+    "a generator of another seed": (
+        lambda: mixed(1),
+        lambda: mixed(2),
+        ["seed 1 in the checkpoint and 2 here"],
+    ),
+    "a distributed sampler of another seed": (
+        lambda: of_replicas(2, seed=1),
+        lambda: of_replicas(2, seed=2),
+        ["seed 1 in the checkpoint and 2 here"],
+    ),
+    "a distributed sampler that shuffles no more": (
+        lambda: of_replicas(2, shuffle=True),
+        lambda: of_replicas(2, shuffle=False),
+        ["sampling by DistributedSampler in the checkpoint and in order here"],
+    ),
+    "a distributed sampler that drops what is over": (
+        lambda: of_replicas(2, num_items=7),
+        lambda: of_replicas(2, num_items=7, drop_last=True),
+        ["drop_last of the sampler False in the checkpoint and True here"],
+    ),
+    "a loader that drops its last batch": (
+        lambda: StatefulDataLoader(items(66), 4),
+        lambda: StatefulDataLoader(items(66), 4, drop_last=True),
+        ["number of batches 17 in the checkpoint and 16 here", "drop_last False in the checkpoint and True here"],
+    ),
+    "a loader of no known length that drops its last batch": (
+        lambda: StatefulDataLoader(Counting(), 4, drop_last=True),
+        lambda: StatefulDataLoader(Counting(), 4),
+        ["drop_last True in the checkpoint and False here"],
+    ),
+    "a seedable sampler of another seed": (
+        lambda: seedable(1),
+        lambda: seedable(2),
+        ["seed 1 in the checkpoint and 2 here"],
+    ),
+    "no seedable sampler any more": (
+        lambda: seedable(1),
+        lambda: StatefulDataLoader(items(), 4, sampler=RandomSampler(items())),
+        ["sampling by SeedableRandomSampler in the checkpoint and by RandomSampler here"],
+    ),
+    "accelerate's loader of another seed": (
+        lambda: prepared(2, StatefulDataLoader(items(), 4, shuffle=True, generator=seeded(1))),
+        lambda: prepared(2, StatefulDataLoader(items(), 4, shuffle=True, generator=seeded(2))),
+        ["seed 1 in the checkpoint and 2 here"],
+    ),
+    "a streamed dataset that is shuffled by another seed": (
+        lambda: numbers().shuffle(seed=1).map(dict),
+        lambda: numbers().shuffle(seed=2).map(dict),
+        ["seed 1 in the checkpoint and 2 here"],
+    ),
+    "a streamed dataset with a larger buffer, in a loader": (
+        lambda: StatefulDataLoader(numbers().shuffle(seed=1, buffer_size=8).with_format("torch"), 4),
+        lambda: StatefulDataLoader(numbers().shuffle(seed=1, buffer_size=9).with_format("torch"), 4),
+        ["buffer size 8 in the checkpoint and 9 here"],
+    ),
+    "streamed datasets that are interleaved by another seed": (
+        lambda: datasets.interleave_datasets([numbers().shuffle(seed=1), numbers()], [0.5, 0.5], seed=3),
+        lambda: datasets.interleave_datasets([numbers().shuffle(seed=1), numbers()], [0.5, 0.5], seed=4),
+        ["seed 3 in the checkpoint and 4 here"],
+    ),
 }
 
 
@@ -190,6 +304,38 @@ SILENT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: StatefulDataLoader(items(), 4),
     ),
     "a streamed dataset in another format": (numbers, lambda: numbers().with_format("torch")),
+    "a sampler of the same seed, made anew": (lambda: mixed(1), lambda: mixed(1)),
+    "a loader whose state has its generator": (
+        lambda: StatefulDataLoader(items(), 4, shuffle=True, generator=seeded(1)),
+        lambda: StatefulDataLoader(items(), 4, shuffle=True, generator=seeded(2)),
+    ),
+    "the seed of a generator that mixes nothing": (
+        lambda: StatefulDataLoader(items(), 4, generator=seeded(1)),
+        lambda: StatefulDataLoader(items(), 4, generator=seeded(2)),
+    ),
+    "the seed of a distributed sampler that shuffles nothing": (
+        lambda: of_replicas(2, shuffle=False, seed=1),
+        lambda: of_replicas(2, shuffle=False, seed=2),
+    ),
+    "drop_last where nothing is over": (
+        lambda: of_replicas(2, shuffle=True),
+        lambda: StatefulDataLoader(
+            items(), 4, sampler=DistributedSampler(items(), 2, 0, drop_last=True), drop_last=True
+        ),
+    ),
+    "a distributed sampler with a state": (
+        lambda: of_replicas(2, seed=1),
+        lambda: StatefulDataLoader(items(), 4, sampler=StatefulDistributedSampler(items(), 2, 0, seed=1)),
+    ),
+    "a sampler of batches that only names its sampler": (
+        lambda: StatefulDataLoader(items(), 4),
+        lambda: StatefulDataLoader(items(), batch_sampler=BatchSampler(SequentialSampler(items()), 4, drop_last=False)),
+    ),
+    "a seedable sampler of the same seed": (lambda: seedable(1), lambda: seedable(1)),
+    "a streamed dataset that is shuffled alike": (
+        lambda: numbers().shuffle(seed=1),
+        lambda: numbers().shuffle(seed=1).with_format("torch"),
+    ),
 }
 
 
@@ -216,21 +362,79 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path):
     assert async_ckpt.load(path, select="loader")["loader"].keys() == loader.state_dict().keys()
 
 
+def test_the_seed_of_a_generator_that_is_restored_beside_the_loader_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loader, live = mixed(1), mixed(2)
+    async_ckpt.save({"loader": loader, "by": {"g": loader.sampler.generator}}, tmp_path / "x.tar").result()
+    restore({"loader": live, "by": {"g": live.sampler.generator}}, tmp_path / "x.tar", strict=True)
+    assert [batch[0].tolist() for batch in live] == [batch[0].tolist() for batch in mixed(1)]
+    assert not told(caplog)
+
+
+def test_a_shuffle_without_a_seed_is_told(tmp_path: Path):
+    """Each call of it draws another order."""
+    path = saved(tmp_path, numbers().shuffle())
+    with pytest.raises(StateMismatchError, match=r"seed \d+ in the checkpoint and \d+ here"):
+        restore({"loader": numbers().shuffle()}, path, strict=True)
+
+
+def test_objects_of_users_that_raise_or_have_no_end_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Endless(RandomSampler):
+        @property
+        def sampler(self) -> Any:
+            return self
+
+        @property
+        def seed(self) -> int:
+            raise RuntimeError("not before the first epoch")
+
+    loader = StatefulDataLoader(items(), 4, sampler=Endless(items()))
+    restore({"loader": loader, "epoch": 0}, saved(tmp_path, loader), strict=True)
+    assert not told(caplog)
+
+
+def test_lightnings_wrapper_of_a_sampler_is_named_with_the_sampler():
+    wrapper = pytest.importorskip("lightning_fabric.utilities.distributed").DistributedSamplerWrapper
+
+    def facts(sampler: Any) -> dict[str, Any]:
+        wrapped = wrapper(sampler, num_replicas=2, rank=0, seed=5)
+        return loaders.loader_facts(DataLoader(items(), 4, sampler=wrapped))
+
+    weighted = facts(WeightedRandomSampler([1.0] * 64, 64))
+    assert weighted["sampling"] == "by DistributedSamplerWrapper of WeightedRandomSampler with replacement"
+    assert (weighted["seed"], weighted["world_size"]) == (5, 2)
+    assert facts(SequentialSampler(items()))["sampling"] == "by DistributedSamplerWrapper"
+
+
+@pytest.mark.parametrize(
+    "known", [(), ("items", "batches", "batch_size", "shards", "num_workers", "world_size")], ids=["none", "the first"]
+)
 def test_a_checkpoint_without_the_facts_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    known: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """As those of earlier versions."""
-    monkeypatch.setattr("async_ckpt.core.state.capture.loader_facts", lambda _: {})
-    path = saved(tmp_path, StatefulDataLoader(items(), 4))
+    monkeypatch.setattr(
+        "async_ckpt.core.state.capture.loader_facts",
+        lambda loader: {name: fact for name, fact in loaders.loader_facts(loader).items() if name in known},
+    )
+    path = saved(tmp_path, of_replicas(2, seed=1, num_items=66))
     monkeypatch.undo()
     caplog.clear()
-    restore({"loader": StatefulDataLoader(items(), 8)}, path, strict=True)
+    live = of_replicas(2, seed=2, num_items=66, drop_last=True) if known else of_replicas(4, seed=2)
+    restore({"loader": live}, path, strict=True)
     assert not told(caplog)
 
 
 def test_facts_of_a_hostile_file_are_only_shown():
     live = StatefulDataLoader(items(), 4)
-    for saved in (None, [], "x", {"num_workers": {"dict": []}, "items": "\x1b[2J" * 99, "more": 1}):
+    for saved in (
+        None,
+        [],
+        "x",
+        {"num_workers": {"dict": []}, "items": "\x1b[2J" * 99, "more": 1},
+        {"sampling": "'\x1b" + "\ud800" * 99, "seed": [10**40] * 9, "drop_last": None, "batches": {}},
+    ):
         assert all(line.isprintable() and len(line) < 120 for line in loaders.order_differences(live, saved))
 
 

@@ -263,10 +263,12 @@ def test_what_cannot_be_declared_is_refused(worlds: Worlds):
         1,
         """
 import async_ckpt
+from torch.distributed.tensor import Partial
 mesh = mesh_of()
 for value, places in [
     (spread(4, 2), [Shard(0)]), (torch.eye(2).to_sparse(), [Shard(0)]), (torch.ones(2), [Shard(1)]),
-    (torch.ones(2), []), (torch.ones(()), [Shard(0)]),
+    (torch.ones(2), []), (torch.ones(()), [Shard(0)]), (torch.ones(2), Shard(0)), (torch.ones(2), ["ep"]),
+    (torch.ones(2), [Partial()]),
 ]:
     try:
         async_ckpt.sharded(value, mesh, places)
@@ -284,6 +286,78 @@ except async_ckpt.UnsupportedStateError as error:
 """,
     )
     kinds = [kind for kind, _ in ended[0].told]
-    assert kinds[:6] == ["TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "TypeError"]
+    assert kinds[:9] == ["TypeError"] * 2 + ["ValueError"] * 6 + ["TypeError"]
     assert "only plain tensors can be declared, got DTensor" in ended[0].told[0][1]
-    assert "mesh must be the DeviceMesh" in ended[0].told[5][1]
+    assert all("do not fit a mesh of 1 dimensions and a tensor of" in text for _, text in ended[0].told[2:8])
+    assert "mesh must be the DeviceMesh" in ended[0].told[8][1]
+
+
+def test_a_rank_that_the_mesh_lacks_cannot_declare_a_part(worlds: Worlds):
+    """Nothing of it would be saved."""
+    ended = worlds.run(
+        3,
+        """
+import async_ckpt
+from torch.distributed.device_mesh import DeviceMesh
+mesh = DeviceMesh("cpu", [0, 1])
+try:
+    async_ckpt.sharded(torch.ones(2), mesh, [Shard(0)])
+    here.tell("declared")
+except ValueError as error:
+    here.tell(str(error))
+""",
+    )
+    assert [one.told for one in ended[:2]] == [["declared"]] * 2
+    assert "the mesh lacks this rank, whose part would not be saved" in ended[2].told[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("torch.ones(3 - here.rank, 2)", "w is float32[6, 2] on rank 0 and float32[4, 2] on rank 1; "),
+        (
+            "torch.ones(2, 2).to([torch.float32, torch.bfloat16][here.rank])",
+            "w is float32[4, 2] on rank 0 and bfloat16",
+        ),
+    ],
+)
+def test_parts_that_are_not_alike_are_refused_by_name(worlds: Worlds, part: str, why: str):
+    ended = worlds.run(
+        2,
+        f"""
+import async_ckpt
+with open_run(here.root) as ckpt:
+    here.save(ckpt, {{"w": async_ckpt.sharded({part}, mesh_of(), [Shard(0)])}}, 1)
+""",
+    )
+    assert all(why in one.saves[0]["text"] for one in ended)
+
+
+def test_parts_of_another_whole_are_refused_in_a_restore(worlds: Worlds):
+    """Eight experts of four ranks cannot be shared among three alike; and a tensor that is not declared is no part."""
+    part = "async_ckpt.sharded(torch.full(({}, 2), float(here.rank)){}, mesh_of(), [Shard(0)])"
+    saving = (
+        "import async_ckpt\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, {'w': "
+        + part.format(2, "")
+        + "}, 1)"
+    )
+    worlds.run(4, saving)
+    for live, size, why in (
+        (part.format(3, ""), 3, "w is float32[9, 2] here and float32[8, 2] in the checkpoint"),
+        (part.format(4, ".double()"), 2, "w is float64[8, 2] here and float32[8, 2] in the checkpoint"),
+        ("torch.ones(4, 2)", 2, "w is float32[4, 2] here and float32[8, 2] in the checkpoint"),
+    ):
+        ended = worlds.run(
+            size,
+            f"""
+import async_ckpt
+live = {live}
+before = live.clone()
+with open_run(here.root) as ckpt:
+    try:
+        ckpt.restore({{"w": live}})
+    except async_ckpt.StateMismatchError as error:
+        here.tell([str(error), torch.equal(live, before)])
+""",
+        )
+        assert all(why in one.told[0][0] and one.told[0][1] for one in ended)

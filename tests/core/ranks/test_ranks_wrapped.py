@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rank_worlds import Worlds
-from tensor_classes import Rows, Scaled, bytes_in, scaled
+from tensor_classes import Axis, Rows, Scaled, bytes_in, scaled
 
 import async_ckpt
 
@@ -101,6 +102,61 @@ here.tell(bytes_in(live["w"]._local_tensor) == bytes_in(sharded(rows())._local_t
     with async_ckpt.AsyncCheckpointer(worlds.root) as ckpt:
         ckpt.restore(live)
     assert bytes_in(live["w"]) == bytes_in(scaled(num_rows, 3))
+
+
+AXES = (
+    OF_RANKS
+    + """
+from tensor_classes import Axis
+
+def whole(kind, seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8, generator=drawn)
+    return Axis(codes, torch.rand({"row": ROWS, "column": COLUMNS, "all": 1}[kind], generator=drawn), kind)
+
+def of_ranks(kind, seed=0):
+    all_rows = whole(kind, seed)
+    like = distribute_tensor(torch.arange(float(ROWS))[:, None].expand(ROWS, COLUMNS).contiguous(), mesh_of(), [Shard(0)])
+    rows = like._local_tensor[:, 0].long()
+    scale = all_rows.scale[rows] if kind == "row" else all_rows.scale.clone()
+    return Placed.of(like).around(Axis(all_rows.codes[rows], scale, kind))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "size"), [(8, 2, 1), (8, 2, 2), (4, 1, 2), (5, 2, 2), (5, 2, 3), (3, 3, 1), (3, 3, 2)]
+)
+def test_a_class_whose_context_says_how_it_is_cut_is_asked_for_each_context(
+    worlds: Worlds, num_rows: int, columns: int, size: int
+):
+    """A rank may have as many rows as columns, a single row, or none: shapes do not say what belongs to a row."""
+    script = AXES.replace("ROWS", str(num_rows)).replace("COLUMNS", str(columns))
+    kinds = ["row", "column", "all"]
+    saved = worlds.run(
+        4,
+        script
+        + f"""
+with open_run(here.root) as ckpt:
+    here.save(ckpt, {{kind: of_ranks(kind) for kind in {kinds}}}, 1)
+""",
+    )
+    assert [one.saves[0].get("status", one.saves) for one in saved] == ["committed"] * 4
+    ended = worlds.run(
+        size,
+        script
+        + f"""
+live = {{kind: of_ranks(kind, 9) for kind in {kinds[::-1]}}}
+with open_run(here.root) as ckpt:
+    ckpt.restore(live)
+here.tell([bytes_in(live[kind]._local_tensor) == bytes_in(of_ranks(kind)._local_tensor) for kind in live])
+""",
+    )
+    assert [one.told for one in ended] == [[[True] * 3]] * size
+    scope: dict[str, Any] = {"torch": torch}
+    exec(script[script.index("from tensor_classes import Axis") : script.index("def of_ranks")], scope)
+    loaded = async_ckpt.load(worlds.root, types=[Axis])
+    assert {kind: bytes_in(loaded[kind]) for kind in kinds} == {kind: bytes_in(scope["whole"](kind)) for kind in kinds}
 
 
 def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds: Worlds):

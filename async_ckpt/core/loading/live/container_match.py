@@ -214,6 +214,7 @@ class ContainerMatch:
 
     def _generator(self, live: Any, saved: Any, path: Path) -> Any:
         value = self._object_of(saved)
+        self.differences.generators.add(id(live))
         if is_generator(value):
             known = SavedGenerator.of(value)
             if known is None and type(value) is type(live):

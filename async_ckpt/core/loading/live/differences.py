@@ -5,12 +5,14 @@ In: names, and sentences. Out: StateMismatchError, or nothing. Knows nothing of:
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 from ....errors import StateMismatchError
-from ...state.loaders import ANOTHER_ORDER, HOW_TO_KEEP_ORDER
+from ...spec import Json
+from ...state.loaders import ANOTHER_ORDER, HOW_TO_KEEP_ORDER, order_differences
 from ...state.names import Path, Selector, dotted, shown
 from ...state.tree import ValuesByRank
 
@@ -29,7 +31,8 @@ class Differences:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
-        self._orders: dict[str, str] = {}
+        self.generators: set[int] = set()  # the ids of those that get their saved state
+        self._loaders: list[tuple[Path, Any, Json]] = []
         self._lacks_selected = self._lacks_own = False
         self._shares_a_name = True  # at the top; True if there are no names
 
@@ -72,14 +75,19 @@ class Differences:
             mismatched=tuple(mismatched),
         )
 
+    @functools.cached_property
+    def _orders(self) -> dict[str, str]:
+        """The loaders that give another order than they did, by name, with the facts that differ."""
+        facts = {shown(path): order_differences(live, saved, self.generators) for path, live, saved in self._loaders}
+        return {name: ", ".join(lines) for name, lines in facts.items() if lines}
+
     def warn_of_order(self, checkpoint: str) -> None:
         for name, facts in self._orders.items():
             _log.warning(ANOTHER_ORDER, checkpoint, name, facts)
 
-    def add_order(self, path: Path, facts: Sequence[str]) -> None:
-        """Add the facts that give the data of a loader another order than it had."""
-        if facts:
-            self._orders[shown(path)] = ", ".join(facts)
+    def add_loader(self, path: Path, live: Any, saved: Json) -> None:
+        """Add a loader, whose order of data is compared with these saved facts once all generators are known."""
+        self._loaders.append((path, live, saved))
 
     def add(self, path: Path, sentence: str) -> None:
         """Add a difference of an entry that both sides have."""

@@ -34,7 +34,6 @@ from ...slicing.slices import Ints
 from ...spec import Json, with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
-from ...state.loaders import order_differences
 from ...state.megatron_tensors import name_of
 from ...state.names import Path, Selector, dtype_name, printable, shown
 from ...state.optimizers import is_optimizer
@@ -124,8 +123,7 @@ class Match(ContainerMatch):
             if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
                 with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
-            note = note_at(self.archive.index.skeleton, path, LOADER)
-            self.differences.add_order(path, order_differences(live, note))
+            self.differences.add_loader(path, live, note_at(self.archive.index.skeleton, path, LOADER))
             if is_optimizer(live) and (why := another_kind(live, saved, self._names, self._classes(path))):
                 self.differences.add(path, why)
                 return live
