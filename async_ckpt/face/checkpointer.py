@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
-from ..core.host.operations import observed, tell_of_training
+from ..core.host.operations import observed, tell
 from ..core.loading.run_history import events_at
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
@@ -297,6 +297,7 @@ class AsyncCheckpointer(RunReader):
         self._see_own_saves("mark()")
         if self._ranks.world.rank == 0:
             self._roots.mark(step, kind, note)
+            tell("mark", self.roots, {kind or "none": 1})
 
     def should_save(self, step: int) -> bool:
         """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
@@ -638,7 +639,7 @@ class AsyncCheckpointer(RunReader):
 
     def _tell_of_training(self) -> None:
         """Tell listeners what the time of this process went to."""
-        tell_of_training(self.roots, self._policy.spent().seconds)
+        tell("train", self.roots, self._policy.spent().seconds)
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool

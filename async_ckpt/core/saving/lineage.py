@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import CheckpointError, ClosedError, NotUnchangedError, StorageUnavailableError
 from ..host.loop import get_loop
+from ..host.operations import tell
 from ..ranks.calls import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
@@ -134,8 +135,13 @@ class Lineage:
                 loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save."""
+        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save.
+
+        Listeners hear of a mark.
+        """
         if self._ranks.world.rank == 0:
+            if kind == "mark":
+                tell("mark", self._ledger.roots, {facts["mark"]: 1})
             for run in self.roots.runs:
                 run.events.note(kind, step, **facts)
 

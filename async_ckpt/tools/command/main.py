@@ -116,12 +116,13 @@ def ls(
     all_: Annotated[bool, typer.Option("--all", help="Also list steps that are retired or not committed.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Mark steps with missing or truncated archives.")] = False,
     best: Best = None,
+    records: Annotated[bool, typer.Option("--records", help="Show more than three entries of the records.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List steps of a run, runs in a folder, or published versions."""
     from .listing import show
 
-    show(place, with_all=all_, check=check, best=best, as_json=as_json)
+    show(place, with_all=all_, check=check, best=best, records=records, as_json=as_json)
 
 
 @app.command(epilog=_example("page runs/a runs/b"))
@@ -267,8 +268,8 @@ def prune(
     from .run_places import everywhere
 
     delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
-    targets = (place for place, _ in targets_of(places, RUNS))
-    _each([partial(delete, place) for place in everywhere(targets, asks_all=all_)])
+    targets = everywhere((place for place, _ in targets_of(places, RUNS)), asks_all=all_)
+    _each([partial(delete, place) for place in targets], [place.shown for place in targets if not as_json])
 
 
 @app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
@@ -339,12 +340,9 @@ def diff(
     from .comparing.diffing import show
     from .run_places import everywhere
 
-    def compare(one: Place) -> None:
-        if all_ and not as_json:
-            print_text(escaped(f"{one.shown}:"))
-        show(one, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
-
-    _each([partial(compare, one) for one in everywhere([a], asks_all=all_)])
+    compare = partial(show, b=b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
+    targets = everywhere([a], asks_all=all_)
+    _each([partial(compare, one) for one in targets], [one.shown for one in targets if not as_json])
 
 
 @app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
@@ -393,7 +391,8 @@ def convert(
     """Write a checkpoint in another format.
 
     A step of several ranks becomes one state. With --to hf --config, the folder also gets the config and the tokenizer
-    of the model, and the names of the weights are compared with those of the model.
+    of the model, and the names of the weights are compared with those of the model. Weights of LoRA become the folder
+    of an adapter, for which --config names one with the same settings.
     """
     from .conversion import ConversionRequest, show
 
@@ -556,14 +555,16 @@ def status_of(arguments: Sequence[str]) -> int:
         return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
 
 
-def _each(calls: Sequence[Callable[[], object]]) -> None:
+def _each(calls: Sequence[Callable[[], object]], headings: Sequence[str] = ()) -> None:
     """Make a call for each of several places, whatever comes of the others. Exits with the gravest status."""
     if len(calls) == 1:
         calls[0]()
         return
     worst = 0
     with documents_in_lines():
-        for call in calls:
+        for call, heading in zip(calls, headings or [""] * len(calls), strict=True):
+            if heading:
+                print_text(escaped(f"{heading}:"))
             worst = max(worst, status := _status_of(call))
             if status == _INTERRUPTED:
                 break

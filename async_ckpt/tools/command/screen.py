@@ -247,6 +247,11 @@ def shown_hours(seconds: float) -> str:
     return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else shown_seconds(seconds)
 
 
+def mark_in_words(kind: str, note: str) -> str:
+    """The mark of a step, as all commands show it: "bad: loss is nan"."""
+    return f"{kind}: {note}" if note else kind
+
+
 def short(value: Any) -> str:
     """A value of a record in few characters."""
     if isinstance(value, float):

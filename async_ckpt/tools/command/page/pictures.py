@@ -110,10 +110,12 @@ def comparison_of(runs: Sequence[RunColumns]) -> list[Picture]:
 
 def _timeline(run: RunColumns) -> Picture | None:
     rows = {kind: run.rows_of(kind) for kind in ("save", "failed", "skipped", "restore", "rollback", "retention")}
+    rows["bad"] = tuple(filter(run.is_bad, run.saves))
     marks: list[tuple[str, str, Look, Colour]] = [
         ("committed", "save", "dot", "commit"),
         ("failed", "failed", "cross", "failed"),
         ("skipped", "skipped", "triangle", "skipped"),
+        ("marked bad", "bad", "cross", "skipped"),
         ("restored", "restore", "ring", "restored"),
         ("rolled back", "rollback", "diamond", "deleted"),
     ]
@@ -287,8 +289,9 @@ def _records(run: RunColumns, best: Sequence[Best]) -> Iterator[Picture]:
 
 def _record(run: RunColumns, name: str, best: Best | None) -> Picture:
     title, values = run.columns[name].title, run.known(name)
+    sound = [one for one in values if not run.is_bad(one[0])] or values
     ordered = sorted(
-        values, key=lambda one: (one[1], -run.events[one[0]]["step"]), reverse=best is not None and best.mode == "max"
+        sound, key=lambda one: (one[1], -run.events[one[0]]["step"]), reverse=best is not None and best.mode == "max"
     )
     marked = ordered[: best.num_steps if best else 1]
     word = "best" if best else "lowest"
