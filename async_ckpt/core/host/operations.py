@@ -57,8 +57,7 @@ class Ended:
     error: str
     context: Context
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of "train", which tells of a training so far, about once in a minute: the seconds by what they went to. Of "mark",
-    which tells that a step was marked: the mark, once."""
+    """The seconds of a training so far by what they went to ("train", about once in a minute), or a mark ("mark")."""
 
     @property
     def run(self) -> str:
@@ -77,13 +76,9 @@ class Operation:
         """`spans` began with the operation. `context` is by default that of this thread."""
         self.kind, self.roots = kind, _named(roots)
         self.spans, self._context = spans, copy_context() if context is None else context
+        self.run = self.roots[0] if self.roots else ""  # for a save to a path of its own
         self._epoch = wall_time() - spans.clock()
         _under_way[id(self)] = self
-
-    @property
-    def run(self) -> str:
-        """The first root; empty for a save to a path of its own."""
-        return self.roots[0] if self.roots else ""
 
     @property
     def seconds(self) -> float:
@@ -135,8 +130,9 @@ def tell(kind: Literal["train", "mark"], roots: tuple[str, ...], parts: Mapping[
     at once.
     """
     named, now, context = _named(roots), wall_time(), copy_context()
+    begin = now - sum(parts.values()) if kind == "train" else now
     for listening in (one for one in _listening if one.hears_all):
-        listening.put(Ended(kind, named, None, "done", now, now, (), None, 0, "", "", context, parts))
+        listening.put(Ended(kind, named, None, "done", begin, now, (), None, 0, "", "", context, parts))
 
 
 def _named(roots: tuple[str, ...]) -> tuple[str, ...]:

@@ -135,10 +135,7 @@ class Lineage:
                 loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save.
-
-        Listeners hear of a mark.
-        """
+        """Note an event, which is written with the next save, and tell of a mark; on several ranks, rank 0 does."""
         if self._ranks.world.rank == 0:
             if kind == "mark":
                 tell("mark", self._ledger.roots, {facts["mark"]: 1})

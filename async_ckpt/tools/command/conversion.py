@@ -41,16 +41,7 @@ from ...plumbing import (
     urls,
     write_by_torch,
 )
-from .hf_model import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    adapter_config_of,
-    copy_beside,
-    folder_of,
-    is_adapter,
-    missing_of,
-    name_in_adapter,
-)
+from . import hf_model
 from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
@@ -104,12 +95,10 @@ class ConversionRequest:
 
 
 def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) -> None:
-    """Convert a checkpoint, and print what was written, or its document.
-
-    Raises:
-        Answer: the format is not known, cannot hold the checkpoint, or the destination is there.
-        UntrustedObjectError: something would have to be unpickled, and that was not allowed.
-        CorruptCheckpointError: the source is damaged. Nothing is left at the destination.
+    """Convert a checkpoint, and print what was written, or its document. Raises Answer if the format is not known,
+    cannot hold the checkpoint, or the destination is there, UntrustedObjectError if something would have to be
+    unpickled, and that was not allowed, and CorruptCheckpointError if the source is damaged. Nothing is left at the
+    destination.
     """
     name = format_name or _format_of(request.target)
     if request.config and name != "hf":
@@ -173,17 +162,17 @@ def _write_hf(request: ConversionRequest) -> int:
     def write(items: states.Items) -> int:
         by_name, model, settings = _by_name(request, items), None, None
         missing: list[str] = []
-        if of_adapter := is_adapter(by_name):
-            by_name = {name_in_adapter(name): item for name, item in by_name.items()}
-            settings = adapter_config_of(request.source, request.config)
+        if of_adapter := hf_model.is_adapter(by_name):
+            by_name = {hf_model.name_in_adapter(name): item for name, item in by_name.items()}
+            settings = hf_model.adapter_config_of(request.source, request.config)
         elif request.config:
-            model = folder_of(request.config)
-            missing = missing_of(model, by_name)
+            model = hf_model.folder_of(request.config)
+            missing = hf_model.missing_of(model, by_name)
         shards = _shards(request, items, by_name, max_bytes=1 << 62 if of_adapter else hf_shards.MAX_SHARD_BYTES)
         with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
             for shard in shards:
-                with (written / (ADAPTER if of_adapter else shard.name)).open("wb") as file:
+                with (written / (hf_model.ADAPTER if of_adapter else shard.name)).open("wb") as file:
                     file.write(shard.head)
                     for name in shard.tensors:
                         for chunk in _chunks(by_name[name]):
@@ -192,9 +181,9 @@ def _write_hf(request: ConversionRequest) -> int:
             if len(shards) > 1:
                 (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
             if model is not None:
-                copy_beside(model, written)
+                hf_model.copy_beside(model, written)
             if settings is not None:
-                (written / ADAPTER_CONFIG).write_bytes(settings)
+                (written / hf_model.ADAPTER_CONFIG).write_bytes(settings)
             if missing:
                 print_note(f"{len(missing):,} weights of the model are missing, and will be new, such as {missing[0]}")
             return sum(path.stat().st_size for path in written.iterdir())

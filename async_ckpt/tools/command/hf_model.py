@@ -32,11 +32,8 @@ _SHOWN: Final = 3
 
 
 def folder_of(config: str) -> Path:
-    """The folder of a model, fetched from the hub if `config` is an id.
-
-    Raises:
-        Answer: there is no config.
-        ImportError: Transformers is not installed.
+    """The folder of a model, fetched from the hub if `config` is an id. Raises Answer if there is no config, and
+    ImportError if Transformers is not installed.
     """
     import_module("transformers")
     folder = Path(config)
@@ -66,10 +63,8 @@ def name_in_adapter(name: str) -> str:
 
 
 def adapter_config_of(source: Place, config: str) -> bytes | None:
-    """The settings of an adapter: those in a folder that the user names, else those beside the weights.
-
-    Raises:
-        Answer: the named folder has none.
+    """The settings of an adapter: those in a folder that the user names, else those beside the weights. Raises Answer
+    if the named folder has none.
     """
     place = Place(config) if config else source
     with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, CheckpointError):
@@ -77,17 +72,15 @@ def adapter_config_of(source: Place, config: str) -> bytes | None:
     if config:
         raise Answer(f"{config} has no {ADAPTER_CONFIG}; for an adapter, --config takes the folder of one", USAGE)
     print_note(
-        f"PEFT needs {ADAPTER_CONFIG} beside the weights, and the checkpoint has none: pass --config FOLDER_OF_AN_ADAPTER "
+        f"PEFT needs {ADAPTER_CONFIG} beside the weights, and the checkpoint has none: pass --config ADAPTER_FOLDER "
         "with the same settings, or write it by model.peft_config['default'].save_pretrained(FOLDER)"
     )
     return None
 
 
 def missing_of(folder: Path, names: Collection[str]) -> list[str]:
-    """The weights of the model that these names lack, for which a model that is loaded has new ones.
-
-    Raises:
-        Answer: some of the names are none of the model's. It says which prefix to strip, or what to select.
+    """The weights of the model that these names lack, for which a model that is loaded has new ones. Raises Answer if
+    some of the names are none of the model's. It says which prefix to strip, or what to select.
     """
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -126,10 +126,7 @@ class VersionRow:
 
 def show(place: Place, *, with_all: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
     """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
-    `records` shows a hundred entries of records instead of three.
-
-    Raises:
-        Answer: there is nothing to list.
+    `records` shows a hundred entries of records instead of three. Raises Answer if there is nothing to list.
     """
     storage = place.storage()
     names = storage.names("")
@@ -247,10 +244,7 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
 
 def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool = False) -> list[RunRow]:
     """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
-    the objects of each step are looked for in a store, too.
-
-    Raises:
-        Answer: no run has the metric.
+    the objects of each step are looked for in a store, too. Raises Answer if no run has the metric.
     """
     metric = None if best is None else parse_best(best)
     rows: list[RunRow] = []
@@ -457,10 +451,8 @@ def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
 
 
 def parse_best(text: str) -> Best:
-    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3".
-
-    Raises:
-        Answer: it is none.
+    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3". Raises Answer for
+    anything else.
     """
     match = _BEST.fullmatch(text)
     if match is None or int(match["count"] or 1) < 1:

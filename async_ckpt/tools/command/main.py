@@ -59,8 +59,7 @@ Wheres = Annotated[
     typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
 Select = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Select names by name, prefix or pattern. Repeatable."),
+    list[str] | None, typer.Option(metavar="NAME", help="Select names by name, prefix or pattern. Repeatable.")
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
@@ -139,8 +138,7 @@ def page(
         ),
     ] = "",
     best: Annotated[
-        list[str] | None,
-        typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable."),
+        list[str] | None, typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -178,12 +176,7 @@ def inspect(
 
 @app.command(epilog=_example("verify runs/a"))
 @with_place
-def verify(
-    places: Wheres,
-    all_: AllPlaces = False,
-    base: Base = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(places: Wheres, all_: AllPlaces = False, base: Base = None, as_json: AsJson = False) -> None:
     """Compare every byte with its digest, and say how to mend damage.
 
     A PLACE is an archive, a step, a run, a publication, or a folder of these.
@@ -200,8 +193,7 @@ def verify(
 @with_place
 def cp(
     src: Annotated[
-        list[Place],
-        typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False),
+        list[Place], typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False)
     ],
     dst: Annotated[
         Place,
@@ -485,8 +477,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Look this often.")] = 2.0,
     older: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h."),
+        str | None, typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

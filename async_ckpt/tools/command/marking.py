@@ -15,12 +15,9 @@ from .selection import open_run, runs_at
 
 
 def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str, *, as_json: bool) -> None:
-    """Mark a step, at all places of its run that have it and answer. None takes its mark back.
-
-    Raises:
-        Answer: there is no run, or the place is the folder of a step.
-        NotCommittedError: the run has no such step.
-        ValueError: the note is too long.
+    """Mark a step, at all places of its run that have it and answer. None takes its mark back. Raises Answer if there
+    is no run, or the place is the folder of a step, NotCommittedError if the run has no such step, and ValueError if
+    the note is too long.
     """
     chosen = runs_at(place)
     if chosen[0].step is not None:

@@ -147,14 +147,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
         TextColumn("{task.description}"),

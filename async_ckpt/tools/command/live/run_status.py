@@ -59,7 +59,7 @@ class RunStatus:
     is the time at which its last process has closed it, None while there may be more steps.
 
     `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
-    `usual_seconds` is the median time between two of them. `places` are those of a run that has several, `marks` those of steps, in words.
+    `usual_seconds` is the median time between two of them. `places` are those of a run that has several. `marks` are in words, by step.
     """
 
     place: str
@@ -137,8 +137,8 @@ class RunWatch:
         events = self._events(folders)
         status = _status(self._place, self._clock(), made, events, self._storage.free_bytes())
         self._read_marks(names, newest)
-        status = replace(status, under_way=under_way, places=places, marks=self._marks)
-        status = replace(status, num_requests=self._num_requests)
+        num_requests, marks = self._num_requests, self._marks
+        status = replace(status, under_way=under_way, num_requests=num_requests, places=places, marks=marks)
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
         return _with_warnings(status, self._late_seconds, damaged, broken)

@@ -51,12 +51,9 @@ _COLUMNS: Final = ("step", "age", "size", "durable in", "stall", "bandwidth", "m
 def show(
     targets: Sequence[tuple[Place, str]], *, once: bool, interval: float, older: str | None, as_json: bool
 ) -> None:
-    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names.
-
-    Raises:
-        typer.Exit: the single look has warnings.
-        Answer: there is no run.
-        StorageUnavailableError: the first look at one run has failed. A later one is shown as a warning.
+    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names. Raises
+    typer.Exit if the single look has warnings, Answer if there is no run, and StorageUnavailableError if the first look
+    at one run has failed. A later one is shown as a warning.
     """
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
@@ -91,11 +88,7 @@ def _looked_again(watch: RunWatch | TrainerWatch, last: RunStatus) -> RunStatus:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of an age such as "90s", "20min", "2h" or "1d".
-
-    Raises:
-        Answer: it is none.
-    """
+    """The seconds of an age such as "90s", "20min", "2h" or "1d". Raises Answer for anything else."""
     match = _AGE.fullmatch(text)
     if match is None:
         raise Answer(f"--older takes an age such as 90s, 20min, 2h or 1d, not {text!r}", USAGE)

@@ -69,8 +69,8 @@ class RunColumns:
     """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
 
     `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
-    steps that are kept and cannot be loaded, as far as was looked, with what they lack; `marks` are those of kept steps,
-    in words. `places` are those of a run that has several.
+    steps that are kept and cannot be loaded, as far as was looked, with what they lack; `marks` are in words, by step.
+    `places` are those of a run that has several.
     """
 
     name: str

@@ -26,11 +26,8 @@ _LOOKED_AT: Final = 1000
 
 
 def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwrite: bool, as_json: bool) -> None:
-    """Write the page of these runs, and print what was written, or its document.
-
-    Raises:
-        Answer: there is no run, or the file is there.
-        NotCommittedError: a place has no history.
+    """Write the page of these runs, and print what was written, or its document. Raises Answer if there is no run, or
+    the file is there, and NotCommittedError if a place has no history.
     """
     storage, name = target.object()
     if not overwrite and storage.exists(name):
