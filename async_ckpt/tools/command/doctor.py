@@ -111,7 +111,7 @@ def _packages() -> Iterator[Finding]:
             except PackageNotFoundError:
                 lacking.append(package)
         if lacking:
-            text = f"{', '.join(lacking)} not installed: pip install 'async_ckpt[{extra}]' if you need it"
+            text = f'{", ".join(lacking)} not installed: pip install "async_ckpt[{extra}]" if you need it'
             yield Finding("note", f"extra {extra}", text)
         else:
             yield Finding("ok", f"extra {extra}", ", ".join(found))

@@ -59,7 +59,8 @@ class RunStatus:
     is the time at which its last process has closed it, None while there may be more steps.
 
     `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
-    `usual_seconds` is the median time between two of them. `places` are those of a run that has several. `marks` are in words, by step.
+    `usual_seconds` is the median time between two of them. `places` are those of a run that has several; `marks` are in
+    words, by step.
     """
 
     place: str
