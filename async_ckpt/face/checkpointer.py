@@ -676,7 +676,7 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
             f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
             "commit= out, and call handle.at(place).result() to wait until a step is at another place"
         )
-    warnings.warn('commit="any" is what several places do without it; leave it out', DeprecationWarning, stacklevel=3)
+    warnings.warn('commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3)
 
 
 def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]:

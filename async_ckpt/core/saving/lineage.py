@@ -292,8 +292,8 @@ class StepContents:
         lost = sorted(self.call.given_here.difference(lent.group for lent in manifest.elsewhere))
         if lost:
             _log.warning(
-                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give "
-                "driver= there",
+                "step %s: rank %s has entries in driver= that are not saved: only those of rank 0 are; pass these to "
+                "save() on rank 0: %s",
                 manifest.step,
                 rank,
                 ", ".join(lost),

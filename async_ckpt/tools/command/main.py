@@ -59,7 +59,8 @@ Wheres = Annotated[
     typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
 Select = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Select names by name, prefix or pattern. Repeatable.")
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable."),
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
