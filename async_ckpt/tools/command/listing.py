@@ -158,7 +158,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
         _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
     elif kind in ("step", "checkpoint"):
         raise Answer(
-            f"{place.shown} is one checkpoint; look into it with async-ckpt inspect, or list its folder", USAGE
+            f"{place.shown} is one checkpoint; look into it with async-ckpt inspect, or list the folder above it", USAGE
         )
     else:
         raise nothing_at(place)

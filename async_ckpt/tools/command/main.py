@@ -59,8 +59,7 @@ Wheres = Annotated[
     typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
 Select = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable."),
+    list[str] | None, typer.Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable.")
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
@@ -222,15 +221,13 @@ def cp(
     from .run_places import everywhere
 
     copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
-    pairs = targets_below(targets_of(src, RUNS), dst)
-    _each(
-        [
-            partial(copy, one, target)
-            for source, target in pairs
-            for one in everywhere([source], asks_all=all_)
-            if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
-        ]
-    )
+    pairs = [
+        (one, target)
+        for source, target in targets_below(targets_of(src, RUNS), dst)
+        for one in everywhere([source], asks_all=all_)
+        if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
+    ]
+    _each([partial(copy, *pair) for pair in pairs], [one.shown for one, _ in pairs if not as_json])
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))

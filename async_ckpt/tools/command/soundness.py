@@ -280,7 +280,7 @@ def _compare_digest(
 ) -> tuple[str, ...]:
     verification.errors[storage.locate(path), ""] = None
     verification.num_bytes += file_digests.compare_file(storage, path, digest, advance)
-    return ("files of the framework were compared with the digests that their save has kept",)
+    return ("files were compared with the digests that were saved beside them",)
 
 
 def _raise(error: CheckpointError) -> NoReturn:

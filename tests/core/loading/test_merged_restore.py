@@ -212,7 +212,7 @@ def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
     paths = write_all(tmp_path, 2, lambda rank: {"scheduler": {"last": {"lr": 0.1 * rank}, "step": 1}})
 
     live = {"scheduler": Scheduler(), "empty": {}}
-    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr was saved by each rank"):
+    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr has a value of each rank"):
         restore_at(0, 3, paths, {"scheduler": live["scheduler"]})
     assert live["scheduler"].state is None
 

@@ -293,7 +293,7 @@ def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(tra
     shutil.copytree(checkpoint, copy)
     told = documented("verify", copy.parent)
     assert (told["faults"], [note for note in told["notes"] if "no checksums" in note]) == ([], [])
-    assert any("digests that their save has kept" in note for note in told["notes"])
+    assert any("digests that were saved beside them" in note for note in told["notes"])
 
     chosen = random.Random(checkpoint.name)
     for path in sorted(path for path in copy.rglob("*") if path.is_file()):
