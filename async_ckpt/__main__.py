@@ -12,7 +12,7 @@ from importlib.util import find_spec
 def main() -> None:
     """Run the command. Without its packages, one line says what to install."""
     if any(find_spec(name) is None for name in ("typer", "rich")):  # rich is imported late, for a terminal
-        sys.exit("async-ckpt needs typer and rich: pip install 'async_ckpt[cli]'")
+        sys.exit('async-ckpt needs typer and rich: pip install "async_ckpt[cli]"')
     from .tools.command.main import main as command
 
     command()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
-from ..core.host.operations import observed, tell_of_training
+from ..core.host.operations import observed, tell
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
@@ -297,6 +297,7 @@ class AsyncCheckpointer(RunReader):
         self._see_own_saves("mark()")
         if self._ranks.world.rank == 0:
             self._roots.mark(step, kind, note)
+            tell("mark", self.roots, {kind or "none": 1})
 
     def should_save(self, step: int) -> bool:
         """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
@@ -638,7 +639,7 @@ class AsyncCheckpointer(RunReader):
 
     def _tell_of_training(self) -> None:
         """Tell listeners what the time of this process went to."""
-        tell_of_training(self.roots, self._policy.spent().seconds)
+        tell("train", self.roots, self._policy.spent().seconds)
 
     def _spare_memory(self) -> SegmentPool:
         return self._saver.pool
@@ -675,7 +676,7 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
             f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
             "commit= out, and call handle.at(place).result() to wait until a step is at another place"
         )
-    warnings.warn('commit="any" is what several places do without it; leave it out', DeprecationWarning, stacklevel=3)
+    warnings.warn('commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3)
 
 
 def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]:

@@ -96,8 +96,17 @@ TIME: Final = Metric(
     ("run", "part"),
 )
 
+MARKS: Final = Metric(
+    "async_ckpt.marks",
+    "counter",
+    "{mark}",
+    "Marks of steps that this process has put: good, bad, or none for one that was taken back.",
+    ("run", "mark"),
+)
+
 METRICS: Final = (
     OPERATIONS, ACTIVE, DURATION, PHASE, STALL, IO, RETRIES, RECOVERY_POINT, RECOVERY_STEP, STEP_SIZE, FREE, TIME,
+    MARKS,
 )  # fmt: skip
 
 
@@ -114,6 +123,9 @@ def measured(ended: operations.Ended) -> Iterator[Measurement]:
     run = {"run": ended.run}
     if ended.kind == "train":
         yield from (Measurement(TIME, seconds, {**run, "part": part}) for part, seconds in ended.parts.items())
+        return
+    if ended.kind == "mark":
+        yield from (Measurement(MARKS, count, {**run, "mark": mark}) for mark, count in ended.parts.items())
         return
     series = {"operation": ended.kind, **run}
     yield Measurement(OPERATIONS, 1, {**series, "outcome": ended.outcome, "error_type": ended.error_type})
@@ -158,5 +170,5 @@ class ActiveOperations:
         return [Measurement(ACTIVE, n, {"operation": kind, "run": run}) for (kind, run), n in counts.items()]
 
     def note(self, kind: str, run: str) -> None:
-        if kind != "train":  # which is no operation that begins and ends
+        if kind not in ("train", "mark"):  # which do not begin and end
             self._seen[kind, run] = None

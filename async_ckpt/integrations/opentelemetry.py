@@ -48,7 +48,7 @@ class CheckpointTelemetry:
         self._recorders = {metric: _recorder(meter, metric) for metric in METRICS if metric is not ACTIVE}
         self._active: ActiveOperations | None = ActiveOperations()
         meter.create_observable_up_down_counter(ACTIVE.name, [self._observe], ACTIVE.unit, ACTIVE.description)
-        self._listening = operations.listen(self._tell, training=True)
+        self._listening = operations.listen(self._tell, hears_all=True)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the SDK has everything that has ended. False if that takes longer than `timeout` seconds."""
@@ -69,7 +69,7 @@ class CheckpointTelemetry:
     def _tell(self, ended: operations.Ended) -> None:
         if (active := self._active) is not None:
             active.note(ended.kind, ended.run)
-        if ended.kind != "train":  # which lasts as long as the process
+        if ended.kind not in ("train", "mark"):  # which do not begin and end
             self._span(ended)
         for metric, value, attributes in measured(ended):
             self._recorders[metric](value, _keys(attributes))

@@ -46,7 +46,7 @@ class CheckpointCollector(Collector):
         self._registry = registry
         if registry is not None:
             registry.register(self)
-        self._listening = operations.listen(self._count, training=True)
+        self._listening = operations.listen(self._count, hears_all=True)
 
     def collect(self) -> Iterable[MetricFamily]:
         """All metrics as they are now."""

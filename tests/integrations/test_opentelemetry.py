@@ -142,8 +142,11 @@ def test_a_failed_save_is_a_span_with_its_error(tmp_path, telemetry):
 def test_metrics_have_the_values_of_the_report_and_the_units_of_ucum(tmp_path, telemetry):
     with open_run(tmp_path) as ckpt:
         report = ckpt.save(state_at(1), step=1).result()
+        ckpt.mark(1, "bad")
 
     metrics, of = telemetry.metrics(), key(operation="save", run=str(tmp_path))
+    assert telemetry.points("async_ckpt.marks")[key(run=str(tmp_path), mark="bad")].value == 1
+    assert "async_ckpt.mark" not in telemetry.spans()
     assert {name: (m.unit, m.description) for name, m in metrics.items()} == {
         metric.name: (metric.unit, metric.description) for metric in METRICS
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from scripted_disk import scripted
 from states import open_run, state_at
 
 import async_ckpt
-from async_ckpt import StorageUnavailableError
+from async_ckpt import NonFinite, StorageUnavailableError
 from async_ckpt.core.events.goodput import PARTS
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs prometheus_client")
@@ -93,6 +94,19 @@ def test_the_time_of_a_training_and_the_parts_of_a_restore_are_told(tmp_path, sc
         assert scraped.value("async_ckpt_phase_duration_seconds_count", operation="restore", phase=phase) == 1
     assert scraped.value("async_ckpt_operations_total", operation="train") is None
     assert scraped.value("async_ckpt_active_operations", operation="train") is None
+
+
+def test_marks_are_counted_also_those_of_a_check(tmp_path, scraped):
+    with open_run(tmp_path, check=NonFinite(every=1)) as ckpt:
+        ckpt.save({"w": torch.tensor([math.nan])}, 1).result()
+        ckpt.save({"w": torch.ones(1)}, 2).result()
+        ckpt.mark(2, "good")
+        ckpt.mark(2, None)
+
+    counts = {
+        mark: scraped.value("async_ckpt_marks_total", run=str(tmp_path), mark=mark) for mark in ("bad", "good", "none")
+    }
+    assert counts == {"bad": 1, "good": 1, "none": 1}
 
 
 def test_a_save_is_counted_and_measured_as_its_report_says(tmp_path, scraped):

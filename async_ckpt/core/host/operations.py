@@ -1,8 +1,7 @@
 """The operations of this process, told to listeners when they have ended: what metrics and traces are made of.
 
-In: saves, publications, restores and pulls, as they begin and end, and what the time of a training went to. Out: calls
-of listeners. Knows nothing of: what an
-operation does, and what a listener does with it.
+In: saves, publications, restores and pulls, as they begin and end; marks, and what the time of a training went to.
+Out: calls of listeners. Knows nothing of: what an operation does, and what a listener does with it.
 
 Each listener has a thread of its own, so one that raises or never returns costs no save and no other listener anything.
 The thread that ends an operation only puts a value into a queue. It takes no lock, since a signal may interrupt it
@@ -25,7 +24,7 @@ from ..spans import TIMEKEEPER, Interval, Spans, wall_time
 from .process import in_forked_child
 from .threads import start_thread
 
-Kind = Literal["save", "publish", "restore", "pull", "train"]
+Kind = Literal["save", "publish", "restore", "pull", "train", "mark"]
 Outcome = Literal["done", "failed", "skipped"]
 
 # Operations that wait for a listener; any more are dropped, so that a listener that hangs takes little memory.
@@ -58,7 +57,7 @@ class Ended:
     error: str
     context: Context
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of "train", which tells of a training so far, about once in a minute: the seconds by what they went to."""
+    """The seconds of a training so far by what they went to ("train", about once in a minute), or a mark ("mark")."""
 
     @property
     def run(self) -> str:
@@ -77,13 +76,9 @@ class Operation:
         """`spans` began with the operation. `context` is by default that of this thread."""
         self.kind, self.roots = kind, _named(roots)
         self.spans, self._context = spans, copy_context() if context is None else context
+        self.run = self.roots[0] if self.roots else ""  # for a save to a path of its own
         self._epoch = wall_time() - spans.clock()
         _under_way[id(self)] = self
-
-    @property
-    def run(self) -> str:
-        """The first root; empty for a save to a path of its own."""
-        return self.roots[0] if self.roots else ""
 
     @property
     def seconds(self) -> float:
@@ -130,14 +125,14 @@ class Operation:
             listening.put(ended)
 
 
-def tell_of_training(roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
-    """Have the listeners that want it called with what the time of a training went to so far, in seconds. Returns at
-    once.
+def tell(kind: Literal["train", "mark"], roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
+    """Have the listeners that want it called with what the time of a training went to so far, or with a mark. Returns
+    at once.
     """
-    end = wall_time()
-    named, begin, context = _named(roots), end - sum(parts.values()), copy_context()
-    for listening in (one for one in _listening if one.hears_training):
-        listening.put(Ended("train", named, None, "done", begin, end, (), None, 0, "", "", context, parts))
+    named, now, context = _named(roots), wall_time(), copy_context()
+    begin = now - sum(parts.values()) if kind == "train" else now
+    for listening in (one for one in _listening if one.hears_all):
+        listening.put(Ended(kind, named, None, "done", begin, now, (), None, 0, "", "", context, parts))
 
 
 def _named(roots: tuple[str, ...]) -> tuple[str, ...]:
@@ -165,8 +160,8 @@ def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
 class Listening:
     """A listener and its thread, which calls it in the order in which operations end. `listen` creates it."""
 
-    def __init__(self, listener: Callable[[Ended], None], *, training: bool) -> None:
-        self._listener, self.hears_training = listener, training
+    def __init__(self, listener: Callable[[Ended], None], *, hears_all: bool) -> None:
+        self._listener, self.hears_all = listener, hears_all
         self._queue: queue.SimpleQueue[Ended | threading.Event | None] = queue.SimpleQueue()
         self._is_closed = False
         self._has_failed = self._has_dropped = False  # each is logged once
@@ -217,16 +212,16 @@ _listening: tuple[Listening, ...] = ()  # replaced as a whole, under _changing; 
 _under_way: dict[int, Operation] = {}  # by id; each use is one call of the dict's, which is atomic
 
 
-def listen(listener: Callable[[Ended], None], *, training: bool = False) -> Listening:
+def listen(listener: Callable[[Ended], None], *, hears_all: bool = False) -> Listening:
     """Call `listener` with each operation that ends from now on, on a thread of its own.
 
         listening = listen(lambda ended: print(ended.kind, ended.step, ended.outcome, ended.seconds))
 
-    With `training`, it is also called with what the time of a training went to, as an operation "train". The first
+    With `hears_all`, it is also called with "train" and "mark", which are no operations that begin and end. The first
     error of the listener is logged. A forked child has no listeners.
     """
     global _listening
-    listening = Listening(listener, training=training)
+    listening = Listening(listener, hears_all=hears_all)
     with _changing:
         _listening = (*_listening, listening)
     return listening

@@ -201,7 +201,9 @@ class Roots:
 
     def marks(self) -> dict[int, tuple[str, str]]:
         """The mark of each step that has one, "good" or "bad", and its note."""
-        return {step: (mark.kind, self._note_of(mark)) for step, mark in self.view().marks.items()}
+        steps = {*self.steps()}
+        marked = sorted(steps & {mark.step for run in self.runs for mark in run.root.marks})
+        return {step: (mark.kind, self._note_of(mark)) for step in marked if (mark := self._mark_of(step))}
 
     def mark(self, step: int, kind: MarkKind | None, note: str) -> None:
         """Put a mark at each root that has the step and answers; None takes its mark back.

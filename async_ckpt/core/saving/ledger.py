@@ -98,7 +98,7 @@ class Ledger:
         self.exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
         self._bars = Bars() if flag("progress", progress) else None
-        self._roots = roots
+        self.roots = roots
         self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
@@ -115,7 +115,7 @@ class Ledger:
         # A failed save stays until somebody has looked at its error.
         others = [(ledger, s) for ledger, s in _saves if not s.has_ended or s.is_unseen]
         _saves = [*others, (self, save)]
-        operation = Operation(*save.told_as(self._roots), save.spans, save.context)
+        operation = Operation(*save.told_as(self.roots), save.spans, save.context)
         get_loop().begin(self._tell(save, turn, operation))
 
     async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
@@ -189,7 +189,7 @@ class Ledger:
     def skipped(self, handle: SaveHandle, spans: Spans) -> None:
         """Count a save that was not begun, since others are under way. From any thread."""
         self._num_skipped = next(self._skips)
-        Operation("save", self._roots, spans).end(handle.step, Future.result(handle))
+        Operation("save", self.roots, spans).end(handle.step, Future.result(handle))
 
     def saves(self) -> list[Save]:
         """The saves that have not finished, or have failed and are unseen, the oldest first."""

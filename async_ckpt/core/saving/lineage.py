@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import CheckpointError, ClosedError, NotUnchangedError, StorageUnavailableError
 from ..host.loop import get_loop
+from ..host.operations import tell
 from ..ranks.calls import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
@@ -134,8 +135,10 @@ class Lineage:
                 loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save."""
+        """Note an event, which is written with the next save, and tell of a mark; on several ranks, rank 0 does."""
         if self._ranks.world.rank == 0:
+            if kind == "mark":
+                tell("mark", self._ledger.roots, {facts["mark"]: 1})
             for run in self.roots.runs:
                 run.events.note(kind, step, **facts)
 
@@ -289,8 +292,8 @@ class StepContents:
         lost = sorted(self.call.given_here.difference(lent.group for lent in manifest.elsewhere))
         if lost:
             _log.warning(
-                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give "
-                "driver= there",
+                "step %s: rank %s has entries in driver= that are not saved: only those of rank 0 are; pass these to "
+                "save() on rank 0: %s",
                 manifest.step,
                 rank,
                 ", ".join(lost),

@@ -175,7 +175,7 @@ def open_to_change(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise StorageUnavailableError(
-                f"{path} is a link, and what it leads to is not changed; replace it by a copy, or delete it",
+                f"{path} is a link, and its target is never written to; replace the link by a copy, or delete it",
                 path=str(path),
             ) from error
         raise

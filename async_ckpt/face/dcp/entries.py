@@ -119,7 +119,7 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     for value in inside:
         if isinstance(value, ValuesByRank):
             raise ValueError(
-                f"{shown((name,))} was saved by each rank for itself, and has no value for this rank in a world of "
+                f"{shown((name,))} has a value of each rank that saved, and none for this rank of a world of "
                 f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
             )
     file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]

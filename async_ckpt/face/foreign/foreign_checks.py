@@ -118,7 +118,7 @@ def _compare_zip(reader: Reader, path: str, kind: str) -> str:
     if not check.has_checksums:
         raise _no_checksums(path, kind, "torch.serialization.set_crc32_options(False) was set when it was saved")
     by = "torch.save" if kind == "torch" else "another program"
-    return f"a file of {by}: its records were compared with the CRC-32 that a zip has of each"
+    return f"a file of {by} was checked by the CRC-32 of each of its records"
 
 
 def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:

@@ -92,26 +92,17 @@ class BenchRequest:
 
 
 def show(request: BenchRequest, *, as_json: bool) -> None:
-    """Measure, and print the table or the document.
-
-    Raises:
-        Answer: the state does not fit into memory, or its numbers make no sense.
-        StorageFullError: it does not fit onto the disk.
+    """Measure, and print the table or the document. Raises Answer if the state does not fit into memory, or its numbers
+    make no sense, and StorageFullError if it does not fit onto the disk.
     """
     _refuse(request)
     with _own_folder(request.root) as root:
         rows = _measured(request, root)
     advice = advice_for(rows, is_local=request.root.is_local)
     if as_json:
-        document = {
-            "place": request.root.shown,
-            "num_bytes": request.num_bytes,
-            "num_tensors": request.num_tensors,
-            "num_rounds": len(rows[0].seconds),
-            "rows": [row.as_json() for row in rows],
-            "advice": advice,
-        }
-        print_json("bench", document)
+        document = {"place": request.root.shown, "num_bytes": request.num_bytes, "num_tensors": request.num_tensors}
+        found = {"num_rounds": len(rows[0].seconds), "rows": [row.as_json() for row in rows], "advice": advice}
+        print_json("bench", document | found)
         return
     print_table(
         ("what", "time", "bandwidth", "ratio"),
@@ -128,16 +119,12 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
     )
     print_text(
         f"{reports.sized(request.num_bytes)} in {request.num_tensors:,} tensors at {request.root.shown}, medians of "
-        f"{len(rows[0].seconds)} rounds. {advice}",
+        f"{len(rows[0].seconds)} rounds. {advice}"
     )
 
 
 def size_of(text: str) -> int:
-    """A number of bytes: "1GB", "512MiB", "4096".
-
-    Raises:
-        Answer: it is none.
-    """
+    """A number of bytes: "1GB", "512MiB", "4096". Raises Answer for anything else."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise Answer(f"give the size as 1GB, 512MiB or 4096, not {text!r}", USAGE)

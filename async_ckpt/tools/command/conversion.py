@@ -41,7 +41,7 @@ from ...plumbing import (
     urls,
     write_by_torch,
 )
-from .hf_model import copy_beside, folder_of, missing_of
+from . import hf_model
 from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
@@ -95,12 +95,10 @@ class ConversionRequest:
 
 
 def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) -> None:
-    """Convert a checkpoint, and print what was written, or its document.
-
-    Raises:
-        Answer: the format is not known, cannot hold the checkpoint, or the destination is there.
-        UntrustedObjectError: something would have to be unpickled, and that was not allowed.
-        CorruptCheckpointError: the source is damaged. Nothing is left at the destination.
+    """Convert a checkpoint, and print what was written, or its document. Raises Answer if the format is not known,
+    cannot hold the checkpoint, or the destination is there, UntrustedObjectError if something would have to be
+    unpickled, and that was not allowed, and CorruptCheckpointError if the source is damaged. Nothing is left at the
+    destination.
     """
     name = format_name or _format_of(request.target)
     if request.config and name != "hf":
@@ -152,24 +150,29 @@ def _write_safetensors(request: ConversionRequest) -> int:
     storage, name = request.target.object()
 
     def write(items: states.Items) -> int:
-        shard = _shards(request, items, max_bytes=1 << 62)[0]
+        by_name = _by_name(request, items)
+        shard = _shards(request, items, by_name, max_bytes=1 << 62)[0]
         with progress("convert", shard.num_bytes) as advance:
-            return _append(
-                Appender(storage, name, limit_bytes=shard.num_bytes), shard, _by_name(request, items), advance
-            )
+            return _append(Appender(storage, name, limit_bytes=shard.num_bytes), shard, by_name, advance)
 
     return states.with_items(request.source, write, **request.options)
 
 
 def _write_hf(request: ConversionRequest) -> int:
     def write(items: states.Items) -> int:
-        model, by_name = folder_of(request.config) if request.config else None, _by_name(request, items)
-        missing = [] if model is None else missing_of(model, by_name)
-        shards = _shards(request, items, max_bytes=hf_shards.MAX_SHARD_BYTES)
+        by_name, model, settings = _by_name(request, items), None, None
+        missing: list[str] = []
+        if of_adapter := hf_model.is_adapter(by_name):
+            by_name = {hf_model.name_in_adapter(name): item for name, item in by_name.items()}
+            settings = hf_model.adapter_config_of(request.source, request.config)
+        elif request.config:
+            model = hf_model.folder_of(request.config)
+            missing = hf_model.missing_of(model, by_name)
+        shards = _shards(request, items, by_name, max_bytes=1 << 62 if of_adapter else hf_shards.MAX_SHARD_BYTES)
         with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
             for shard in shards:
-                with (written / shard.name).open("wb") as file:
+                with (written / (hf_model.ADAPTER if of_adapter else shard.name)).open("wb") as file:
                     file.write(shard.head)
                     for name in shard.tensors:
                         for chunk in _chunks(by_name[name]):
@@ -178,7 +181,9 @@ def _write_hf(request: ConversionRequest) -> int:
             if len(shards) > 1:
                 (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
             if model is not None:
-                copy_beside(model, written)
+                hf_model.copy_beside(model, written)
+            if settings is not None:
+                (written / hf_model.ADAPTER_CONFIG).write_bytes(settings)
             if missing:
                 print_note(f"{len(missing):,} weights of the model are missing, and will be new, such as {missing[0]}")
             return sum(path.stat().st_size for path in written.iterdir())
@@ -222,7 +227,9 @@ def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, state
     return by_name
 
 
-def _shards(request: ConversionRequest, items: states.Items, *, max_bytes: int) -> list[hf_shards.Shard]:
+def _shards(
+    request: ConversionRequest, items: states.Items, by_name: Mapping[str, states.NamedItem], *, max_bytes: int
+) -> list[hf_shards.Shard]:
     """The plan of the files. Raises Answer for what safetensors cannot hold."""
     refused = [
         f"{states.shown_name(item)} ({why})"
@@ -235,7 +242,6 @@ def _shards(request: ConversionRequest, items: states.Items, *, max_bytes: int) 
             f"safetensors cannot hold {', '.join(refused[:_SHOWN_NAMES])}{more}; nothing was written. Choose the "
             "weights with --select, such as 'model.*', or convert to an archive"
         )
-    by_name = _by_name(request, items)
     tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
     return hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
 

@@ -63,13 +63,10 @@ def show(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Copy steps, and print a table of them, or a document.
-
-    Raises:
-        Answer: there is nothing to copy, the steps are named in two ways, or the target has another run, or is inside
-            the source.
-        StepExistsError: a step is there in another version, and `overwrite` was not given.
-        typer.Exit: a step is damaged at its source. All others are copied.
+    """Copy steps, and print a table of them, or a document. Raises Answer if there is nothing to copy, the steps are
+    named in two ways, or the target has another run, or is inside the source, StepExistsError if a step is there in
+    another version, and `overwrite` was not given, and typer.Exit if a step is damaged at its source. All others are
+    copied.
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
@@ -121,9 +118,7 @@ def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float,
 
 def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
     """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
-
-    Raises:
-        Answer: two have one name, or the target is inside the folder of the sources.
+    Raises Answer if two have one name, or the target is inside the folder of the sources.
     """
     if len(sources) == 1 and not sources[0][1]:
         return [(sources[0][0], target)]
@@ -181,12 +176,9 @@ def copy_steps(
     """Copy steps with those that lend to them, then the tracker. With `is_whole`, a step may be deleted meanwhile.
 
     With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
-    copied again where they are damaged.
-
-    Raises:
-        Answer: the target has another run.
-        RunTakenError: a living process writes to the target, or has begun to, before a step was committed there.
-        StepExistsError: as `show` does; nothing has been copied then.
+    copied again where they are damaged. Raises Answer if the target has another run, RunTakenError if a living process
+    writes to the target, or has begun to, before a step was committed there, and StepExistsError as `show` does;
+    nothing has been copied then.
     """
     to = open_run(target.storage(), source.naming)
     to.steps()
@@ -305,7 +297,7 @@ def _refuse_unrelated(source: runs.Run, to: runs.Run, steps: Collection[int]) ->
         where, other = (run.storage.locate("") for run in (to, source))
         raise Answer(
             f"{where} has steps of another run, which does not continue {other}: a training there would go on from the "
-            "copied steps. Copy to another folder; nothing was copied",
+            "copied steps. Copy to another folder; nothing was copied"
         )
 
 

@@ -63,11 +63,7 @@ class Finding:
 
 
 def show(root: Place | None, *, as_json: bool) -> None:
-    """Print the findings.
-
-    Raises:
-        typer.Exit: one of them is bad.
-    """
+    """Print the findings. Raises typer.Exit if one of them is bad."""
     lines = list(findings(root))
     if as_json:
         print_json("findings", {"findings": [line.as_json() for line in lines]})
@@ -115,7 +111,7 @@ def _packages() -> Iterator[Finding]:
             except PackageNotFoundError:
                 lacking.append(package)
         if lacking:
-            text = f"{', '.join(lacking)} not installed: pip install 'async_ckpt[{extra}]' if you need it"
+            text = f'{", ".join(lacking)} not installed: pip install "async_ckpt[{extra}]" if you need it'
             yield Finding("note", f"extra {extra}", text)
         else:
             yield Finding("ok", f"extra {extra}", ", ".join(found))
@@ -126,27 +122,20 @@ def _memory() -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield Finding("ok", "memlock", "unlimited")
     else:
-        yield Finding(
-            "note",
-            "memlock",
-            f"{reports.sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l",
-        )
+        text = f"{reports.sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l"
+        yield Finding("note", "memlock", text)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if huge.exists():
         chosen = huge.read_text().partition("[")[2].partition("]")[0]
         if chosen == "never":
-            yield Finding(
-                "note",
-                "huge pages",
-                "off, so that a first save takes longer: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-            )
+            text = f"off, so that a first save takes longer: echo madvise > {huge}"
+            yield Finding("note", "huge pages", text)
         else:
             yield Finding("ok", "huge pages", chosen)
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        yield Finding(
-            "ok", "cgroup memory", f"{reports.sized(int(text))}; host_bytes must fit in it beside the training"
-        )
+        text = f"{reports.sized(int(text))}; host_bytes must fit in it beside the training"
+        yield Finding("ok", "cgroup memory", text)
 
 
 def _credentials() -> Iterator[Finding]:
@@ -238,11 +227,8 @@ def _clock(root: Place) -> Iterator[Finding]:
     else:
         refusal = "; requests are refused for it" if seconds > _REFUSED_SKEW_SECONDS else ""
         verdict: Verdict = "bad" if refusal else "note"
-        yield Finding(
-            verdict,
-            "clock",
-            f"{seconds:.0f} s {direction} that of {endpoint}{refusal}: set it by NTP (chrony, timedatectl)",
-        )
+        text = f"{seconds:.0f} s {direction} that of {endpoint}{refusal}: set it by NTP (chrony, timedatectl)"
+        yield Finding(verdict, "clock", text)
 
 
 def _endpoint(root: Place) -> str | None:

@@ -6,17 +6,25 @@ missing. Knows nothing of: how weights are written.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .screen import USAGE, Answer
+from ... import Place
+from ...errors import CheckpointError
+from .screen import USAGE, Answer, print_note
 
 _CONFIG: Final = "config.json"
+# PEFT's files of an adapter, in whose names of weights that of the adapter is left out.
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER: Final = "adapter_model.safetensors"
+_ADAPTER_NAME: Final = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
 # What stands beside the weights: configs, tokenizers, templates, code.
 _BESIDE: Final = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _OF_WEIGHTS: Final = (".index.json", "trainer_state.json")
@@ -24,11 +32,8 @@ _SHOWN: Final = 3
 
 
 def folder_of(config: str) -> Path:
-    """The folder of a model, fetched from the hub if `config` is an id.
-
-    Raises:
-        Answer: there is no config.
-        ImportError: Transformers is not installed.
+    """The folder of a model, fetched from the hub if `config` is an id. Raises Answer if there is no config, and
+    ImportError if Transformers is not installed.
     """
     import_module("transformers")
     folder = Path(config)
@@ -47,11 +52,35 @@ def folder_of(config: str) -> Path:
     return folder
 
 
-def missing_of(folder: Path, names: Collection[str]) -> list[str]:
-    """The weights of the model that these names lack, for which a model that is loaded has new ones.
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether weights with these names are those of an adapter of LoRA alone."""
+    return bool(names) and all(".lora_" in name for name in names)
 
-    Raises:
-        Answer: some of the names are none of the model's. It says which prefix to strip, or what to select.
+
+def name_in_adapter(name: str) -> str:
+    """The name of a weight in the file of an adapter, whatever entry of the state the model was."""
+    return _ADAPTER_NAME.sub(r"\1", name[max(0, name.find("base_model.")) :])
+
+
+def adapter_config_of(source: Place, config: str) -> bytes | None:
+    """The settings of an adapter: those in a folder that the user names, else those beside the weights. Raises Answer
+    if the named folder has none.
+    """
+    place = Place(config) if config else source
+    with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, CheckpointError):
+        return place.storage().read(ADAPTER_CONFIG)[0]
+    if config:
+        raise Answer(f"{config} has no {ADAPTER_CONFIG}; for an adapter, --config takes the folder of one", USAGE)
+    print_note(
+        f"PEFT needs {ADAPTER_CONFIG} beside the weights, and the checkpoint has none: pass --config ADAPTER_FOLDER "
+        "with the same settings, or write it by model.peft_config['default'].save_pretrained(FOLDER)"
+    )
+    return None
+
+
+def missing_of(folder: Path, names: Collection[str]) -> list[str]:
+    """The weights of the model that these names lack, for which a model that is loaded has new ones. Raises Answer if
+    some of the names are none of the model's. It says which prefix to strip, or what to select.
     """
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -32,11 +32,7 @@ _STATISTICS: Final = {
 
 
 def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -> None:
-    """Print the table of the names in a checkpoint, or its document.
-
-    Raises:
-        Answer: none of the names matches.
-    """
+    """Print the table of the names in a checkpoint, or its document. Raises Answer if none of the names matches."""
     rows, items = find.from_path(
         place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True
     )

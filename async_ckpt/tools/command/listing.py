@@ -7,7 +7,6 @@ A manifest that cannot be read is a row like others; nothing is changed on stora
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,7 +21,20 @@ from ...plumbing import Storage, reports, runs, spans, threads, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces
-from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
+from .screen import (
+    USAGE,
+    Answer,
+    age,
+    counted,
+    escaped,
+    in_table,
+    mark_in_words,
+    print_json,
+    print_table,
+    print_text,
+    short,
+    shown_seconds,
+)
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .where import place_below
 
@@ -38,8 +50,10 @@ _SHOWN_UNSEEN: Final = 5
 Best = tuple[str, Literal["min", "max"], int]
 # A run that has lasted so long has a line that says what its time went to.
 _WORTH_A_LINE_SECONDS: Final = 60.0
-# The entries of records that have a column: those that most steps have.
-_MOST_METRICS: Final = 12
+# The entries of records that have a column by default, and if more are asked for: those that most steps have.
+_FEW_METRICS, _MOST_METRICS = 3, 100
+# Entries that say how fast an evaluation was: they come last.
+_SPEEDS: Final = ("_runtime", "_per_second")
 
 
 @dataclass(slots=True)
@@ -110,11 +124,9 @@ class VersionRow:
         return asdict(self)
 
 
-def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json: bool) -> None:
-    """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs.
-
-    Raises:
-        Answer: there is nothing to list.
+def show(place: Place, *, with_all: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
+    """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
+    `records` shows a hundred entries of records instead of three. Raises Answer if there is nothing to list.
     """
     storage = place.storage()
     names = storage.names("")
@@ -142,10 +154,11 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
             raise nothing_at(place)
         if best is not None:
             _mark_best(rows, best)
-        _print_steps(place, rows, statuses, spent, as_json=as_json)
-    elif kind == "step":
+        wanted = (None if best is None else parse_best(best)[0], _MOST_METRICS if records else _FEW_METRICS)
+        _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
+    elif kind in ("step", "checkpoint"):
         raise Answer(
-            f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
+            f"{place.shown} is one checkpoint; look into it with async-ckpt inspect, or list the folder above it", USAGE
         )
     else:
         raise nothing_at(place)
@@ -231,10 +244,7 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
 
 def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool = False) -> list[RunRow]:
     """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
-    the objects of each step are looked for in a store, too.
-
-    Raises:
-        Answer: no run has the metric.
+    the objects of each step are looked for in a store, too. Raises Answer if no run has the metric.
     """
     metric = None if best is None else parse_best(best)
     rows: list[RunRow] = []
@@ -346,7 +356,7 @@ def _rows(
     """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
     commits = run.view(names)
     broken = broken_steps(run, commits) if check else {}
-    marked = runs.Roots([run]).marks() if commits.marks else {}
+    marked = _marks_of(run) if commits.marks else {}
     borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
@@ -356,7 +366,7 @@ def _rows(
         else:
             _fill(row, manifest, saves.get((step, manifest.attempt)))
         if step in marked:
-            row.marks.append(": ".join(filter(None, marked[step])))
+            row.marks.append(marked[step])
         if step in borrowed_from:
             row.marks.append("lends")
         if step in broken:
@@ -397,11 +407,23 @@ def _add_failures(rows: list[StepRow], events: Sequence[run_events.Event]) -> No
 
 def broken_at(storage: Storage, most: int) -> dict[int, str]:
     """The damage of the newest steps of a run, at most so many of each naming."""
-    found: dict[int, str] = {}
+    damages = (broken_steps(run, run.root.look_up(run.steps()[-most:])) for run in _runs_at(storage))
+    return {step: text for found in damages for step, text in found.items()}
+
+
+def marks_at(storage: Storage) -> dict[int, str]:
+    """The marks of the steps of a run, in words."""
+    return {step: text for run in _runs_at(storage) for step, text in _marks_of(run).items()}
+
+
+def _marks_of(run: runs.Run) -> dict[int, str]:
+    return {step: mark_in_words(*mark) for step, mark in runs.Roots([run]).marks().items()}
+
+
+def _runs_at(storage: Storage) -> Iterator[runs.Run]:
+    """The run at a place, once for each of its namings."""
     for step_format in runs.formats_at(storage):
-        run = runs.Run(storage, clock=spans.wall_time, step_format=step_format, tracker=None)
-        found |= broken_steps(run, run.root.look_up(run.steps()[-most:]))
-    return found
+        yield runs.Run(storage, clock=spans.wall_time, step_format=step_format, tracker=None)
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
@@ -429,10 +451,8 @@ def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
 
 
 def parse_best(text: str) -> Best:
-    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3".
-
-    Raises:
-        Answer: it is none.
+    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3". Raises Answer for
+    anything else.
     """
     match = _BEST.fullmatch(text)
     if match is None or int(match["count"] or 1) < 1:
@@ -536,6 +556,7 @@ def _print_steps(
     rows: Sequence[StepRow],
     statuses: Sequence[PlaceStatus] = (),
     spent: run_events.Goodput | None = None,
+    metrics_wanted: tuple[str | None, int] = (None, _FEW_METRICS),
     *,
     as_json: bool,
 ) -> None:
@@ -552,7 +573,11 @@ def _print_steps(
         for key, value in row.record.items()
         if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
     )
-    metrics = sorted(heapq.nsmallest(_MOST_METRICS, counts, key=lambda key: (-counts[key], key)))
+    best, most = metrics_wanted
+    ordered = sorted(
+        counts, key=lambda key: (key != best, key.endswith(_SPEEDS), -counts[key], "loss" not in key.lower(), key)
+    )
+    metrics = sorted(ordered[:most])
     print_table(
         (
             "step",
@@ -590,4 +615,5 @@ def _print_steps(
     for number, status in enumerate(statuses, 1):
         print_text(escaped(f"{number}: {status.described}"), "" if status.trouble else "dim")
     if len(counts) > len(metrics):
-        print_text(f"{len(counts) - len(metrics):,} more entries of records are shown by --json", "dim")
+        more = counted(len(counts) - len(metrics), "more column")
+        print_text(f"{more} of the records: pass --{'records' if most < _MOST_METRICS else 'json'}", "dim")

@@ -113,9 +113,7 @@ def walk(place: Place) -> Walk:
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
     """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it.
-
-    Raises:
-        Answer: a folder has nothing of these kinds.
+    Raises Answer if a folder has nothing of these kinds.
     """
     targets: list[tuple[Place, str]] = []
     for place in places:

@@ -59,8 +59,7 @@ Wheres = Annotated[
     typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
 ]
 Select = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Select names by name, prefix or pattern. Repeatable."),
+    list[str] | None, typer.Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable.")
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
@@ -116,12 +115,13 @@ def ls(
     all_: Annotated[bool, typer.Option("--all", help="Also list steps that are retired or not committed.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Mark steps with missing or truncated archives.")] = False,
     best: Best = None,
+    records: Annotated[bool, typer.Option("--records", help="Show more than three entries of the records.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List steps of a run, runs in a folder, or published versions."""
     from .listing import show
 
-    show(place, with_all=all_, check=check, best=best, as_json=as_json)
+    show(place, with_all=all_, check=check, best=best, records=records, as_json=as_json)
 
 
 @app.command(epilog=_example("page runs/a runs/b"))
@@ -138,8 +138,7 @@ def page(
         ),
     ] = "",
     best: Annotated[
-        list[str] | None,
-        typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable."),
+        list[str] | None, typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -177,12 +176,7 @@ def inspect(
 
 @app.command(epilog=_example("verify runs/a"))
 @with_place
-def verify(
-    places: Wheres,
-    all_: AllPlaces = False,
-    base: Base = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(places: Wheres, all_: AllPlaces = False, base: Base = None, as_json: AsJson = False) -> None:
     """Compare every byte with its digest, and say how to mend damage.
 
     A PLACE is an archive, a step, a run, a publication, or a folder of these.
@@ -199,8 +193,7 @@ def verify(
 @with_place
 def cp(
     src: Annotated[
-        list[Place],
-        typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False),
+        list[Place], typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False)
     ],
     dst: Annotated[
         Place,
@@ -228,15 +221,13 @@ def cp(
     from .run_places import everywhere
 
     copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
-    pairs = targets_below(targets_of(src, RUNS), dst)
-    _each(
-        [
-            partial(copy, one, target)
-            for source, target in pairs
-            for one in everywhere([source], asks_all=all_)
-            if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
-        ]
-    )
+    pairs = [
+        (one, target)
+        for source, target in targets_below(targets_of(src, RUNS), dst)
+        for one in everywhere([source], asks_all=all_)
+        if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
+    ]
+    _each([partial(copy, *pair) for pair in pairs], [one.shown for one, _ in pairs if not as_json])
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
@@ -267,8 +258,8 @@ def prune(
     from .run_places import everywhere
 
     delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
-    targets = (place for place, _ in targets_of(places, RUNS))
-    _each([partial(delete, place) for place in everywhere(targets, asks_all=all_)])
+    targets = everywhere((place for place, _ in targets_of(places, RUNS)), asks_all=all_)
+    _each([partial(delete, place) for place in targets], [place.shown for place in targets if not as_json])
 
 
 @app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
@@ -339,12 +330,9 @@ def diff(
     from .comparing.diffing import show
     from .run_places import everywhere
 
-    def compare(one: Place) -> None:
-        if all_ and not as_json:
-            print_text(escaped(f"{one.shown}:"))
-        show(one, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
-
-    _each([partial(compare, one) for one in everywhere([a], asks_all=all_)])
+    compare = partial(show, b=b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
+    targets = everywhere([a], asks_all=all_)
+    _each([partial(compare, one) for one in targets], [one.shown for one in targets if not as_json])
 
 
 @app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
@@ -393,7 +381,8 @@ def convert(
     """Write a checkpoint in another format.
 
     A step of several ranks becomes one state. With --to hf --config, the folder also gets the config and the tokenizer
-    of the model, and the names of the weights are compared with those of the model.
+    of the model, and the names of the weights are compared with those of the model. Weights of LoRA become the folder
+    of an adapter, for which --config names one with the same settings.
     """
     from .conversion import ConversionRequest, show
 
@@ -486,8 +475,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Look this often.")] = 2.0,
     older: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h."),
+        str | None, typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -556,14 +544,16 @@ def status_of(arguments: Sequence[str]) -> int:
         return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
 
 
-def _each(calls: Sequence[Callable[[], object]]) -> None:
+def _each(calls: Sequence[Callable[[], object]], headings: Sequence[str] = ()) -> None:
     """Make a call for each of several places, whatever comes of the others. Exits with the gravest status."""
     if len(calls) == 1:
         calls[0]()
         return
     worst = 0
     with documents_in_lines():
-        for call in calls:
+        for call, heading in zip(calls, headings or [""] * len(calls), strict=True):
+            if heading:
+                print_text(escaped(f"{heading}:"))
             worst = max(worst, status := _status_of(call))
             if status == _INTERRUPTED:
                 break

@@ -10,17 +10,14 @@ from typing import Literal
 from ... import Place
 from ...plumbing import runs
 from .run_places import places_of
-from .screen import USAGE, Answer, escaped, print_json, print_text
+from .screen import USAGE, Answer, escaped, mark_in_words, print_json, print_text
 from .selection import open_run, runs_at
 
 
 def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str, *, as_json: bool) -> None:
-    """Mark a step, at all places of its run that have it and answer. None takes its mark back.
-
-    Raises:
-        Answer: there is no run, or the place is the folder of a step.
-        NotCommittedError: the run has no such step.
-        ValueError: the note is too long.
+    """Mark a step, at all places of its run that have it and answer. None takes its mark back. Raises Answer if there
+    is no run, or the place is the folder of a step, NotCommittedError if the run has no such step, and ValueError if
+    the note is too long.
     """
     chosen = runs_at(place)
     if chosen[0].step is not None:
@@ -32,5 +29,5 @@ def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str
         told = {"place": place.shown, "step": step, "mark": kind or "none", "note": note}
         print_json("mark", {**told, "places": [one.shown for one in places]})
     else:
-        said = "has no mark any more" if kind is None else f"is marked {kind}"
-        print_text(escaped(f"step {step} of {place.shown} {said}{note and f': {note}'}"))
+        said = "has no mark any more" if kind is None else f"is marked {mark_in_words(kind, note)}"
+        print_text(escaped(f"step {step} of {place.shown} {said}"))

@@ -27,12 +27,9 @@ _RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, byt
 def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
     """Show the steps that the rules keep and delete, ask, and delete.
 
-    `unattended` says that no process writes to the run, where that cannot be found out.
-
-    Raises:
-        Answer: a rule is not one, no record has its metric, somebody said no, or a living process may have the run.
-        RunTakenError: a living process has the run.
-        FormatVersionError: a step was saved by a newer async_ckpt.
+    `unattended` says that no process writes to the run, where that cannot be found out. Raises Answer if a rule is not
+    one, no record has its metric, somebody said no, or a living process may have the run, RunTakenError if a living
+    process has the run, and FormatVersionError if a step was saved by a newer async_ckpt.
     """
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
@@ -102,10 +99,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
 
 
 def parse_keep(rules: Sequence[str]) -> Keep:
-    """The retention of rules such as "last=3".
-
-    Raises:
-        Answer: a rule is unknown, has a wrong value, or no rule is given.
+    """The retention of rules such as "last=3". Raises Answer if a rule is unknown, has a wrong value, or no rule is
+    given.
     """
     values: dict[str, Any] = {}
     for rule in rules:
@@ -143,10 +138,8 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     """Refuse to change a run that another process writes to, or may write to.
 
     On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
-
-    Raises:
-        RunTakenError: the newest start is locked by a living process.
-        Answer: its process is alive, or cannot be asked.
+    Raises RunTakenError if the newest start is locked by a living process, and Answer if its process is alive, or
+    cannot be asked.
     """
     run.steps()
     runs.refuse_if_alive(run.storage, run.root.starts)

@@ -41,13 +41,9 @@ class Damage:
 
 
 def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, as_json: bool) -> None:
-    """Show the damage of a run, and with `apply` mend it.
-
-    Raises:
-        Answer: a living process may have the run, or the step cannot be put back.
-        RunTakenError: a living process has the run.
-        FormatVersionError: a step was saved by a newer async_ckpt.
-        typer.Exit: there is damage, and it was not mended.
+    """Show the damage of a run, and with `apply` mend it. Raises Answer if a living process may have the run, or the
+    step cannot be put back, RunTakenError if a living process has the run, FormatVersionError if a step was saved by a
+    newer async_ckpt, and typer.Exit if there is damage, and it was not mended.
     """
     chosen = runs_at(place)
     if chosen[0].step is not None:
@@ -153,11 +149,8 @@ def _content(storage: Storage, name: str) -> bytes | None:
 
 
 def _retired(chosen: list[ChosenRun], step: int) -> Damage:
-    """A step that a rollback has retired, to be committed again.
-
-    Raises:
-        StepExistsError: the step is committed.
-        NotCommittedError: it is not there, or its archives are gone.
+    """A step that a rollback has retired, to be committed again. Raises StepExistsError if the step is committed, and
+    NotCommittedError if it is not there, or its archives are gone.
     """
     for one in chosen:
         run, folder = one.run, one.run.folder(step)

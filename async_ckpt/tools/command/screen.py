@@ -147,14 +147,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
         TextColumn("{task.description}"),
@@ -245,6 +238,11 @@ def shown_seconds(seconds: float) -> str:
 def shown_hours(seconds: float) -> str:
     """A long time for people, such as "3.25 h"."""
     return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else shown_seconds(seconds)
+
+
+def mark_in_words(kind: str, note: str) -> str:
+    """The mark of a step, as all commands show it: "bad: loss is nan"."""
+    return f"{kind}: {note}" if note else kind
 
 
 def short(value: Any) -> str:

@@ -34,10 +34,8 @@ class ChosenRun(NamedTuple):
 
 def step_named(place: Place) -> Place:
     """The folder of the step that a place such as "runs/a@100" names; any other place, and one that is there, as it is.
-
-    Raises:
-        Answer: there is no run before the @, or it has no such step.
-        NotCommittedError: no record of the run has the metric.
+    Raises Answer if there is no run before the @, or it has no such step, and NotCommittedError if no record of the run
+    has the metric.
     """
     match = _NAMED.fullmatch(place.text)
     if match is None or _is_there(place):
@@ -60,9 +58,7 @@ def step_named(place: Place) -> Place:
 
 def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
     """The checkpoints of a trainer that are "latest", "best:loss", or in a range such as "100:500"; without any, all.
-
-    Raises:
-        Answer: there is none of them.
+    Raises Answer if there is none of them.
     """
     rows = checkpoints_of(place, place.storage().names(""), with_second_names=not which)
     chosen = [] if which else rows
@@ -91,10 +87,8 @@ def _time_of_newest(run: runs.Run) -> float:
 
 
 def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run.
-
-    Raises:
-        Answer: there is none.
+    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run. Raises
+    Answer if there is none.
     """
     names = place.storage().names("")
     kind, step_name = kind_of(place, names), None
@@ -174,10 +168,8 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
 
 
 def steps_in(run: runs.Run, ranges: Sequence[str]) -> list[int]:
-    """The committed steps in ranges such as "100", "100:500", ":500" and "100:", whose ends belong to them.
-
-    Raises:
-        Answer: a range is not one, or has no committed step.
+    """The committed steps in ranges such as "100", "100:500", ":500" and "100:", whose ends belong to them. Raises
+    Answer if a range is not one, or has no committed step.
     """
     committed = run.steps()
     chosen: set[int] = set()
@@ -201,11 +193,7 @@ def _within(committed: Sequence[int], text: str, shown: str) -> list[int]:
 
 
 def best_step(run: runs.Run, text: str) -> int:
-    """The best step by a metric of the records.
-
-    Raises:
-        NotCommittedError: no record has the metric.
-    """
+    """The best step by a metric of the records. Raises NotCommittedError if no record has the metric."""
     by, commits = parse_best(text), run.view()
     best = runs.best_of(list(commits), commits, by)
     if not best:

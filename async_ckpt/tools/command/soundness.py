@@ -81,11 +81,8 @@ class Soundness:
 
 
 def show(place: Place, *, base: Path | None, as_json: bool) -> None:
-    """Verify what is at a place, and print the report.
-
-    Raises:
-        typer.Exit: something is not sound, as the report says.
-        Answer: there is nothing to verify, or it is a file of another program, with no checksums.
+    """Verify what is at a place, and print the report. Raises typer.Exit if something is not sound, as the report says,
+    and Answer if there is nothing to verify, or it is a file of another program, with no checksums.
     """
     every = soundness_of(place, base=base)
     if as_json:
@@ -144,11 +141,8 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, the checkpoints
     of a framework, or the versions of a publication; and for a place with versions beside something else, both.
 
-    `base` is the folder of the base model of a publication.
-
-    Raises:
-        NotCommittedError: there is nothing to verify.
-        ValueError: the file has no digests.
+    `base` is the folder of the base model of a publication. Raises NotCommittedError if there is nothing to verify, and
+    ValueError if the file has no digests.
     """
     file = finding.opened_as_file(place)
     if file is not None:
@@ -286,7 +280,7 @@ def _compare_digest(
 ) -> tuple[str, ...]:
     verification.errors[storage.locate(path), ""] = None
     verification.num_bytes += file_digests.compare_file(storage, path, digest, advance)
-    return ("files of the framework were compared with the digests that their save has kept",)
+    return ("files were compared with the digests that were saved beside them",)
 
 
 def _raise(error: CheckpointError) -> NoReturn:

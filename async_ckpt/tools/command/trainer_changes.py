@@ -29,11 +29,8 @@ _RETIRED: Final = ".{}.retired"
 
 
 def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
-    """Refuse to change a folder that a training may write to.
-
-    Raises:
-        RunTakenError: a living process has locked the folder.
-        Answer: it cannot be seen whether there is one.
+    """Refuse to change a folder that a training may write to. Raises RunTakenError if a living process has locked the
+    folder, and Answer if it cannot be seen whether there is one.
     """
     if place.is_local:
         folder = urls.local_path(place.text)
@@ -136,10 +133,8 @@ def copy_checkpoints(
     """Copy these checkpoints, the oldest first, and then what names the newest. Returns the outcomes by their names.
 
     With `is_whole`, the trackers and the history come along. A checkpoint that is there with files of other sizes is
-    replaced only with `overwrite`, and then one with the same sizes is, too.
-
-    Raises:
-        Answer: a checkpoint is there with other files, or the target has checkpoints of another training.
+    replaced only with `overwrite`, and then one with the same sizes is, too. Raises Answer if a checkpoint is there
+    with other files, or the target has checkpoints of another training.
     """
     refuse_living_trainer(target, unattended=True)
     _refuse_unrelated(source, target)

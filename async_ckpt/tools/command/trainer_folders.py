@@ -165,6 +165,14 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
     return named
 
 
+def without_second_names(told: Sequence[events.Event]) -> list[events.Event]:
+    """The history of a trainer, without the saves of a name with no step in it of what has another name, too."""
+    saves = [one for one in told if one["kind"] == "save" and one.get("name")]
+    named = [(one["step"], one["record"]) for one in saves if _step_in(one["name"].rpartition("/")[2]) is not None]
+    seconds = [one for one in saves if _step_in(one["name"].rpartition("/")[2]) is None]
+    return [one for one in told if one not in seconds or (one["step"], one["record"]) not in named]
+
+
 def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:
     """The names without a step of what is a link to another checkpoint, or by its save a copy of it, such as
     Lightning's last.ckpt; with the names of the others.

@@ -127,8 +127,8 @@ def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> M
         was, is_now = settings.get(name, "empty"), adapter.get(name, "empty")
         if was != is_now:
             raise StateMismatchError(
-                f"{source}: it is an adapter whose {name} is {is_now:.200}, and that of the module's is {was:.200}; "
-                "the module is unchanged. Make its adapter of the config that was published, or pull into a folder"
+                f"{source}: the published adapter has {name} = {is_now:.200}, and the module's has {was:.200}; the "
+                "module is unchanged. Create its adapter from the published config, or pull into a folder"
             )
     return weights.tensors
 

@@ -221,8 +221,8 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
         was, now = before.adapter.get(name, "empty"), adapter.get(name, "empty")
         if was != now:
             raise StateMismatchError(
-                f"{root}: the versions there are of an adapter whose {name} is {was:.200}, and here it is {now:.200}; "
-                "readers of deltas keep the config that they have. Publish another adapter, or one for another base, "
+                f"{root}: the published adapter has {name} = {was:.200}, and this one has {now:.200}; readers of "
+                "deltas keep the config that they have. Publish another adapter, or one for another base, "
                 f"to a root of its own; if it is the same, give a config_folder with the earlier {name}"
             )
 

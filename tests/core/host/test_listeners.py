@@ -301,7 +301,7 @@ def _dedented(script: str) -> str:
 
 def test_a_listener_is_told_what_the_time_of_a_training_went_to_if_it_asks_for_that(tmp_path):
     told: list[Ended] = []
-    listening = listen(told.append, training=True)
+    listening = listen(told.append, hears_all=True)
     try:
         with open_run(tmp_path) as ckpt:
             ckpt.save(state_at(1), step=1).result()

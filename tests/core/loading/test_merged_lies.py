@@ -38,7 +38,7 @@ WAYS: list[dict[str, Any]] = [
 TOLD = [
     (KeyError, "matches nothing"),
     (UnknownChoiceError, "from_ranks"),
-    (ValueError, "m.w was saved by each rank"),
+    (ValueError, "m.w has a value of each rank"),
 ]
 
 

@@ -249,7 +249,8 @@ def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -
 
     assert first.told[-1] == []
     (told,) = second.told[-1]
-    assert "step 1: driver= of rank 1 is not saved: other." in told
+    assert "step 1: rank 1 has entries in driver= that are not saved" in told
+    assert "save() on rank 0: other" in told
     assert load(worlds.root)["loader"] == 0
 
 

@@ -264,13 +264,21 @@ def test_ls_has_columns_for_the_entries_of_records_that_most_steps_have(tmp_path
     with open_run(tmp_path) as ckpt:
         for step in (1, 2):
             keys = {f"key{step}.{number}": number for number in range(3000)}
+            keys |= {"eval_loss": 2.0, "eval_runtime": 0.1, "eval_samples_per_second": 9.0, "epoch": 1, "lr": 0.1}
             ckpt.save({"w": torch.ones(3)}, step, record={"loss": 1 / step, **keys}).result()
     head, *rows, last = run_command("ls", tmp_path).stdout.splitlines()
-    shown = [f"key1.{number}" for number in (0, 1, 10, 100, 1000, *range(1001, 1007))]
-    assert head.split()[-13:] == [*sorted(["loss", *shown]), "marks"]
+    assert head.split()[-4:] == ["epoch", "eval_loss", "loss", "marks"]
     assert len(rows) == 2
-    assert last == "5,989 more entries of records are shown by --json"
-    assert len(documented("ls", tmp_path)["steps"][1]["record"]) == 3001
+    assert last == "6,003 more columns of the records: pass --records"
+    assert run_command("ls", tmp_path, "--best", "lr").stdout.splitlines()[0].split()[-4:-1] == [
+        "eval_loss",
+        "loss",
+        "lr",
+    ]
+    head, *_, last = run_command("ls", tmp_path, "--records").stdout.splitlines()
+    assert {"loss", "eval_loss", "epoch", "lr"} < {*head.split()}
+    assert last == "5,906 more columns of the records: pass --json"
+    assert len(documented("ls", tmp_path)["steps"][1]["record"]) == 3006
 
 
 @pytest.mark.parametrize("naming", ["verl", "deepspeed"])

@@ -22,7 +22,7 @@ from async_ckpt.core.host.operations import Ended, listen
 from async_ckpt.core.report import sized
 from async_ckpt.integrations.measurements import DURATION, IO, STALL, STEP_SIZE, measured
 from async_ckpt.tools.command.page.columns import columns_of
-from async_ckpt.tools.command.page.pictures import pictures_of
+from async_ckpt.tools.command.page.pictures import Best, pictures_of
 from async_ckpt.tools.command.page.summary import facts_of
 from async_ckpt.tools.command.screen import in_table, shown_seconds
 
@@ -219,3 +219,16 @@ def test_the_page_says_which_kept_steps_are_broken():
     assert [*run.columns["fate"].values] == ["kept", "broken: x.tar is missing"]
     assert facts_of(run, 2e9)["broken"] == "1: step 2"
     assert facts_of(columns_of("a", told), 2e9)["broken"] == "none"
+
+
+def test_the_page_says_which_kept_steps_are_marked_and_leaves_bad_ones_out_of_the_best():
+    told = [{**event("save", 2e9, step, num_bytes=1, record={"loss": step}), "kept": step > 1} for step in (1, 2, 3)]
+    told.append({**event("mark", 2e9, 2, mark="bad", note="loss is nan")})
+    run = columns_of("a", told, marks={1: "bad: gone", 2: "bad: loss is nan", 3: "good"})
+    assert [*run.columns["fate"].values] == ["gone", "kept, bad: loss is nan", "kept, good", None]
+    assert run.columns["about"].values[-1] == "bad: loss is nan"
+    assert facts_of(run, 2e9)["marked bad"] == "1: step 2"
+    pictures = {one.name: one for one in pictures_of(run, [Best("loss", "max", 3)])}
+    (best,) = [one.rows for one in pictures["record entry 0"].series if one.colour == "best"]
+    assert best == [2, 0]
+    assert [one.rows for one in pictures["timeline"].series if one.label == "marked bad"] == [(1,)]

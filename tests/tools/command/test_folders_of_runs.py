@@ -129,7 +129,8 @@ def test_cp_keeps_the_names_of_runs_below_the_destination(folder: Path, tmp_path
 
 
 def test_prune_has_its_rules_for_each_run(folder: Path) -> None:
-    assert run_command("prune", folder, "--keep", "last=1", "--yes").returncode == 0
+    ended = run_command("prune", folder, "--keep", "last=1", "--yes")
+    assert (ended.returncode, ended.stdout.splitlines()[0].startswith(f"{folder}/")) == (0, True)
     assert [(row["name"], row["latest"]) for row in documented("ls", folder)["runs"] if row["num_steps"] == 1] == [
         ("a", 3), ("sweep/b", 2), ("sweep/deep/c", 1), ("sweep/weights", 1),
     ]  # fmt: skip

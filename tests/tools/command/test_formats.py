@@ -484,6 +484,31 @@ def test_a_folder_with_the_config_of_a_model_is_one_that_from_pretrained_loads(t
     assert (tmp_path / "out/tokenizer.json").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_weights_of_lora_become_the_folder_of_an_adapter_that_peft_loads(trained: Any, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    folder, _ = trained
+    adapted = peft.get_peft_model(gpt2(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, fan_in_fan_out=True))
+    weights = {name: value for name, value in adapted.state_dict().items() if "lora_" in name}
+    weights = {name: torch.randn_like(value) for name, value in weights.items()}
+    adapted.load_state_dict(weights, strict=False)
+    adapted.save_pretrained(tmp_path / "by_peft")
+    async_ckpt.save({"model": weights}, tmp_path / "a.tar").result()
+
+    ended = run_command("convert", tmp_path / "a.tar", tmp_path / "bare", "--to", "hf")
+    assert (ended.returncode, "PEFT needs adapter_config.json beside the weights" in ended.stderr) == (0, True)
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["adapter_model.safetensors"]
+    ended = run_command("convert", tmp_path / "a.tar", tmp_path / "x", "--to", "hf", "--config", folder / "base")
+    assert (ended.returncode, "has no adapter_config.json" in ended.stderr) == (2, True)
+
+    sources = {"own": (tmp_path / "a.tar", "--config", tmp_path / "by_peft"), "again": (tmp_path / "by_peft",)}
+    for name, source in sources.items():
+        ended = run_command("convert", source[0], tmp_path / name, "--to", "hf", *source[1:])
+        assert (ended.returncode, ended.stderr) == (0, "")
+        loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / name).state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
 def test_weights_that_a_model_would_have_anew_are_named(trained: Any, tmp_path: Path) -> None:
     folder, _ = trained
     wanted = ("--select", "model.transformer.h.*", "--strip", "model.")

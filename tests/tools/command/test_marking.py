@@ -8,6 +8,10 @@ import pytest
 from commands import documented, run_command
 from states import everywhere, open_run, state_at
 
+from async_ckpt import Place
+from async_ckpt.core.spans import wall_time
+from async_ckpt.tools.command.live.run_status import RunWatch
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -45,12 +49,32 @@ def test_other_words_leave_marks_where_they_are_and_a_copy_has_them(root: Path, 
     run_command("mark", root, "2", "--bad", "spike")
     before = sorted(path.name for path in root.iterdir())
 
-    for words in (("verify", root), ("repair", root, "--apply"), ("watch", root, "--once"), ("ls", root, "--all")):
+    for words in (("verify", root), ("repair", root, "--apply"), ("ls", root, "--all")):
         assert run_command(*words).returncode == 0
     assert run_command("cp", root, tmp_path / "copy").returncode == 0
 
     assert sorted(path.name for path in root.iterdir()) == before
     assert marks_of(tmp_path / "copy") == marks_of(root) == {2: ("bad", "spike")}
+
+
+def test_watch_and_page_show_marks_and_watch_warns_of_a_bad_newest_step_of_a_training(root: Path, tmp_path: Path):
+    run_command("mark", root, "3", "--bad", "loss is nan")
+    assert documented("watch", root, "--once")["marks"] == {"3": "bad: loss is nan"}
+    assert "  bad: loss is nan\n" in run_command("watch", root, "--once").stdout
+    assert run_command("page", root, "-o", tmp_path / "page.html").returncode == 0
+    assert "<dt>marked bad</dt><dd>1: step 3</dd>" in (tmp_path / "page.html").read_text()
+
+    with open_run(root) as ckpt:
+        ckpt.save(state_at(4), 4).result()
+        ckpt.mark(4, "bad", note="spike")
+        ckpt.save(state_at(5), 5).result()
+        watched = RunWatch(Place(root), wall_time)
+        assert watched.look().warnings == ()
+        assert watched.look().marks == {3: "bad: loss is nan", 4: "bad: spike"}
+        ckpt.mark(5, "bad")
+        assert watched.look().warnings == ("step 5 is marked bad; a restart passes over it",)
+        ckpt.mark(5, None)
+        assert (watched.look().warnings, 5 in watched.look().marks) == ((), False)
 
 
 def test_the_mark_is_put_at_all_places_of_the_run(tmp_path: Path):

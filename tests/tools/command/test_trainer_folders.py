@@ -96,6 +96,11 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
     assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
 
 
+def test_ls_of_one_checkpoint_says_what_shows_it(tmp_path: Path) -> None:
+    ended = run_command("ls", witness("transformers_own", tmp_path) / "checkpoint-4")
+    assert (ended.returncode, "is one checkpoint; look into it with async-ckpt inspect" in ended.stderr) == (2, True)
+
+
 def copy_of(second: Path, target: Path) -> None:
     """A copy by a training whose history says that both were saved at one step."""
     shutil.copyfile(target, second)
@@ -116,7 +121,9 @@ def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: An
     assert [(row["step"], "also last.ckpt" in row["marks"]) for row in rows] == [(4, False), (8, True)]
     assert documented("ls", tmp_path)["runs"][0]["num_steps"] == 2
     assert documented("verify", folder)["steps"] == [4, 8]
-    assert documented("watch", folder, "--once")["step"] == 8
+    status = documented("watch", folder, "--once")
+    steps = [one["step"] for one in status["saves"]]
+    assert (status["step"], len(steps)) == (8, len({*steps}))
     documented("cp", folder, tmp_path / "copy")
     assert (tmp_path / "copy/last.ckpt").read_bytes() == target.read_bytes()
     documented("cp", folder / "last.ckpt", tmp_path / "one")
@@ -286,7 +293,7 @@ def test_any_flipped_bit_in_a_file_of_the_framework_is_found_and_a_lost_file(tra
     shutil.copytree(checkpoint, copy)
     told = documented("verify", copy.parent)
     assert (told["faults"], [note for note in told["notes"] if "no checksums" in note]) == ([], [])
-    assert any("digests that their save has kept" in note for note in told["notes"])
+    assert any("digests that were saved beside them" in note for note in told["notes"])
 
     chosen = random.Random(checkpoint.name)
     for path in sorted(path for path in copy.rglob("*") if path.is_file()):

@@ -180,10 +180,10 @@ def test_a_checkpoint_and_a_version_of_an_adapter_are_of_one_snapshot(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
-        ("base_model_name_or_path", "base/other", '"base/model", and here it is "base/other"'),
-        ("revision", "v2", 'empty, and here it is "v2"'),
-        ("lora_alpha", 64, "8, and here it is 64"),
-        ("use_rslora", True, "empty, and here it is true"),
+        ("base_model_name_or_path", "base/other", '"base/model", and this one has "base/other"'),
+        ("revision", "v2", 'empty, and this one has "v2"'),
+        ("lora_alpha", 64, "8, and this one has 64"),
+        ("use_rslora", True, "empty, and this one has true"),
     ],
 )
 def test_an_adapter_of_another_base_or_scale_is_refused_at_the_root_and_the_one_before_goes_on(
@@ -197,7 +197,7 @@ def test_an_adapter_of_another_base_or_scale_is_refused_at_the_root_and_the_one_
         publisher.close()
         publisher = Publisher(tmp_path / "weights")
     with publisher:
-        with pytest.raises(StateMismatchError, match=f"of an adapter whose {field} is {shown}.*root of its own"):
+        with pytest.raises(StateMismatchError, match=f"adapter has {field} = {shown}.*root of its own"):
             publisher.publish(other, 2).result()
         publisher.publish(model, 2).result()
         assert publisher.versions() == [1, 2]
@@ -211,16 +211,16 @@ def test_a_whole_model_and_an_adapter_are_never_versions_of_one_root(tmp_path):
             publisher.publish(base(), 2).result()
         # The same names in another file, which no engine would look for.
         raw = weights_in(tmp_path / "weights" / "weight_v000001")
-        with pytest.raises(StateMismatchError, match=r'whose .* is "base/model", and here it is empty'):
+        with pytest.raises(StateMismatchError, match=r'has .* = "base/model", and this one has empty'):
             publisher.publish(raw, 2).result()
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"lora_alpha": 64}, "an adapter whose lora_alpha is 8, and that of the module's is 64"),
-        ({"use_rslora": True}, "an adapter whose use_rslora is empty, and that of the module's is true"),
-        ({"r": 3}, "an adapter whose r is 2, and that of the module's is 3"),
+        ({"lora_alpha": 64}, "the published adapter has lora_alpha = 8, and the module's has 64"),
+        ({"use_rslora": True}, "the published adapter has use_rslora = empty, and the module's has true"),
+        ({"r": 3}, "the published adapter has r = 2, and the module's has 3"),
         (
             {"target_modules": ["q_proj", "k_proj"]},
             r"missing in the version: .*k_proj.*unknown to the module: .*v_proj",
@@ -384,7 +384,7 @@ def test_an_adapter_that_is_spread_over_ranks_is_pulled_as_one(worlds: Worlds, t
             assert_same(weights_in(tmp_path / "local"), wanted)
             assert_same(dict(module.state_dict()), full)
         other = peft.get_peft_model(Network(), peft.LoraConfig(r=3, lora_alpha=1, target_modules=["a", "b"]))
-        with pytest.raises(StateMismatchError, match="whose lora_alpha is 8, and that of the module's is 1"):
+        with pytest.raises(StateMismatchError, match="has lora_alpha = 8, and the module's has 1"):
             subscriber.pull(other)
     assert sorted(weights_below(tmp_path / "local")) == FILES
     peft.PeftModel.from_pretrained(Network(), tmp_path / "local")

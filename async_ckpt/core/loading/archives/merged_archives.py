@@ -256,7 +256,7 @@ class MergedArchives(Contents):
         if gaps and number in self._parts:
             (rank,) = self._merged.tensors[number]
             raise ValueError(
-                f"{self.path}: {shown(self.index.tensors[number].path)} was saved by each rank for itself, and rank "
+                f"{self.path}: {shown(self.index.tensors[number].path)} has a value of each rank that saved, and rank "
                 f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
             )
         if gaps and not self._opener.is_whole:

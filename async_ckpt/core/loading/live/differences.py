@@ -123,7 +123,7 @@ class Differences:
         """Refuse a value that each rank has separately: no rank gets that of another unless the caller says so."""
         name = shown(saved.path)
         self._mismatched.append(
-            f"{name} was saved by each rank for itself, and has no value for this rank in a world of this size; "
+            f"{name} has a value of each rank that saved, and none for this rank of a world of this size; "
             f"choose a rank, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
         )
 

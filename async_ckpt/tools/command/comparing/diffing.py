@@ -63,11 +63,9 @@ class DiffResult(NamedTuple):
 
 
 def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float, trust: bool, as_json: bool) -> None:
-    """Print the names that differ, the largest difference first, or their document.
-
-    Raises:
-        typer.Exit: something differs by more than the tolerances, or cannot be compared.
-        Answer: a file has objects, and `trust` was not given.
+    """Print the names that differ, the largest difference first, or their document. Raises typer.Exit if something
+    differs by more than the tolerances, or cannot be compared, and Answer if a file has objects, and `trust` was not
+    given.
     """
     options: dict[str, Any] = {"select": list(select) or None, "trust": trust}
 

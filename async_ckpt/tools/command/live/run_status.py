@@ -10,7 +10,7 @@ one that sees a step under way one more. Nothing is changed on storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -21,10 +21,10 @@ from .... import Place
 from ....errors import CheckpointError
 from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spans, threads
-from ..listing import checkpoints_of
+from ..listing import checkpoints_of, marks_at
 from ..lookup import USUAL_NAMINGS
 from ..run_places import PlaceStatus, RunPlaces
-from ..trainer_folders import events_at
+from ..trainer_folders import events_at, without_second_names
 
 # The saves in the table, and those that the trend is of.
 _SHOWN: Final = 10
@@ -59,7 +59,8 @@ class RunStatus:
     is the time at which its last process has closed it, None while there may be more steps.
 
     `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
-    `usual_seconds` is the median time between two of them. `places` are those of a run that has several.
+    `usual_seconds` is the median time between two of them. `places` are those of a run that has several; `marks` are in
+    words, by step.
     """
 
     place: str
@@ -76,6 +77,7 @@ class RunStatus:
     warnings: tuple[str, ...] = ()
     ended: float | None = None
     places: tuple[PlaceStatus, ...] = ()
+    marks: Mapping[int, str] = field(default_factory=dict)
     num_requests: int = field(default=0, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class TrainerWatch:
         """Look at the folder once. Raises StorageUnavailableError."""
         storage = self._place.storage()
         rows = checkpoints_of(self._place, storage.names(""))
-        events = events_at(self._place)
+        events = without_second_names(events_at(self._place))
         newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
         status = _status(self._place, self._clock(), newest, events, storage.free_bytes())
         return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), self._late_seconds)
@@ -118,6 +120,8 @@ class RunWatch:
         self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
         self._checked: tuple[runs.Manifest, str | None] | None = None  # the newest commit, and what it lacks
         self._places: RunPlaces | None = None
+        self._marks: Mapping[int, str] = {}
+        self._marks_of: tuple[Sequence[str], runs.Manifest | None] = (), None  # the files, and the newest commit then
         self._num_requests = 0
 
     def look(self) -> RunStatus:
@@ -133,7 +137,9 @@ class RunWatch:
         made = (None, None) if newest is None else (newest.step, newest.created)
         events = self._events(folders)
         status = _status(self._place, self._clock(), made, events, self._storage.free_bytes())
-        status = replace(status, under_way=under_way, num_requests=self._num_requests, places=places)
+        self._read_marks(names, newest)
+        num_requests, marks = self._num_requests, self._marks
+        status = replace(status, under_way=under_way, num_requests=num_requests, places=places, marks=marks)
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
         return _with_warnings(status, self._late_seconds, damaged, broken)
@@ -144,6 +150,15 @@ class RunWatch:
             self._num_requests += 2 + len({folder, *(lent.folder for lent in newest.elsewhere)})
             self._checked = newest, runs.broken_folders(self._storage, {folder: newest}).get(folder)
         return self._checked[1]
+
+    def _read_marks(self, names: Sequence[str], newest: runs.Manifest | None) -> None:
+        """Read the marks of steps, if there is another one, or a newer step, than at the look before."""
+        files = [name for name in names if name.startswith("mark-")]
+        if files and self._marks_of != (files, newest):
+            self._num_requests += 2 + 2 * len(files)
+            self._marks = marks_at(self._storage)
+        self._marks = self._marks if files else {}
+        self._marks_of = files, newest
 
     def _folders(self, names: Sequence[str]) -> dict[int, str]:
         """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
@@ -270,6 +285,8 @@ def _with_warnings(
 ) -> RunStatus:
     found = (*_late(status, late_seconds), *_failures(status.saves), *_space(status), *_damage(damaged))
     found += tuple(f"{one.place}: {one.trouble}" for one in status.places if one.trouble)
+    if (mark := status.marks.get(status.step or 0, "")).partition(":")[0] == "bad" and status.ended is None:
+        found += (f"step {status.step} is marked {mark}; a restart passes over it",)
     if broken is not None:
         found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
     return replace(status, warnings=found)

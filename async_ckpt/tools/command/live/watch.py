@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -45,18 +45,15 @@ _LEAST_WIDTH: Final = 40
 _WIDTH: Final = 80  # of the sparklines where there is no terminal
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_COLUMNS: Final = ("step", "age", "size", "durable in", "stall", "bandwidth")
+_COLUMNS: Final = ("step", "age", "size", "durable in", "stall", "bandwidth", "marks")
 
 
 def show(
     targets: Sequence[tuple[Place, str]], *, once: bool, interval: float, older: str | None, as_json: bool
 ) -> None:
-    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names.
-
-    Raises:
-        typer.Exit: the single look has warnings.
-        Answer: there is no run.
-        StorageUnavailableError: the first look at one run has failed. A later one is shown as a warning.
+    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names. Raises
+    typer.Exit if the single look has warnings, Answer if there is no run, and StorageUnavailableError if the first look
+    at one run has failed. A later one is shown as a warning.
     """
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
@@ -91,11 +88,7 @@ def _looked_again(watch: RunWatch | TrainerWatch, last: RunStatus) -> RunStatus:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of an age such as "90s", "20min", "2h" or "1d".
-
-    Raises:
-        Answer: it is none.
-    """
+    """The seconds of an age such as "90s", "20min", "2h" or "1d". Raises Answer for anything else."""
     match = _AGE.fullmatch(text)
     if match is None:
         raise Answer(f"--older takes an age such as 90s, 20min, 2h or 1d, not {text!r}", USAGE)
@@ -165,8 +158,8 @@ def _lines_of_one(status: RunStatus, width: int) -> list[str]:
     if status.bandwidths:
         lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {reports.sized(status.bandwidths[-1])}/s")
     if status.saves:
-        rows = [_row(one, status.time) for one in status.saves]
-        head, *table = table_lines(_COLUMNS, rows, right=_COLUMNS)
+        rows = [_row(one, status.time, status.marks) for one in status.saves]
+        head, *table = table_lines(_COLUMNS, rows, right=_COLUMNS[:-1])
         lines += ["", head, *map(_with_failure, table, status.saves)]
     return lines
 
@@ -226,10 +219,10 @@ def _of(step: int | None) -> str:
     return "no step" if step is None else f"step {step}"
 
 
-def _row(one: events.Event, now: float) -> Sequence[str]:
+def _row(one: events.Event, now: float, marks: Mapping[int, str]) -> Sequence[str]:
     ago = _span(max(0.0, now - one["time"]))
     if one["kind"] == "failed":
-        return str(one["step"]), ago, "", "", "", ""
+        return str(one["step"]), ago, *[""] * 5
     seconds, stall, bandwidth = one["total_seconds"], one["stall_seconds"], events.bandwidth_of(one)
     return (
         str(one["step"]),
@@ -238,6 +231,7 @@ def _row(one: events.Event, now: float) -> Sequence[str]:
         "" if seconds is None else shown_seconds(seconds),
         "" if stall is None else shown_seconds(stall),
         "" if bandwidth is None else f"{reports.sized(bandwidth)}/s",
+        escaped(marks.get(one["step"], "")),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
 from ..run_places import PlaceStatus
-from ..screen import counted, shown_seconds
+from ..screen import counted, mark_in_words, shown_seconds
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None
@@ -69,8 +69,8 @@ class RunColumns:
     """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
 
     `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
-    steps that are kept and cannot be loaded, as far as was looked, with what they lack. `places` are those of a run
-    that has several.
+    steps that are kept and cannot be loaded, as far as was looked, with what they lack; `marks` are in words, by step.
+    `places` are those of a run that has several.
     """
 
     name: str
@@ -81,6 +81,12 @@ class RunColumns:
     saves: Sequence[int]
     broken: Mapping[int, str] = field(default_factory=dict)
     places: Sequence[PlaceStatus] = ()
+    marks: Mapping[int, str] = field(default_factory=dict)
+
+    def is_bad(self, row: int) -> bool:
+        """Whether a save is of a step that is marked as bad now."""
+        event = self.events[row]
+        return event["kept"] and self.marks.get(event["step"], "").partition(":")[0] == "bad"
 
     def rows_of(self, *kinds: str) -> tuple[int, ...]:
         """The numbers of the rows that are events of these kinds."""
@@ -102,9 +108,10 @@ def columns_of(
     events: Sequence[Mapping[str, Any]],
     broken: Mapping[int, str] | None = None,
     places: Sequence[PlaceStatus] = (),
+    marks: Mapping[int, str] | None = None,
 ) -> RunColumns:
     """The columns of a run's events."""
-    broken = broken or {}
+    broken, marks = broken or {}, marks or {}
     # The pictures are drawn by steps, and a checkpoint of Fabric may have none.
     events = [one for one in events if one["kind"] != "save" or one["step"] is not None]
     columns = {
@@ -112,7 +119,7 @@ def columns_of(
         "step": Column("step", "step", [_counted(one["step"]) for one in events]),
         "time": Column("when", "time", [_time(one["time"]) for one in events]),
         "about": Column("details", "text", [_shortened(about(one)) for one in events]),
-        "fate": Column("now", "text", [_fate(one, broken) for one in events]),
+        "fate": Column("now", "text", [_fate(one, broken, marks) for one in events]),
         "borrowed": Column("borrowed", "text", [_borrowed(one) for one in events]),
         "unchanged": Column("unchanged", "text", [_shortened(", ".join(one.get("unchanged", ()))) for one in events]),
         "bandwidth": Column(
@@ -128,7 +135,7 @@ def columns_of(
         columns[key] = Column(title, unit, [_rounded(one.get(key)) for one in events])
     groups, entries = _group_columns(events), _entry_columns(events)
     saves = [row for row, one in enumerate(events) if one["kind"] == "save"]
-    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken, places)
+    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken, places, marks)
 
 
 def about(event: Mapping[str, Any]) -> str:
@@ -151,6 +158,8 @@ def about(event: Mapping[str, Any]) -> str:
             return f"deleted {listed(event['deleted'])}"
         case "moved":
             return f"to {event['place']}"
+        case "mark":
+            return mark_in_words(event["mark"], event["note"])
     return ""
 
 
@@ -183,6 +192,7 @@ _KINDS: Final[Mapping[str, str]] = {
     "rollback": "rolled back",
     "retention": "deleted",
     "moved": "copied",
+    "mark": "marked",
     "progress": "trained",
 }
 # The parts of a restore.
@@ -241,12 +251,12 @@ def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     return columns
 
 
-def _fate(event: Mapping[str, Any], broken: Mapping[int, str]) -> str | None:
+def _fate(event: Mapping[str, Any], broken: Mapping[int, str], marks: Mapping[int, str]) -> str | None:
     if event["kind"] != "save":
         return None
     if event["kept"] and event["step"] in broken:
         return _shortened(f"broken: {broken[event['step']]}")
-    return "kept" if event["kept"] else "gone"
+    return _shortened(", ".join(filter(None, ("kept", marks.get(event["step"]))))) if event["kept"] else "gone"
 
 
 def _borrowed(event: Mapping[str, Any]) -> str:

@@ -91,7 +91,6 @@ def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
 
 def _comparison(runs: Sequence[RunColumns], pictures: Sequence[Picture], now: float) -> str:
     facts = [facts_of(run, now) for run in runs]
-    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in facts[0])
     rows = "".join(
         f'<tr><th scope=row><a href="#run{number}">{escape(run.name)}</a></th>'
         + "".join(f"<td>{escape(value)}</td>" for value in of_run.values())
@@ -101,10 +100,7 @@ def _comparison(runs: Sequence[RunColumns], pictures: Sequence[Picture], now: fl
     figures = "".join(_figure(number, picture, 3) for number, picture in enumerate(pictures))
     return f"""<section>
 <h2>Side by side</h2>
-<div class="scroll" tabindex=0 role=region aria-label="The runs side by side">
-<table class="runs"><thead><tr><th scope=col>run</th>{head}</tr></thead>
-<tbody>
-{rows}</tbody></table></div>
+{_table("The runs side by side", ("run", *facts[0]), rows, "runs")}
 {figures}</section>
 """
 
@@ -132,8 +128,8 @@ def _goodput(run: RunColumns, level: int) -> str:
     starts = [one for one in spent.starts if one.total_seconds]
     bars = "".join(_bar(one) for one in starts[-_STARTS:])
     key = "".join(f"<li><i class={part}>■</i>{name}</li>" for part, name in PARTS.items())
-    heads = "".join(f"<th scope=col>{name}</th>" for name in ("start", *PARTS.values()))
     rows = "".join(_spent_row(one, escape(spans.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
+    rows += _spent_row(spent, "all")
     told = [one["interval"] for one in run.events if one.get("interval")]
     interval = f" The last interval between saves was {escape(told[-1])}." if told else ""
     more = f" The last {_STARTS} of {len(starts):,} starts." if len(starts) > _STARTS else ""
@@ -144,10 +140,7 @@ def _goodput(run: RunColumns, level: int) -> str:
 <p>{share} of {hours} was training that counts, in {counted(len(starts), "start")}.
 {spent.num_failed:,} of them lost work.{more}{interval}</p>
 <ul class="key">{key}</ul>
-{bars}<details><summary>Table</summary><div class="scroll" tabindex=0 role=region aria-label="{name}">
-<table><thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}{_spent_row(spent, "all")}</tbody></table></div></details>
+{bars}<details><summary>Table</summary>{_table(name, ("start", *PARTS.values()), rows)}</details>
 </section>
 """
 
@@ -177,7 +170,6 @@ def _places(run: RunColumns, level: int) -> str:
         f"{where}: {'no step' if step is None else f'step {step:,}'}"
         for where, step in durable_steps(run.places).items()
     )
-    heads = "".join(f"<th scope=col>{name}</th>" for name in ("place", "newest", "steps", "passed over"))
     rows = "".join(
         f"<tr><td class=long>{escape(one.described)}</td><td>{max(one.steps, default='')}</td>"
         f"<td>{len(one.steps):,}</td>"
@@ -187,10 +179,7 @@ def _places(run: RunColumns, level: int) -> str:
     return f"""<section class="places">
 <h{level}>Where the steps are</h{level}>
 <p>Durable {escape(", ".join(durable))}.</p>
-<div class="scroll" tabindex=0 role=region aria-label="Where the steps are">
-<table><thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}</tbody></table></div>
+{_table("Where the steps are", ("place", "newest", "steps", "passed over"), rows)}
 </section>
 """
 
@@ -206,12 +195,17 @@ def _losses(run: RunColumns, level: int) -> str:
     more = f"<p>The newest {_LOSSES} of {len(losses):,}.</p>\n" if len(losses) > _LOSSES else ""
     return f"""<section class="losses">
 <h{level}>Saves that failed or were skipped</h{level}>
-{more}<div class="scroll" tabindex=0 role=region aria-label="Saves that failed or were skipped">
-<table><thead><tr><th scope=col>step</th><th scope=col>when</th><th scope=col>details</th></tr></thead>
-<tbody>
-{rows}</tbody></table></div>
+{more}{_table("Saves that failed or were skipped", ("step", "when", "details"), rows)}
 </section>
 """
+
+
+def _table(label: str, columns: Iterable[str], rows: str, kind: str = "") -> str:
+    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
+    return f"""<div class="scroll" tabindex=0 role=region aria-label="{label}">
+<table class="{kind}"><thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}</tbody></table></div>"""
 
 
 def _figure(number: int, picture: Picture, level: int) -> str:

@@ -110,10 +110,12 @@ def comparison_of(runs: Sequence[RunColumns]) -> list[Picture]:
 
 def _timeline(run: RunColumns) -> Picture | None:
     rows = {kind: run.rows_of(kind) for kind in ("save", "failed", "skipped", "restore", "rollback", "retention")}
+    rows["bad"] = tuple(filter(run.is_bad, run.saves))
     marks: list[tuple[str, str, Look, Colour]] = [
         ("committed", "save", "dot", "commit"),
         ("failed", "failed", "cross", "failed"),
         ("skipped", "skipped", "triangle", "skipped"),
+        ("marked bad", "bad", "cross", "skipped"),
         ("restored", "restore", "ring", "restored"),
         ("rolled back", "rollback", "diamond", "deleted"),
     ]
@@ -287,8 +289,9 @@ def _records(run: RunColumns, best: Sequence[Best]) -> Iterator[Picture]:
 
 def _record(run: RunColumns, name: str, best: Best | None) -> Picture:
     title, values = run.columns[name].title, run.known(name)
+    sound = [one for one in values if not run.is_bad(one[0])] or values
     ordered = sorted(
-        values, key=lambda one: (one[1], -run.events[one[0]]["step"]), reverse=best is not None and best.mode == "max"
+        sound, key=lambda one: (one[1], -run.events[one[0]]["step"]), reverse=best is not None and best.mode == "max"
     )
     marked = ordered[: best.num_steps if best else 1]
     word = "best" if best else "lowest"
@@ -326,10 +329,7 @@ def _storage(run: RunColumns) -> Picture | None:
         f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it "
         "would take if nothing were deleted.",
         "time",
-        [
-            Series("written so far", "written", "dashes", "reference"),
-            Series("on storage", "stored", "area", "kept"),
-        ],
+        [Series("written so far", "written", "dashes", "reference"), Series("on storage", "stored", "area", "kept")],
         ("step", "kind", "time", "num_bytes", "stored", "written", "about"),
     )
 
@@ -351,7 +351,6 @@ def _free(run: RunColumns) -> Picture | None:
 
 
 def _ranks(run: RunColumns) -> Picture | None:
-    names = ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
     if not run.known("slowest_rank_seconds"):
         return None
     middles = dict(run.known("median_rank_seconds"))
@@ -364,12 +363,7 @@ def _ranks(run: RunColumns) -> Picture | None:
         "ranks",
         "Spread of the ranks",
         f"{late}{who}",
-        "step",
-        [
-            Series("slowest rank", "slowest_rank_seconds", "line", "plain"),
-            Series("median rank", "median_rank_seconds", "line", "reference"),
-        ],
-        ("step", "time", "world_size", *names),
+        *_of_ranks("slowest", "slowest_rank", "median_rank_seconds", "plain"),
     )
 
 
@@ -384,13 +378,15 @@ def _rank_stalls(run: RunColumns) -> Picture | None:
         "Stall of the ranks",
         f"Training waits for its slowest rank: the longest stall was {shown_seconds(longest)}, of rank {rank} at "
         f"{_step(run, row)}.",
-        "step",
-        [
-            Series("most stalled rank", "most_stalled_rank_seconds", "line", "stall"),
-            Series("median rank", "median_rank_stall_seconds", "line", "reference"),
-        ],
-        ("step", "time", "world_size", "most_stalled_rank", "most_stalled_rank_seconds", "median_rank_stall_seconds"),
+        *_of_ranks("most stalled", "most_stalled_rank", "median_rank_stall_seconds", "stall"),
     )
+
+
+def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Literal["step"], list[Series], list[str]]:
+    """The end of a picture of two lines: the rank that is worst, and the median."""
+    lines = [Series(f"{word} rank", f"{rank}_seconds", "line", colour)]
+    lines.append(Series("median rank", middle, "line", "reference"))
+    return "step", lines, ["step", "time", "world_size", rank, f"{rank}_seconds", middle]
 
 
 # --- several runs -------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from typing import Final
 from .... import Place, history
 from ....errors import NotCommittedError
 from ....plumbing import spans
-from ..listing import broken_at, parse_best
+from ..listing import broken_at, marks_at, parse_best
 from ..lookup import RUNS, targets_of
 from ..run_places import RunPlaces
 from ..screen import Answer, counted, escaped, print_json, print_text
-from ..trainer_folders import events_at
+from ..trainer_folders import events_at, without_second_names
 from .columns import RunColumns, columns_of
 from .document import page_of
 from .pictures import Best
@@ -26,11 +26,8 @@ _LOOKED_AT: Final = 1000
 
 
 def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwrite: bool, as_json: bool) -> None:
-    """Write the page of these runs, and print what was written, or its document.
-
-    Raises:
-        Answer: there is no run, or the file is there.
-        NotCommittedError: a place has no history.
+    """Write the page of these runs, and print what was written, or its document. Raises Answer if there is no run, or
+    the file is there, and NotCommittedError if a place has no history.
     """
     storage, name = target.object()
     if not overwrite and storage.exists(name):
@@ -59,9 +56,11 @@ def file_name(places: Sequence[Place]) -> str:
 def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
     """The run at a place. One in a folder, with a name there, is left out if it has no history."""
     try:
-        yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT), RunPlaces(place).look())
+        events, storage = history(place), place.storage()
+        broken, marks = broken_at(storage, _LOOKED_AT), marks_at(storage)
+        yield columns_of(_name(place), events, broken, RunPlaces(place).look(), marks)
     except NotCommittedError:
-        told = events_at(place)
+        told = without_second_names(events_at(place))
         if told:
             there = {*place.storage().names("")}
             told = [{**one, "kept": one.get("name") in there} for one in told]

@@ -43,6 +43,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "saves": f"{len(saves):,}",
         "kept": f"{len(durable):,}",
         "broken": _steps(sorted(run.broken)),
+        "marked bad": _steps([run.events[row]["step"] for row in run.saves if run.is_bad(row)]),
         "on storage": reports.sized(sum(save["num_bytes"] or 0 for save in durable)),
         "median stall": _median(run, "stall_seconds", shown_seconds),
         "all stalls": shown_seconds(sum(stalls)) if stalls else "unknown",
