@@ -108,6 +108,7 @@ def account_of(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccou
             aliases.add(name)
         else:
             written[name] = {Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length}
+            written[name] |= {Box(lent.offsets, lent.sizes) for lent in tensor.lent}
     return ArchiveAccount("\n".join(sorted(lines)), written, aliases)
 
 
