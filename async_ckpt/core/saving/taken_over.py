@@ -5,8 +5,9 @@ that copy.
 
 Fused optimizers and `.data` write past a tensor's version counter, so an equal counter alone proves nothing. Taken over
 are only parameters that do not require a gradient, of modules in the state, in the very memory and with the counter that
-they had at the last commit. Behind the training, their bytes are compared with the digests of that archive. A write
-past the counter fails the save, and the tensor is written by all saves after it.
+they had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save
+takes nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
+counter that no sample has shown fails the save. Later saves write such a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..runs.manifest import Archive, GroupLocation
 from ..runs.run import Run
-from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
+from ..spec import BLOCK_BYTES, KIB, MIB, Extent
 from ..staging.device import Alias, Device
 from ..state.captured import Capture, Mark
 from ..state.names import Path
@@ -38,6 +39,7 @@ from .block_digests import GroupDigests
 
 # To look after a smaller tensor costs about as much as to write it.
 _LEAST_BYTES: Final = MIB
+_SAMPLE_BYTES: Final = 8 * KIB
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MANY: Final = 5  # names in a message
 
@@ -53,18 +55,29 @@ class _Look(NamedTuple):
     mark: Mark
 
 
+class _Candidate(NamedTuple):
+    """A tensor of a save that may be taken over. `sample` is empty for one on a device, which would be waited for."""
+
+    number: int
+    key: _Key
+    tensor: torch.Tensor
+    look: _Look
+    sample: bytes
+
+
 class _Saved(NamedTuple):
     """The place of a tensor's bytes in the archive of a commit, and the tensor when they were taken."""
 
     look: _Look
+    sample: bytes
     storage: StorageWeakRef  # whose own address is not given to another storage while this exists
     extent: Extent
     digest: bytes
     archive_name: str
     location: GroupLocation
 
-    def is_of(self, look: _Look, storage: torch.UntypedStorage) -> bool:
-        return self.look == look and self.storage.cdata == storage._cdata
+    def is_of(self, other: _Candidate) -> bool:
+        return self.look == other.look and self.storage.cdata == other.tensor.untyped_storage()._cdata
 
 
 class _Taken(NamedTuple):
@@ -96,7 +109,7 @@ class TakenOver:
         self.lenders: dict[tuple[str, str], int] = {}  # the number of each archive, by folder and name
         self.locations: dict[tuple[str, int], GroupLocation] = {}
         self.whole_groups: frozenset[str] = frozenset()  # of which nothing is written
-        self.written: dict[int, tuple[_Key, _Look, StorageWeakRef]] = {}  # by the number of the spec
+        self.written: dict[int, tuple[_Key, _Look, bytes, StorageWeakRef]] = {}  # by the number of the spec
         self.digests = GroupDigests({})  # of those, once they are laid out
         self.of_blocks = bytearray()  # of the archive; filled by the drain
         self._extents: dict[int, Extent] = {}
@@ -149,9 +162,9 @@ class TakenOver:
         if not self.written:
             return
         found = self.digests.result(self.of_blocks)
-        for i, (key, look, storage) in self.written.items():
+        for i, (key, look, sample, storage) in self.written.items():
             location = GroupLocation(_group(key[0]), step, run.folder(step), named, in_part=True)
-            self._known[key] = _Saved(look, storage, self._extents[i], found[str(i)].here, own.name, location)
+            self._known[key] = _Saved(look, sample, storage, self._extents[i], found[str(i)].here, own.name, location)
 
 
 class UnchangedTensors:
@@ -181,24 +194,31 @@ class UnchangedTensors:
 
         On the caller's thread, which may be interrupted, so it holds no lock.
         """
-        if step <= self._newest or not may_take:
-            self._known = {}
-        self._newest = max(step, self._newest)
+        candidates = [one for one in _candidates(captured, frozen) if one.key not in self._distrusted]
         known = self._known.copy()
         gone = {one for one in {saved.location for saved in known.values()} if not _still_lends(run, one)}
+        same = {
+            one.key: saved
+            for one in candidates
+            if (saved := known.get(one.key)) is not None and saved.is_of(one) and saved.location not in gone
+        }
+        past = {one.key for one in candidates if one.key in same and same[one.key].sample != one.sample}
+        self._distrusted |= past  # and where one was written to past its counter, others may have been
+        if step <= self._newest or not may_take or past:
+            self._known, known, same = {}, {}, {}
+        self._newest = max(step, self._newest)
         over = TakenOver(self._known, self._distrusted)
         specs, tensors = list(captured.specs), list(captured.tensors)
         kept: dict[_Key, _Saved] = {}
-        for i, spec, tensor, look in _candidates(captured, frozen):
-            key = spec.path, None if spec.of is None else spec.of.offsets
-            if key in self._distrusted:
-                continue
-            storage, saved = tensor.untyped_storage(), known.get(key)
-            if saved is not None and saved.is_of(look, storage) and saved.location not in gone:
-                kept[key] = saved
-                specs[i], tensors[i] = spec._replace(lender=over.take(key, saved, tensor)), _NOTHING
-            else:
-                over.written[i] = key, look, StorageWeakRef(storage)
+        for one in candidates:
+            saved = same.get(one.key)
+            if saved is not None:
+                kept[one.key] = saved
+                specs[one.number] = specs[one.number]._replace(lender=over.take(one.key, saved, one.tensor))
+                tensors[one.number] = _NOTHING
+            elif one.key not in past:
+                storage = StorageWeakRef(one.tensor.untyped_storage())
+                over.written[one.number] = one.key, one.look, one.sample, storage
         if len(kept) < len(known):
             over._known = self._known = kept
         if not over.taken:
@@ -222,14 +242,22 @@ def frozen_memory(captured: Capture) -> set[int]:
     return {part.data_ptr() for part in parts if part.layout is torch.strided and part.nbytes >= _LEAST_BYTES}
 
 
-def _candidates(captured: Capture, frozen: set[int]) -> Iterator[tuple[int, TensorSpec, torch.Tensor, _Look]]:
-    if not frozen:
-        return
-    for i, (spec, mark) in enumerate(zip(captured.specs, captured.marks, strict=True)):
+def _candidates(captured: Capture, frozen: set[int]) -> Iterator[_Candidate]:
+    for i, (spec, mark) in enumerate(zip(captured.specs, captured.marks, strict=True)) if frozen else ():
         tensor = captured.tensors[i]
-        is_here = mark is not None and mark[0] in frozen and spec.alias_of is None and spec.num_bytes > 0
-        if mark is not None and is_here and is_dense(tensor) and (is_on_host(tensor) or device_of(tensor)):
-            yield i, spec, tensor, _Look(spec.dtype, spec.shape, tensor.stride(), mark)
+        if mark is None or mark[0] not in frozen or spec.alias_of is not None or not spec.num_bytes:
+            continue
+        is_host = is_on_host(tensor)
+        if is_dense(tensor) and (is_host or device_of(tensor) is not None):
+            key = spec.path, None if spec.of is None else spec.of.offsets
+            look = _Look(spec.dtype, spec.shape, tensor.stride(), mark)
+            yield _Candidate(i, key, tensor, look, _sample(tensor) if is_host else b"")
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """The digest of some bytes in the middle. Whoever writes to weights past the counter changes most of them."""
+    num_bytes = min(tensor.nbytes, _SAMPLE_BYTES)
+    return block_digest(memoryview(ctypes.string_at(tensor.data_ptr() + (tensor.nbytes - num_bytes) // 2, num_bytes)))
 
 
 def _group(path: Path) -> str:

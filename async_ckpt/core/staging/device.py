@@ -232,11 +232,14 @@ class Device:
             box = self._side.box(length)
         try:
             self.wait(self.enqueue(box.tensor, [Piece(0, 0, begin, length)], [], [], {0: alias}))
-            return use(box.view[:length]) if alias.is_there() else None
+            result = use(box.view[:length]) if alias.is_there() else None
         except MemoryGoneError:
-            return None
-        finally:
-            self._side.give_back(box)
+            result = None
+        except BaseException:
+            box.leak()  # the copy into it may still be under way
+            raise
+        self._side.give_back(box)
+        return result
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
