@@ -146,6 +146,8 @@ class TensorSpec(NamedTuple):
     """The index of an earlier tensor with the very same memory (tied weights); the bytes are stored once."""
     of: SliceFacts | None = None
     """Its place in a tensor that several ranks hold together; None for a tensor that this archive has alone."""
+    lender: int | None = None
+    """The number of the archive of an earlier step that has its bytes; None if this archive gets them."""
 
     @property
     def num_bytes(self) -> int:

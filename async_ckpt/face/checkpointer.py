@@ -208,7 +208,7 @@ class AsyncCheckpointer(RunReader):
         rolling: bool = False,
         ttl_seconds: float | None = None,
         select: Select = None,
-        unchanged: Collection[str] = (),
+        unchanged: Collection[str] | Literal["auto"] = "auto",
         per_rank: Collection[str] = (),
         driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:

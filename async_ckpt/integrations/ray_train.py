@@ -82,7 +82,7 @@ class RayCheckpointer(AsyncCheckpointer):
                 "unchanged= would let a step need the archives of earlier steps, and Ray deletes steps one by one; "
                 "leave it out"
             )
-        return super().save(state, step, **others)
+        return super().save(state, step, unchanged=(), **others)
 
     def restore(self, state: Any, step: int | None = None, **others: Any) -> int | None:
         """`AsyncCheckpointer.restore`. All workers call it, at the same time.

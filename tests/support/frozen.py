@@ -1,4 +1,4 @@
-"""A training of which a part is frozen, which its saves say is unchanged."""
+"""Trainings of which a part is frozen."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ class Training:
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "ref": self.reference, "optimizer": self.optimizer, "epoch": 3}
+
+
+class Adapted(torch.nn.Module):
+    """A frozen base of two tensors that are large enough to be taken over, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Sequential(torch.nn.Linear(512, 520, bias=False), torch.nn.Linear(520, 530, bias=False))
+        self.base.requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(512, 4, bias=False), torch.nn.Linear(4, 530, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    model(torch.randn(2, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def save(ckpt: AsyncCheckpointer, training: Training, step: int, **options: Any) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +23,7 @@ from . import digests, safetensors, tar
 MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
-VERSION: Final = 1
+VERSION: Final = 2  # of an archive that refers to others; an archive that does not is of version 1
 BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()  # of the text of every version
 # A limit that no real run reaches. An index with more ranks is damaged or forged, and a list of so many still fits into
 # little memory: other files tell of ranks as ranges, of which a few bytes make a long list.
@@ -43,6 +43,14 @@ class Member:
     data: Extent
 
 
+class LentSlice(NamedTuple):
+    """A rectangle of a tensor whose bytes are in the archive of an earlier step, under the same path."""
+
+    lender: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class Slice(NamedTuple):
     """A rectangle of a tensor in a member, at `offsets` and of `sizes`, row by row.
 
@@ -60,7 +68,7 @@ class Slice(NamedTuple):
 class IndexedTensor:
     """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
 
-    `shape` is the shape of the whole tensor.
+    `shape` is the shape of the whole tensor. `lent` are the slices whose bytes are in archives of earlier steps.
     """
 
     path: tuple[Any, ...]
@@ -69,6 +77,7 @@ class IndexedTensor:
     slices: tuple[Slice, ...]
     alias_of: int | None
     spread: Spread | None = None
+    lent: tuple[LentSlice, ...] = ()
 
     @property
     def dotted(self) -> str:
@@ -87,6 +96,7 @@ class Index:
     digests: Member  # empty, at the end, in a file without digests
     file_bytes: int
     ranks: RankFacts | None = None  # in a state of several ranks
+    lenders: tuple[tuple[str, str], ...] = ()  # archives of earlier steps: folder and name
 
     def member(self, name: str) -> Member | None:
         return next((m for m in self.members if m.name == name), None)
@@ -108,6 +118,7 @@ def dump(
     rows: str,
     skeleton: str,
     ranks: RankFacts | None = None,
+    lenders: Sequence[tuple[str, str]] = (),
 ) -> bytes:
     """The text of the index, which may be padded with spaces.
 
@@ -115,8 +126,11 @@ def dump(
     already, since the rows stay the same from save to save.
     """
     rank_facts = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
+    if lenders:
+        rank_facts += f'"lenders":{json.dumps(lenders, separators=(",", ":"))},'
+    version = VERSION if lenders else 1
     return (
-        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{rank_facts}'
+        f'{{"format":"{FORMAT}","version":{version},"step":{json.dumps(step)},{rank_facts}'
         f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
     ).encode()
 
@@ -167,7 +181,8 @@ def parse(text: bytes, *, path: str) -> Index:
             _count(step)
         members = _members(raw["members"], begin=tar.BLOCK + len(text))
         ranks = _ranks(raw["ranks"]) if "ranks" in raw else None
-        tensors = _tensors(rows or raw["tensors"], members, ranks)
+        lenders = tuple((_text(folder), _text(name)) for folder, name in raw.get("lenders", ()))
+        tensors = _tensors(rows or raw["tensors"], members, ranks, len(lenders))
         last_end = members[-1].data.end if members else tar.BLOCK + len(text)
         digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
         stored: list[list[IndexedTensor]] = [[] for _ in members]
@@ -176,7 +191,8 @@ def parse(text: bytes, *, path: str) -> Index:
                 for piece in tensor.slices:
                     stored[piece.member].append(tensor)
         by_member = tuple(map(tuple, stored))
-        return Index(step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks)
+        skeleton = raw["skeleton"]
+        return Index(step, tuple(members), tuple(tensors), by_member, skeleton, digest, file_bytes, ranks, lenders)
     except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
@@ -255,6 +271,12 @@ def _count(value: Json) -> int:
     return value
 
 
+def _text(value: Json) -> str:
+    if not isinstance(value, str):
+        raise _InconsistentError(f"{value!r:.100} is not text")
+    return value
+
+
 def _members(raw: Json, begin: int) -> list[Member]:
     members: list[Member] = []
     position = begin
@@ -295,9 +317,12 @@ def _counts(raw: Json) -> tuple[int, ...]:
     return tuple(raw)
 
 
-def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
+def _tensors(
+    raw: Iterable[Json], members: list[Member], ranks: RankFacts | None = None, num_lenders: int = 0
+) -> list[IndexedTensor]:
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
+    borrowed: set[tuple[Any, ...]] = set()
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, since there may be many tensors, and few shapes
     for row in raw:
         path = tuple(row["path"])
@@ -308,7 +333,7 @@ def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
                 raise _InconsistentError(f"tensor {path!r:.200} is an alias of no tensor before it")
             of = tensors[alias]
-            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread))
+            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread, of.lent))
             continue
         dtype = row["dtype"]
         if dtype not in DTYPES:
@@ -322,8 +347,13 @@ def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None
         if prod(n or 1 for n in shape) >= 2**63:
             raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
-        if ranks is None and (len(slices) != 1 or slices[0].sizes != shape):
-            raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
+        lent = tuple(_lent(piece, shape, num_lenders) for piece in row.get("lent", ()))
+        if ranks is None and [*(one.sizes for one in slices), *(one.sizes for one in lent)] != [shape]:
+            raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices) + len(lent)} slices, not in one")
+        for rectangle in lent:  # each once, so that all tensors together are never larger than the files
+            if (path, rectangle.offsets) in borrowed:
+                raise _InconsistentError(f"tensor {path!r:.200} is borrowed twice")
+            borrowed.add((path, rectangle.offsets))
         for piece in slices:
             if prod(piece.sizes) * DTYPES[dtype][0] != piece.extent.length:
                 raise _InconsistentError(
@@ -334,7 +364,7 @@ def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None
             if (piece.member, piece.name) in names:
                 raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
-        tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread))
+        tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread, lent))
     position = 0
     extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
     for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
@@ -371,6 +401,13 @@ def _rectangle(
             f"there is no slice at {offsets!r:.200} of sizes {sizes!r:.200} in a tensor of shape {shape!r:.200}"
         )
     return offsets, sizes
+
+
+def _lent(raw: Json, shape: tuple[int, ...], num_lenders: int) -> LentSlice:
+    lender, offsets, sizes = raw
+    if _count(lender) >= num_lenders:
+        raise _InconsistentError(f"a tensor is borrowed from archive {lender!r:.50}, which is not listed")
+    return LentSlice(lender, *_rectangle(_counts(offsets), _counts(sizes), shape))
 
 
 def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: list[Member]) -> Slice:

@@ -158,7 +158,7 @@ class TensorPlan:
         metadata = {"format": "pt"}
         for i in chosen:
             alias = self.specs[i].alias_of
-            if alias is not None and alias in name_of:
+            if alias is not None and alias in name_of and self.specs[alias].lender is None:
                 metadata.setdefault(name_of[i], name_of[alias])
         data_offset = position + tar.BLOCK
         # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
@@ -181,16 +181,18 @@ class TensorPlan:
         tensors = by_tensor(self.specs)
         numbers = {slices[0]: number for number, slices in enumerate(tensors)}
         for slices in tensors:
-            path, dtype, shape, alias, of = self.specs[slices[0]]
+            path, dtype, shape, alias, of, _ = self.specs[slices[0]]
             if alias is not None:
                 yield index.row(path, alias=numbers[alias])
                 continue
             stored = [self._slices[i] for i in slices if self._slices[i] is not None]
+            lent = [_lent_row(self.specs[i]) for i in slices if self.specs[i].lender is not None]
+            facts = {"lent": lent} if lent else {}
             if of is None:
-                yield index.row(path, dtype=dtype, shape=shape, slices=stored)
+                yield index.row(path, dtype=dtype, shape=shape, slices=stored, **facts)
                 continue
             spread = {} if of.spread is None else {"spread": of.spread}
-            yield index.row(path, dtype=dtype, shape=of.shape, slices=stored, **spread)
+            yield index.row(path, dtype=dtype, shape=of.shape, slices=stored, **facts, **spread)
 
     def _tied(self, groups: Mapping[int, str]) -> dict[str, list[Extent]]:
         """The extents, from the end of the index, of a group's tensors that are stored with another group."""
@@ -263,12 +265,16 @@ def lay_out(
     step: int | None,
     mtime: int,
     ranks: RankFacts | None = None,
+    lenders: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Place one save: index first, then the planned members, then the objects, then the digests."""
+    """Place one save: index first, then the planned members, then the objects, then the digests.
+
+    `lenders` are the archives of earlier steps that have the bytes of some tensors: folder and name.
+    """
     sizes = [(m.name, m.num_bytes) for m in plan.members]
     if objects is not None:
         sizes.append((index.OBJECTS, len(objects)))
-    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton, ranks=ranks)
+    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton, ranks=ranks, lenders=lenders)
     text = text.ljust(plan.room_for_index(len(text)))
     base = tar.BLOCK + len(text)
     literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
@@ -289,8 +295,14 @@ def lay_out(
 
 
 def _is_stored(spec: TensorSpec) -> bool:
-    """True if a spec has bytes of its own; an alias has those of another tensor."""
-    return spec.alias_of is None and (spec.of is None or spec.of.offsets is not None)
+    """True if the archive gets bytes of a spec; an alias has those of another tensor."""
+    is_here = spec.alias_of is None and spec.lender is None
+    return is_here and (spec.of is None or spec.of.offsets is not None)
+
+
+def _lent_row(spec: TensorSpec) -> Json:
+    offsets = (0,) * len(spec.shape) if spec.of is None else spec.of.offsets
+    return [spec.lender, offsets, spec.shape]
 
 
 def _join(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:

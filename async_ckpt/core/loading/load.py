@@ -63,9 +63,10 @@ def load_state(
     archive.need((number, None) for number in wanted)  # before `primary`: some ties are known only afterwards
     numbers = sorted({*map(archive.primary, wanted)})
     on_host = {archive.primary(leaf.number) for leaf in stored if leaf.kind in ("ndarray", "bytes")}
+    maps: dict[Contents, mmap_module.mmap] = {}
     if mmap:
-        mapped = archive.map()
-        tensors = {n: _view(archive, n, mapped) for n in numbers}
+        archive.map().close()  # refused where it cannot be mapped, even without a tensor
+        tensors = {n: _view(archive, n, maps) for n in numbers}
     elif memory is not None:
         tensors = {n: _in_memory(archive, n, memory) for n in numbers}
     else:
@@ -73,8 +74,8 @@ def load_state(
     plan = planned([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
     if mmap:
         for read in plan.reads():
-            with memoryview(mapped) as view, view[read.extent.offset : read.extent.end] as part:
-                archive.verify(read.extent.offset, part)
+            with memoryview(maps[read.archive]) as view, view[read.extent.offset : read.extent.end] as part:
+                read.archive.verify(read.extent.offset, part)
     else:
         fill(plan, pool=pool)
 
@@ -174,7 +175,7 @@ def _in_memory(archive: Contents, number: int, memory: Memory) -> torch.Tensor:
     return flat.view(dtype).view(tensor.shape)
 
 
-def _view(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
+def _view(archive: Contents, number: int, maps: dict[Contents, mmap_module.mmap]) -> torch.Tensor:
     tensor, dtype = archive.index.tensors[number], archive.dtype(number)
     sources = archive.sources(number)
     if len(sources) != 1 or sources[0].box.sizes != sources[0].piece.sizes:
@@ -182,9 +183,10 @@ def _view(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Ten
             f"mmap=True makes views of a file, but {shown(tensor.path)} is in several pieces, as several ranks have "
             "saved it; leave mmap out"
         )
-    piece = sources[0].piece
+    file, piece, _ = sources[0]
     if not piece.extent.length:
         return torch.empty(tensor.shape, dtype=dtype, device=CPU)
+    mapped = maps[file] = maps.get(file) or file.map()
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
     if piece.extent.offset % dtype.itemsize:
         flat = flat.clone()  # other programs may not align tensors

@@ -11,7 +11,7 @@ more, since rank 0 or the store is gone, goes by the manifest, and without one d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -51,6 +51,7 @@ class Alone:
     is_apart = fails_elsewhere = is_told = False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
     found = ""
+    lent: Final[Collection[tuple[str, int]]] = ()
 
     def __init__(self, attempt: str) -> None:
         self.attempt = attempt
@@ -65,7 +66,13 @@ class Alone:
         """Do nothing: no other rank waits for room."""
 
     async def agree(
-        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""
+        self,
+        archive: Archive,
+        times: SaveTimes,
+        off_loop: OffLoop,
+        check: Callable[[], None],
+        found: str = "",
+        lent: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Do nothing: no other rank writes the step."""
 
@@ -101,6 +108,7 @@ class Agreement(Rendezvous):
         self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
         self._has_details = False  # of some rank
         self.found = ""  # on rank 0, what the ranks have found in the values that they have written
+        self.lent: Collection[tuple[str, int]] = ()  # on rank 0, of the archives of all ranks
         self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
 
     @property
@@ -155,11 +163,17 @@ class Agreement(Rendezvous):
         self._calls.say_room(self._joint)
 
     async def agree(
-        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None], found: str = ""
+        self,
+        archive: Archive,
+        times: SaveTimes,
+        off_loop: OffLoop,
+        check: Callable[[], None],
+        found: str = "",
+        lent: Sequence[tuple[str, int]] = (),
     ) -> RankFiles | None:
         """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
 
-        `found` tells what a check has found in its values.
+        `found` tells what a check has found in its values, `lent` of which groups its archive refers to which steps.
         `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError.
         """
         joint = self._joint
@@ -183,6 +197,7 @@ class Agreement(Rendezvous):
             times.stall_seconds,
             bool(details),
             found,
+            lent,
         )
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
@@ -232,6 +247,7 @@ class Agreement(Rendezvous):
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
         self._has_details = any(receipt.has_details for receipt in ordered)
         self.spread = spread_of(ordered)
+        self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
         told = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
         self.found = "; ".join(told[:_RANKS_TOLD]) + (
             f"; and {len(told) - _RANKS_TOLD} more ranks" * (len(told) > _RANKS_TOLD)

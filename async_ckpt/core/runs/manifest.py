@@ -25,7 +25,7 @@ from ..format.digests import DIGEST_BYTES, block_digest
 from ..format.index import MAX_RANKS
 
 NAME: Final = "manifest.json"
-VERSION: Final = 1
+VERSION: Final = 2  # of a manifest with `in_part`; one without is of version 1
 _INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _HEAD: Final = b'{"digest": "'
@@ -84,13 +84,14 @@ class GroupLocation:
     """A group that is in another archive than its rank's.
 
     The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
-    all.
+    all. `in_part`: the ranks' archives have the group, and refer to that one for some of its tensors.
     """
 
     group: str
     step: int
     folder: str
     archive: Archive
+    in_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ class Manifest:
 
     def dump(self) -> bytes:
         fields = asdict(replace(self, record={}))  # it would copy every value of the record
-        return seal({"format": "async_ckpt", "version": VERSION, **fields, "record": self.record})
+        version = VERSION if any(one.in_part for one in self.elsewhere) else 1
+        return seal({"format": "async_ckpt", "version": version, **fields, "record": self.record})
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
@@ -275,7 +277,11 @@ def _archive(raw: object) -> Archive:
 def _elsewhere(raw: object) -> GroupLocation:
     fields = table(raw)
     return GroupLocation(
-        text(fields["group"]), whole(fields["step"]), _folder_name(fields["folder"]), _archive(fields["archive"])
+        text(fields["group"]),
+        whole(fields["step"]),
+        _folder_name(fields["folder"]),
+        _archive(fields["archive"]),
+        fields.get("in_part") is True,
     )
 
 

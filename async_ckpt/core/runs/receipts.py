@@ -107,7 +107,7 @@ class Receipt(NamedTuple):
     digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
     that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
     `stall_seconds` what it cost the training. `has_details`: there is an object with more. `found` names tensors with
-    values that are not finite.
+    values that are not finite. `lent` are groups of which the archive refers to earlier steps, with these steps.
     """
 
     rank: int
@@ -122,6 +122,7 @@ class Receipt(NamedTuple):
     stall_seconds: float = 0.0
     has_details: bool = False
     found: str = ""
+    lent: Sequence[tuple[str, int]] = ()
 
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
 from .planner import small_archive
+from .taken_over import TakenOver, UnchangedTensors
 from .tiers import CopyStep, Tiers
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
@@ -75,6 +76,7 @@ class Lineage:
         self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, ranks)
         self._pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
+        self.tensors = UnchangedTensors()
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
@@ -120,6 +122,7 @@ class Lineage:
             self.rolled_back = object() if behind else None
             self.damaged = damaged if behind else ()
             self._digests = {}
+        self.tensors.forget()
         parts = {f"{phase}_seconds": of_phase for phase, of_phase in phases.items()}
         self.note("restore", step, behind=behind, total_seconds=seconds, **parts)
 
@@ -153,7 +156,11 @@ class Lineage:
         those that further places are to have.
         """
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
-        return {step for step in steps if step is not None} | self.groups.lenders() | self.tiers.held(run)
+        return {step for step in steps if step is not None} | self.lenders() | self.tiers.held(run)
+
+    def lenders(self) -> set[int]:
+        """The steps that the next save may borrow from."""
+        return self.groups.lenders() | self.tensors.lenders()
 
     def catch_up(self) -> dict[str, list[int]]:
         """Copy to each root the steps that only others have. Returns the steps copied to each root.
@@ -274,6 +281,7 @@ class StepContents:
     number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
     borrowed: tuple[GroupLocation, ...] = ()
     outline: StateOutline | None = None  # of what is written, if later steps may borrow it
+    over: TakenOver | None = None  # tensors of groups that are written
 
     @property
     def step(self) -> int:
@@ -283,9 +291,9 @@ class StepContents:
     def joint(self) -> JointSave | None:
         return self.call.joint
 
-    def lenders(self) -> list[int]:
-        """The steps that this one borrows from."""
-        return [lent.step for lent in self.borrowed]
+    def lent(self) -> tuple[GroupLocation, ...]:
+        """The archives of earlier steps that this one borrows from."""
+        return (*self.borrowed, *(() if self.over is None else self.over.locations.values()))
 
     def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
         """On other ranks than 0: warn of entries of driver= that are not saved, since rank 0 does not have them."""
@@ -424,7 +432,8 @@ class UnchangedGroups:
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
             for name in contents.outline.groups:
                 written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
-                kept[name] = SavedGroup(step, written, contents.outline, run)
+                in_part = tuple(one for one in contents.lent() if one.in_part and one.group == name)
+                kept[name] = SavedGroup(step, written + in_part, contents.outline, run)
             if joint is None:
                 self._set([_Known(_FIRST, contents.number, kept)])
                 return
@@ -448,7 +457,9 @@ class UnchangedGroups:
             return
         folder = run.folder(step)
         parts = {name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups}
-        parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
+        for name in groups:
+            lent = manifest.lent(name)
+            parts[name] = (*(parts[name] if all(one.in_part for one in lent) else ()), *lent)
         outline = StateOutline(captured)
         with self._lock:
             written = {group: SavedGroup(lent[0].step, lent, outline, run) for group, lent in parts.items()}

@@ -5,7 +5,7 @@ In: captured states, a target. Out: layouts, and numbers of segments. Knows noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from .block_digests import BlockDigests, GroupDigests, Groups
 from .story import UnchangedIn
+from .taken_over import TakenOver
 from .target import Target
 
 
@@ -41,6 +42,8 @@ class SavePlan:
     groups: GroupDigests
     unchanged_in: UnchangedIn
     """See `StateSave`."""
+    over: TakenOver | None
+    """The tensors that are taken over from earlier steps, if any may be."""
 
 
 class Planner:
@@ -51,11 +54,17 @@ class Planner:
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._groups: Groups = {}  # the place of each in the last archive that had it; replaced as a whole
 
-    def lay_out(self, captured: Capture, step: int | None, ranks: RankFacts | None = None) -> Layout:
+    def lay_out(
+        self,
+        captured: Capture,
+        step: int | None,
+        ranks: RankFacts | None = None,
+        lenders: Sequence[tuple[str, str]] = (),
+    ) -> Layout:
         plan = self._plan
         if plan is None or plan.specs != captured.specs:
             plan = self._plan = TensorPlan(captured.specs)
-        return _lay_out(plan, captured, step, ranks)
+        return _lay_out(plan, captured, step, ranks, lenders)
 
     def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
         """The digests of the groups of an archive, to be noted; without any groups for a one-off save."""
@@ -138,7 +147,13 @@ def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) ->
     return SegmentPool(segment_bytes, max_bytes=host_bytes)
 
 
-def _lay_out(plan: TensorPlan, captured: Capture, step: int | None, ranks: RankFacts | None = None) -> Layout:
+def _lay_out(
+    plan: TensorPlan,
+    captured: Capture,
+    step: int | None,
+    ranks: RankFacts | None = None,
+    lenders: Sequence[tuple[str, str]] = (),
+) -> Layout:
     return lay_out(
         plan,
         skeleton=captured.skeleton,
@@ -146,4 +161,5 @@ def _lay_out(plan: TensorPlan, captured: Capture, step: int | None, ranks: RankF
         step=step,
         mtime=int(wall_time()),
         ranks=ranks,
+        lenders=lenders,
     )

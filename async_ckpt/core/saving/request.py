@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..ranks.calls import JointSave
 from ..ranks.one_off import OneOffFolder
@@ -23,6 +24,7 @@ from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
 from .lineage import Lineage, StateOutline, StepCall, StepContents
 from .story import UnchangedIn
+from .taken_over import frozen_memory
 from .target import Target
 from .targets import begin_step, folder_target
 from .weight_mean import GROUP, WeightMean
@@ -80,7 +82,16 @@ class SaveRequest(ABC):
         refuse_guard(captured.completions, self.guard)
         return None
 
-    def unchanged_in(self, written: Written) -> UnchangedIn:  # noqa: ARG002
+    def taken_over(
+        self,
+        captured: Capture,
+        whole: Capture,  # noqa: ARG002
+        contents: StepContents | None,
+    ) -> tuple[Capture, StepContents | None]:
+        """The part of the state that this process writes, without the tensors that earlier steps have."""
+        return captured, contents
+
+    def unchanged_in(self, written: Written, contents: StepContents | None) -> UnchangedIn:  # noqa: ARG002
         """See `StateSave`. The function keeps neither the state nor its guard alive: a handle may live for long."""
         return lambda _: ()
 
@@ -181,19 +192,24 @@ class StepRequest(SaveRequest):
         self._lineage, self._ranks = lineage, ranks
         self.mean = mean if select is None else None
         self._of_mean: Collection[Future[None]] = ()  # of the copy of the weights, and of the mean
+        self._looks_for_unchanged = False
 
     def check(
         self,
         *,
         overwrite: bool,
         record: Mapping[str, Any],
-        unchanged: Collection[str],
+        unchanged: Collection[str] | Literal["auto"],
         per_rank: Collection[str],
         driver: Mapping[str, Any] | None,
     ) -> None:
         """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
         call, state, is_rank_0 = self._call, self._state, not self._ranks.world.rank
-        overwrite, unchanged = flag("overwrite", overwrite), entry_names("unchanged", unchanged)
+        self._looks_for_unchanged = unchanged == "auto" and self.select is None
+        overwrite, unchanged = (
+            flag("overwrite", overwrite),
+            entry_names("unchanged", () if unchanged == "auto" else unchanged),
+        )
         if self.select is not None and unchanged:
             raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
         own = entry_names("per_rank", per_rank)
@@ -254,6 +270,21 @@ class StepRequest(SaveRequest):
         if self.mean is not None and self._of_mean:
             self.mean.follow(staged)
 
-    def unchanged_in(self, written: Written) -> UnchangedIn:
+    def taken_over(
+        self, captured: Capture, whole: Capture, contents: StepContents | None
+    ) -> tuple[Capture, StepContents | None]:
+        lineage, call = self._lineage, self._call
+        if not self._looks_for_unchanged or whole.completions or contents is None or not lineage.has_one_root:
+            lineage.tensors.forget()
+            return captured, contents
+        # A step that replaces or retires others is whole.
+        may_take = not (call.overwrite or lineage.rolled_back or call.step in lineage.damaged)
+        frozen = frozen_memory(whole)
+        captured, over = lineage.tensors.begin(captured, frozen, self._run, call.step, may_take=may_take)
+        return captured, replace(contents, over=over)
+
+    def unchanged_in(self, written: Written, contents: StepContents | None) -> UnchangedIn:
         lineage, borrowed = self._lineage, {lent.group for lent in written.borrowed}
+        if contents is not None and contents.over is not None:
+            borrowed |= contents.over.whole_groups
         return lambda digests: lineage.unchanged_in(digests, borrowed)

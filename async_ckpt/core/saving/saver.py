@@ -129,6 +129,7 @@ class Saver:
         slot.needs = lenders.values  # from now on, retention keeps these steps
         if isinstance(written.state, RankShare):  # divided already
             part = PlannedPart(written.state.captured, written.state.ranks)
+            captured = part.captured
         else:
             whole = self._captured(written.state, request.select, request.state_dict_of)
             contents = request.contents(written, whole)
@@ -136,8 +137,13 @@ class Saver:
             if contents is not None and request.select is None and not lenders and not whole.completions:
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
             part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
-        captured, step = part.captured, request.step
-        layout = self._planner.lay_out(captured, step, part.facts)
+            captured, contents = request.taken_over(part.captured, whole, contents)
+        step, over = request.step, None if contents is None else contents.over
+        layout = self._planner.lay_out(captured, step, part.facts, () if over is None else [*over.lenders])
+        if contents is not None and over is not None:
+            over.laid_out(layout)
+            steps = [lent.step for lent in contents.lent()]
+            slot.needs = lambda: steps
         shared = None if part.part is None else part.part.shared
         if shared is not None:
             shared.lie_in(layout)
@@ -149,28 +155,38 @@ class Saver:
             layout,
             shared,
             self._planner.group_digests(layout, step),
-            request.unchanged_in(written),
+            request.unchanged_in(written, contents),
+            over,
         )
 
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
         """The objects that copy, write and commit a plan. None of them begins."""
-        captured, layout, target, groups = plan.captured, plan.layout, plan.target, plan.groups
+        captured, layout, target, groups, over = plan.captured, plan.layout, plan.target, plan.groups, plan.over
         target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, target),
             get_loop().background.submit,
-            block_readers=[reader for reader in (groups, plan.shared, target.finite) if reader is not None],
+            block_readers=[
+                reader
+                for reader in (groups, plan.shared, target.finite, None if over is None else over.digests)
+                if reader is not None
+            ],
             trace=self._trace,
         )
+        if over is not None:
+            over.of_blocks = drain.digests.of_blocks
         frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, target):
             optimizers, frozen = (), frozenset()
         copy_name = f"the copy of {named(plan.step, target.path)}"
         snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
         attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
-        return StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
+        save = StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
+        if over is not None:
+            save.finished.add_done_callback(lambda _: over.drop())
+        return save
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
         """Make a save of a state known to others. On the loop's thread."""

@@ -124,6 +124,7 @@ class JointTarget(Target):
     _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
     _manifest: Manifest | None = None  # that another rank has committed
     _found = ""  # values of this rank that are not finite, in words
+    lent: Sequence[tuple[str, int]] = ()  # groups of which this rank's archive refers to earlier steps, and the steps
 
     async def begin(self, check: Callable[[], None]) -> None:
         if self._agreement.has_others:
@@ -137,7 +138,7 @@ class JointTarget(Target):
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         assert self.times is not None
         self._found = "" if self.finite is None else self.finite.found()
-        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found)
+        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found, self.lent)
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         self._manifest = await self._agreement.hear(off_loop, check)
@@ -280,6 +281,7 @@ class StepTarget(JointTarget):
         self._follower: Run | None = None  # the place that a copy is written to
         self._has_copy = False
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
+        self.lent = () if contents.over is None else [*contents.over.locations]
 
     async def begin(self, check: Callable[[], None]) -> None:
         await super().begin(check)
@@ -353,6 +355,8 @@ class StepTarget(JointTarget):
             self._lineage.tiers.end_following(self._follower, self._call.step)
 
     def check(self) -> None:
+        if self._contents.over is not None:
+            self._contents.over.compare()
         if not self._agreement.decides:
             return
         if self.storage.remote:
@@ -382,7 +386,7 @@ class StepTarget(JointTarget):
             return
         if self._agreement.has_others:
             self._run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
-        elsewhere = (*self._contents.borrowed, *self._write_driver())
+        elsewhere = (*self._contents.lent(), *self._lent_to_others(), *self._write_driver())
         manifest = self._put_manifest(archives, elsewhere)
         self._close_driver()
         if found := self._agreement.found or self._found:
@@ -392,6 +396,15 @@ class StepTarget(JointTarget):
         self._lineage.tiers.committed(self._run, self._call.step, manifest.num_bytes)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
+
+    def _lent_to_others(self) -> list[GroupLocation]:
+        """The archives of earlier steps that archives of other ranks refer to, and this rank's does not."""
+        own = {(lent.group, lent.step) for lent in self._contents.lent()}
+        others = [(group, step) for group, step in self._agreement.lent if (group, step) not in own]
+        return [
+            GroupLocation(group, step, self._run.folder(step), self._run.manifest(step).lenders[0], in_part=True)
+            for group, step in sorted(others)
+        ]
 
     def _put_manifest(self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...]) -> Manifest:
         try:
@@ -416,6 +429,8 @@ class StepTarget(JointTarget):
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...]) -> None:
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
         self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
+        if self._contents.over is not None:
+            self._contents.over.committed(self._run, self._call.step, archives[0], manifest.lenders[0])
         self._lineage.committed(since=self._check.rolled_back)
 
     def _mark_bad(self, found: str) -> None:
@@ -516,7 +531,7 @@ class StepTarget(JointTarget):
             free_bytes=self.storage.free_bytes(),
             groups=largest(groups),
             unchanged=report.unchanged_groups,
-            borrowed={lent.group: lent.step for lent in self._contents.borrowed},
+            borrowed={lent.group: lent.step for lent in self._contents.lent()},
             record=brief(self._call.record),
             destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
             world_size=self._agreement.world_size,

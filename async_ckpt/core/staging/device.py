@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain, groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ _BLOCK_BYTES: Final = 4 * MIB
 _UNCHECKED_BYTES: Final = 4 * MIB
 
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 Aliases = Mapping[int, "Alias"]  # by the numbers of tensors
 
@@ -224,6 +225,21 @@ class Device:
             box = self._side.box(num_bytes)
         self.wait(self.enqueue(box.tensor, pieces, tensors, dense, {}))
         self._side.give_back(box)
+
+    def read(self, alias: Alias, begin: int, length: int, use: Callable[[memoryview], T]) -> T | None:
+        """The result of `use` for some bytes of a tensor; None if its memory is gone. Blocks."""
+        with self._side.lock:
+            box = self._side.box(length)
+        try:
+            self.wait(self.enqueue(box.tensor, [Piece(0, 0, begin, length)], [], [], {0: alias}))
+            result = use(box.view[:length]) if alias.is_there() else None
+        except MemoryGoneError:
+            result = None
+        except BaseException:
+            box.leak()  # the copy into it may still be under way
+            raise
+        self._side.give_back(box)
+        return result
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.

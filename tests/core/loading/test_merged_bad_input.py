@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_told_by_name_before_anything_is_written(kind: str,
 def test_a_manifest_of_a_newer_version_is_refused_as_such(tmp_path: Path):
     folder = saved(tmp_path, 3, rows((21, 2), 2)(3))
 
-    forge_manifest(folder / "manifest.json", version=2)
+    forge_manifest(folder / "manifest.json", version=9)
     with pytest.raises(FormatVersionError, match="install a newer async_ckpt"):
         restored_by_two(folder)
 

@@ -462,7 +462,7 @@ def test_nothing_that_a_step_of_a_newer_version_may_need_is_deleted_and_that_is_
             ckpt.save({"base": frozen, "step": step}, step=step, unchanged="base").result()
     manifest = tmp_path / "step_00000002/manifest.json"
     version = json.loads(manifest.read_bytes())["version"]
-    forge_manifest(manifest, version=version + 1)
+    forge_manifest(manifest, version=version + 9)
     with open_run(tmp_path, keep=1) as ckpt:
         for step in (3, 4):
             save(ckpt, step)

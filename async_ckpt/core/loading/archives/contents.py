@@ -10,13 +10,14 @@ import math
 import mmap as mmap_module
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ....errors import CorruptCheckpointError, FormatVersionError
 from ...backends import is_at, is_host
-from ...format.index import VERSION, Index, Slice
+from ...format.index import VERSION, Index, IndexedTensor, Slice
 from ...host.memory import advise_huge_pages
 from ...runs.manifest import Manifest
 from ...runs.record import DCP_RECORD
@@ -50,6 +51,8 @@ class Contents:
     """
 
     index: Index
+    lender_of: Callable[[str, str], Contents] | None = None
+    """Opens an archive of an earlier step, by its folder and name; None for a file outside of its run."""
     # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
@@ -89,7 +92,36 @@ class Contents:
     @property
     def files(self) -> Sequence[Contents]:
         """The files that hold the content."""
-        return (self,)
+        return (self, *(self._lender(number) for number in range(len(self.index.lenders))))
+
+    def pieces(self, number: int) -> list[tuple[Contents, Slice]]:
+        """The slices of a tensor that the file has, and those that archives of earlier steps have for it. The latter
+        have the same path, rectangle and dtype there: so nothing is allocated that is not in one of the files.
+        """
+        tensor = self.index.tensors[number]
+        pieces: list[tuple[Contents, Slice]] = [(self, piece) for piece in tensor.slices]
+        if not tensor.lent:
+            return pieces
+        path = self.index.tensors[self.primary(number)].path
+        for lent in tensor.lent:
+            file = self._lender(lent.lender)
+            found = file._by_path.get(path)
+            same = found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            slices = [piece for piece in found.slices if piece[-2:] == lent[-2:]] if found and same else []
+            if not slices:
+                raise self.corrupt(f"{shown(tensor.path)} should be in {file.path}, and is not")
+            pieces.append((file, slices[0]))
+        return pieces
+
+    @cached_property
+    def _by_path(self) -> dict[Path, IndexedTensor]:
+        return {tensor.path: tensor for tensor in self.index.tensors if tensor.alias_of is None}
+
+    def _lender(self, number: int) -> Contents:
+        folder, name = self.index.lenders[number]
+        if self.lender_of is None:
+            raise self.corrupt(f"it refers to {folder}/{name} of its run; load the folder of its step")
+        return self.lender_of(folder, name)
 
     def is_of_some(self, path: Path) -> bool:  # noqa: ARG002
         """True if only some of the ranks that saved the step had this entry."""
@@ -163,8 +195,7 @@ class Contents:
         """
         tensor = self.index.tensors[number]
         ranks = self.index.ranks
-        pieces = [(self, piece) for piece in tensor.slices]
-        sources, missing = sources_in(pieces, tensor.shape)
+        sources, missing = sources_in(self.pieces(number), tensor.shape)
         if missing:
             savers = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
             raise ValueError(

@@ -6,6 +6,7 @@ In: paths, and runs. Out: opened archives, handed to a function. Knows nothing o
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -19,7 +20,7 @@ from ....errors import (
 )
 from ...runs.foreign_entries import foreign_kind, possible_steps
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, Manifest, parse
+from ...runs.manifest import Archive, GroupLocation, Manifest, parse
 from ...runs.marks import no_good_step
 from ...runs.receipts import archives_in, archives_of, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
@@ -279,9 +280,12 @@ class CommittedStep(NamedTuple):
             is_shared_out=manifest.ranks is None and len(own) > 1,
             holders=self.holders,
         )
+        parts = [borrowed for borrowed in manifest.elsewhere if borrowed.in_part]
+        if parts:
+            first = first._replace(lenders=functools.cache(lambda: _lenders(self.root(), parts, manifest.step)))
         sources = [first]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
-        for borrowed in manifest.elsewhere:
+        for borrowed in (one for one in manifest.elsewhere if not one.in_part):
             lent.setdefault((borrowed.group, borrowed.folder, borrowed.step), []).append(borrowed.archive)
         groups_of: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
         for (group, folder, step), lenders in lent.items():
@@ -302,6 +306,17 @@ class CommittedStep(NamedTuple):
             )
             sources.append(lent_archives)
         return sources
+
+
+def _lenders(
+    root: Storage, parts: Sequence[GroupLocation], named_by: int
+) -> dict[tuple[str, str], tuple[Storage, Archive]]:
+    """The archives that a step refers to for some of its tensors, by folder and name, with the storage of the run."""
+    return {
+        (one.folder, archive.name): (root, archive)
+        for one in parts
+        for archive in archives_in(root, one.folder, (one.archive,), named_by)
+    }
 
 
 def from_committed(

@@ -194,7 +194,9 @@ class MergedArchives(Contents):
                 )
         # A rank without a slice of a tensor does not know whether it is tied to another.
         ties = {
-            rank: tensor.alias_of for rank, tensor in tensors.items() if tensor.alias_of is not None or tensor.slices
+            rank: tensor.alias_of
+            for rank, tensor in tensors.items()
+            if tensor.alias_of is not None or tensor.slices or tensor.lent
         }
         alias = None
         if any(i is not None for i in ties.values()):
@@ -228,7 +230,7 @@ class MergedArchives(Contents):
 
     @property
     def files(self) -> Sequence[Contents]:
-        return list(self._archives.values())
+        return [file for archive in self._archives.values() for file in archive.files]
 
     def map(self) -> NoReturn:
         raise ValueError(
@@ -334,9 +336,9 @@ class MergedArchives(Contents):
         """The boxes of a tensor that no open archive has."""
         if number not in self._sources:
             pieces = [
-                (self._archives[rank], piece)
+                piece
                 for rank, own_number in self._merged.tensors[number].items()
-                for piece in self._archives[rank].index.tensors[own_number].slices
+                for piece in self._archives[rank].pieces(own_number)
             ]
             self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._covers)
         return self._sources[number][1]

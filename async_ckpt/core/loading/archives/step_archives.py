@@ -89,6 +89,8 @@ class NamedArchives(NamedTuple):
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
     holders: Holders | None = None
     """All places that hold the step, if they are several."""
+    lenders: Callable[[], Mapping[tuple[str, str], tuple[Storage, Archive]]] = dict
+    """The archives of earlier steps that these may refer to, by folder and name."""
 
 
 class StepArchives(Opener):
@@ -97,6 +99,7 @@ class StepArchives(Opener):
     def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
         self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
         self._opened: dict[int, OpenArchive] = {}
+        self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
         self._located: tuple[int, ShardLocator] | None = None  # by the number of open archives
@@ -253,6 +256,7 @@ class StepArchives(Opener):
                         tensors=names,
                     ) from error.__cause__
                 raise
+            opened[rank].lender_of = self._lender
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -262,6 +266,24 @@ class StepArchives(Opener):
         if num_readers > 1 and len(self._opened) > 1:
             for archive in self._opened.values():  # other readers open the archives of other ranks, too
                 archive.share()
+
+    def _lender(self, folder: str, name: str) -> OpenArchive:
+        """An archive of an earlier step that one of these refers to."""
+        if (folder, name) not in self._lenders:
+            known = self.named.lenders().get((folder, name))
+            if known is None:
+                path = self.named.storage.locate(self.named.folder)
+                raise CorruptCheckpointError(f"{path}: its manifest does not name {folder}/{name}", path=path)
+            self._lenders[folder, name] = open_archive(
+                known[0],
+                f"{folder}/{name}",
+                known[1],
+                self._verify,
+                self._stack,
+                self.named.named_by,
+                self.named.holders,
+            )
+        return self._lenders[folder, name]
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""

@@ -1,0 +1,305 @@
+"""Tensors that a save takes over from the archive of an earlier step, since they have not changed: `unchanged="auto"`.
+
+In: captured states, and commits. Out: the tensors that need not be copied or written. Knows nothing of: files, threads
+that copy.
+
+Fused optimizers and `.data` write past a tensor's version counter, so an equal counter alone proves nothing. Taken over
+are only parameters that do not require a gradient, of modules in the state, in the very memory and with the counter that
+they had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save
+takes nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
+counter that no sample has shown fails the save. Later saves write such a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...errors import TornSnapshotError
+from ..backends import device_of, is_dense, is_on_host
+from ..format.digests import block_digest
+from ..format.layout import Layout
+from ..host.loop import get_loop
+from ..runs.manifest import Archive, GroupLocation
+from ..runs.run import Run
+from ..spec import BLOCK_BYTES, KIB, MIB, Extent
+from ..staging.device import Alias, Device
+from ..state.captured import Capture, Mark
+from ..state.names import Path
+from ..state.wrapped import plain_parts
+from .block_digests import GroupDigests
+
+# To look after a smaller tensor costs about as much as to write it.
+_LEAST_BYTES: Final = MIB
+_SAMPLE_BYTES: Final = 8 * KIB
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
+_MANY: Final = 5  # names in a message
+
+_Key: TypeAlias = tuple[Path, tuple[int, ...] | None]  # of a slice: the tensor's path, and its place in the tensor
+
+
+class _Look(NamedTuple):
+    """The outside of a tensor. As long as it stays the same, no write to the tensor was counted."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    mark: Mark
+
+
+class _Candidate(NamedTuple):
+    """A tensor of a save that may be taken over. `sample` is empty for one on a device, which would be waited for."""
+
+    number: int
+    key: _Key
+    tensor: torch.Tensor
+    look: _Look
+    sample: bytes
+
+
+class _Saved(NamedTuple):
+    """The place of a tensor's bytes in the archive of a commit, and the tensor when they were taken."""
+
+    look: _Look
+    sample: bytes
+    storage: StorageWeakRef  # whose own address is not given to another storage while this exists
+    extent: Extent
+    digest: bytes
+    archive_name: str
+    location: GroupLocation
+
+    def is_of(self, other: _Candidate) -> bool:
+        return self.look == other.look and self.storage.cdata == other.tensor.untyped_storage()._cdata
+
+
+class _Taken(NamedTuple):
+    """A tensor that one save takes over."""
+
+    key: _Key
+    saved: _Saved
+    tensor: torch.Tensor
+    alias: Alias
+
+    def was_written(self) -> bool:
+        """Whether the tensor has other bytes than it should, and no write to it was counted since the call of `save`:
+        after the call the training may change the tensor. Blocks.
+        """
+        digest = _digest(self.alias, self.saved.extent)
+        is_same = digest in (None, self.saved.digest)
+        return not is_same and self.tensor._version == self.saved.look.mark[1]
+
+
+class TakenOver:
+    """The tensors that one save takes over, and those that later saves may take over from it.
+
+    `UnchangedTensors.begin` makes it on the caller's thread; the save's target calls it elsewhere.
+    """
+
+    def __init__(self, known: dict[_Key, _Saved], distrusted: set[_Key]) -> None:
+        self._known, self._distrusted = known, distrusted
+        self.taken: list[_Taken] = []
+        self.lenders: dict[tuple[str, str], int] = {}  # the number of each archive, by folder and name
+        self.locations: dict[tuple[str, int], GroupLocation] = {}
+        self.whole_groups: frozenset[str] = frozenset()  # of which nothing is written
+        self.written: dict[int, tuple[_Key, _Look, bytes, StorageWeakRef]] = {}  # by the number of the spec
+        self.digests = GroupDigests({})  # of those, once they are laid out
+        self.of_blocks = bytearray()  # of the archive; filled by the drain
+        self._extents: dict[int, Extent] = {}
+
+    def take(self, key: _Key, saved: _Saved, tensor: torch.Tensor) -> int:
+        """The number of the archive that has the tensor."""
+        self.taken.append(_Taken(key, saved, tensor, Alias(tensor)))
+        location = saved.location
+        self.locations[location.group, location.step] = location
+        return self.lenders.setdefault((location.folder, saved.archive_name), len(self.lenders))
+
+    def laid_out(self, layout: Layout) -> None:
+        """The tensors that are written have these places."""
+        for i in self.written:
+            begin = layout.plan.begins[i]
+            assert begin is not None
+            self._extents[i] = Extent(layout.base + begin, layout.plan.specs[i].num_bytes)
+        self.digests = GroupDigests({str(i): [extent] for i, extent in self._extents.items()})
+
+    def compare(self) -> None:
+        """Compare the tensors that are taken over with the digests of their bytes. Raises TornSnapshotError. Blocks."""
+        changed: list[_Taken] = []
+
+        def look(taken: _Taken) -> None:
+            if taken.was_written():
+                changed.append(taken)
+
+        if self.taken:
+            get_loop().background.run_all([partial(look, taken) for taken in self.taken])
+        self.drop()
+        if changed:
+            self._distrusted.update(one.key for one in changed)
+            names = tuple(sorted({".".join(map(str, one.key[0])) for one in changed}))
+            raise TornSnapshotError(
+                f"{', '.join(names[:_MANY])}{' and others' if len(names) > _MANY else ''} does not require a gradient "
+                f"and was taken over from step {changed[0].saved.location.step}, but was written to since, by .data, "
+                "numpy or a kernel, past its version counter; later saves write it. unchanged=() takes nothing over",
+                names=names,
+            )
+
+    def drop(self) -> None:
+        """Let go of the tensors."""
+        self.taken = []
+
+    def committed(self, run: Run, step: int, own: Archive, named: Archive) -> None:
+        """The archive `own` of this process is committed; the manifest names it, or the list of all ranks, as `named`.
+
+        Later saves may take over the tensors that it has.
+        """
+        if not self.written:
+            return
+        found = self.digests.result(self.of_blocks)
+        for i, (key, look, sample, storage) in self.written.items():
+            location = GroupLocation(_group(key[0]), step, run.folder(step), named, in_part=True)
+            self._known[key] = _Saved(look, sample, storage, self._extents[i], found[str(i)].here, own.name, location)
+
+
+class UnchangedTensors:
+    """The tensors that were committed by this process and that its next save may take over. From any thread.
+
+    A save replaces the table by a new one unless it takes over all that is in it. A save that is under way then adds to
+    a table that nobody reads any more. So the table never refers to an archive that a later save has replaced.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, _Saved] = {}  # replaced as a whole; each change of it is one call of C
+        self._distrusted: set[_Key] = set()
+        self._newest = -1  # the highest step that was begun
+
+    def forget(self) -> None:
+        """Take nothing over that is committed by now."""
+        self._known, self._newest = {}, -1
+
+    def lenders(self) -> set[int]:
+        """The steps that the next save may take tensors from."""
+        return {saved.location.step for saved in list(self._known.values())}
+
+    def begin(
+        self, captured: Capture, frozen: set[int], run: Run, step: int, *, may_take: bool
+    ) -> tuple[Capture, TakenOver]:
+        """The state without the bytes of tensors that are taken over. `frozen` are the addresses of those that may be.
+
+        On the caller's thread, which may be interrupted, so it holds no lock.
+        """
+        candidates = [one for one in _candidates(captured, frozen) if one.key not in self._distrusted]
+        known = self._known.copy()
+        gone = {one for one in {saved.location for saved in known.values()} if not _still_lends(run, one)}
+        same = {
+            one.key: saved
+            for one in candidates
+            if (saved := known.get(one.key)) is not None and saved.is_of(one) and saved.location not in gone
+        }
+        past = {one.key for one in candidates if one.key in same and same[one.key].sample != one.sample}
+        self._distrusted |= past  # and where one was written to past its counter, others may have been
+        if step <= self._newest or not may_take or past:
+            self._known, known, same = {}, {}, {}
+        self._newest = max(step, self._newest)
+        over = TakenOver(self._known, self._distrusted)
+        specs, tensors = list(captured.specs), list(captured.tensors)
+        kept: dict[_Key, _Saved] = {}
+        for one in candidates:
+            saved = same.get(one.key)
+            if saved is not None:
+                kept[one.key] = saved
+                specs[one.number] = specs[one.number]._replace(lender=over.take(one.key, saved, one.tensor))
+                tensors[one.number] = _NOTHING
+            elif one.key not in past:
+                storage = StorageWeakRef(one.tensor.untyped_storage())
+                over.written[one.number] = one.key, one.look, one.sample, storage
+        if len(kept) < len(known):
+            over._known = self._known = kept
+        if not over.taken:
+            return captured, over
+        over.whole_groups = frozenset({_group(spec.path) for spec in specs if spec.lender is not None}).difference(
+            _group(spec.path) for spec in specs if spec.lender is None and spec.alias_of is None and spec.num_bytes
+        )
+        return replace(captured, specs=specs, tensors=tensors), over
+
+
+def frozen_memory(captured: Capture) -> set[int]:
+    """The addresses of the large parameters, of modules in a state, that do not require a gradient."""
+    tops = filter(None, (known() for known in captured.modules.values()))
+    parts = (
+        part
+        for module in chain.from_iterable(top.modules() for top in tops)
+        for parameter in module._parameters.values()
+        if parameter is not None and not parameter.requires_grad
+        for part in plain_parts(parameter)
+    )
+    return {part.data_ptr() for part in parts if part.layout is torch.strided and part.nbytes >= _LEAST_BYTES}
+
+
+def _candidates(captured: Capture, frozen: set[int]) -> Iterator[_Candidate]:
+    for i, (spec, mark) in enumerate(zip(captured.specs, captured.marks, strict=True)) if frozen else ():
+        tensor = captured.tensors[i]
+        if mark is None or mark[0] not in frozen or spec.alias_of is not None or not spec.num_bytes:
+            continue
+        is_host = is_on_host(tensor)
+        if is_dense(tensor) and (is_host or device_of(tensor) is not None):
+            key = spec.path, None if spec.of is None else spec.of.offsets
+            look = _Look(spec.dtype, spec.shape, tensor.stride(), mark)
+            yield _Candidate(i, key, tensor, look, _sample(tensor) if is_host else b"")
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """The digest of some bytes in the middle. Whoever writes to weights past the counter changes most of them."""
+    num_bytes = min(tensor.nbytes, _SAMPLE_BYTES)
+    return block_digest(memoryview(ctypes.string_at(tensor.data_ptr() + (tensor.nbytes - num_bytes) // 2, num_bytes)))
+
+
+def _group(path: Path) -> str:
+    """The top-level entry that a tensor is in; "model" for a tensor at the top level."""
+    return str(path[0]) if len(path) > 1 else "model"
+
+
+def _still_lends(run: Run, location: GroupLocation) -> bool:
+    """Whether the run has an archive. A store is asked at the commit, not on the caller's thread."""
+    return run.storage.remote or run.lends((location,))
+
+
+_scratch = threading.local()
+
+
+def _digest(alias: Alias, extent: Extent) -> bytes | None:
+    """The digest of the bytes of a tensor that lie at `extent` of a file, as `GroupDigests` makes it; None if the
+    memory is gone. Reads the live memory: the training may write to it meanwhile.
+    """
+    found = [extent.length.to_bytes(8, "big")]
+    for begin, length in _cuts(extent):
+        piece = _piece(alias, begin, length)
+        if piece is None:
+            return None
+        found.append(piece)
+    return block_digest(b"".join(found))
+
+
+def _cuts(extent: Extent) -> Iterable[tuple[int, int]]:
+    """The parts of an extent in each block of the file, as (bytes from its begin, bytes)."""
+    at = extent.offset
+    while at < extent.end:
+        end = min(extent.end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield at - extent.offset, end - at
+        at = end
+
+
+def _piece(alias: Alias, begin: int, length: int) -> bytes | None:
+    if alias.device.type != "cpu":
+        return Device(alias.device).read(alias, begin, length, block_digest)
+    buffer: Any = getattr(_scratch, "buffer", None)
+    if buffer is None:
+        buffer = _scratch.buffer = bytearray(BLOCK_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return block_digest(memoryview(buffer)[:length]) if alias.copy_to(address, begin, length) else None
