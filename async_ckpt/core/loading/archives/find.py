@@ -6,7 +6,6 @@ In: paths, and runs. Out: opened archives, handed to a function. Knows nothing o
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -282,7 +281,7 @@ class CommittedStep(NamedTuple):
         )
         parts = [borrowed for borrowed in manifest.elsewhere if borrowed.in_part]
         if parts:
-            first = first._replace(lenders=functools.cache(lambda: _lenders(self.root(), parts, manifest.step)))
+            first = first._replace(lenders=cache(lambda: _lenders(self.root(), parts, manifest.step)))
         sources = [first]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
         for borrowed in (one for one in manifest.elsewhere if not one.in_part):
