@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
 from ...format import digests, index, safetensors, tar
-from ...format.foreign_files import foreign_file
 from ...format.index import Member
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
@@ -233,9 +232,9 @@ class OpenArchive(Contents):
         try:
             name, length = tar.parse_header(header)
         except ValueError as error:
-            raise self._foreign_file() from error
+            raise self._no_archive() from error
         if name != index.MEMBER:
-            raise self._foreign_file()
+            raise self._no_archive()
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside its index")
@@ -246,10 +245,7 @@ class OpenArchive(Contents):
             self._first_bytes = memoryview(bytearray().join((self._first_bytes, rest)))
         return bytes(self._first_bytes[tar.BLOCK : end])
 
-    def _foreign_file(self) -> CorruptCheckpointError:
-        kind = foreign_file(self._first_bytes, path=self.path)
-        if kind is not None:
-            return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
+    def _no_archive(self) -> CorruptCheckpointError:
         why = "not an async_ckpt archive" if self._first_bytes else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {why}, or its first bytes are damaged", path=self.path)
 
