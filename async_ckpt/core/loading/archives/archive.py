@@ -127,7 +127,6 @@ class OpenArchive(Contents):
     # --- small reads ------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent) -> bytes:
-        """The bytes of a small extent, compared with their digests if the archive is verified."""
         if self._digests is None:
             return bytes(self._read_plain(extent))
         wide, data = self._verified_blocks
@@ -281,7 +280,6 @@ class OpenArchive(Contents):
         return Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
 
     def headers(self, members: Iterable[int]) -> list[Extent]:
-        """The extents of the headers of these members, to be verified with the data that is read of them."""
         return [self._headers[member] for member in sorted(members) if member in self._headers and self._digests]
 
     def check_tar_header(self, member: Member) -> Extent:
@@ -295,7 +293,6 @@ class OpenArchive(Contents):
         return member.data
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
-        """The pickled leaves; nothing is unpickled unless one of them is wanted."""
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
         if not wanted:
             return []
@@ -335,7 +332,6 @@ class OpenArchive(Contents):
         )
 
     def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
-        """A digest for each pickled leaf, by its number. Raises CorruptCheckpointError."""
         wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
         if not wanted:
             return {}
@@ -354,7 +350,6 @@ class OpenArchive(Contents):
 
 
 def _listed(leaves: Sequence[StoredLeaf]) -> str:
-    """The names of some leaves, for a message."""
     names = [shown(leaf.path) for leaf in leaves]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
