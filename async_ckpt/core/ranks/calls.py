@@ -271,18 +271,7 @@ class Calls:
 
     def _leave_word(self, cause: Cause) -> None:
         """On another rank: leave a word for rank 0, which may make the same call when this process has ended."""
-        start, left = self._start, running_future()
-        start.leaving = left
-
-        def leave(token: Future[str]) -> None:
-            if token.exception() is None:
-                key, text = f"{start.prefix}/why/{cause.rank}", json.dumps(cause)
-                said = start.connection.ask(lambda store: store.set(key, text))
-                said.add_done_callback(lambda _: left.set_result(None))
-            else:
-                left.set_result(None)
-
-        start.token.add_done_callback(leave)
+        self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
 
     def close(self) -> None:
         """This rank makes no call any more: the others need not wait for one. On the thread that closes. Rank 0 waits

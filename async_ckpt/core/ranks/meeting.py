@@ -210,18 +210,10 @@ class Meeting:
         """
         if self.has_met or self.world.is_one:
             return
-        self.has_met, start, rank = True, self.start, self.world.rank
-
-        def say(_: Any) -> None:  # rank 0 may not have come yet
-            if start.token.exception() is not None:
-                return
-            prefix = f"{start.prefix}/{self.topic}"
-            start.connection.ask(lambda store: store.set(f"{prefix}/structure/{rank}", _NO_STRUCTURE))
-            if rank == 0:
-                classes = json.dumps(EMPTY.packed())
-                start.connection.ask(lambda store: store.set(f"{prefix}/classes", classes))
-
-        start.token.add_done_callback(say)
+        self.has_met, rank = True, self.world.rank
+        self.start.say_later(f"{self.topic}/structure/{rank}", _NO_STRUCTURE)
+        if rank == 0:
+            self.start.say_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
 
     # --- waiting ------------------------------------------------------------------------------------------
 

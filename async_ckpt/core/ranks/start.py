@@ -85,6 +85,23 @@ class WorldStart:
         """The prefix of all keys of this start. Only once the token is known."""
         return f"async_ckpt/{self._known.result()}"
 
+    def say_later(self, key: str, text: str) -> Future[None]:
+        """Say a word below the prefix of this start once the token is known, which rank 0 may not have given yet.
+
+        The future ends when that was tried, or when this rank is refused. Does not wait.
+        """
+        tried: Future[None] = running_future()
+
+        def say(token: Future[str]) -> None:
+            if token.exception() is None:
+                said = self.connection.ask(lambda store: store.set(f"{self.prefix}/{key}", text))
+                said.add_done_callback(lambda _: tried.set_result(None))
+            else:
+                tried.set_result(None)
+
+        self._known.add_done_callback(say)
+        return tried
+
     def _begin(self, token: str) -> None:
         self._known.set_result(token)
         self.heartbeats.begin(self.prefix)

@@ -3,6 +3,7 @@
 - `tensor_files.py`: safetensors files, shards with an index, and folders of extracted archives, of which
   `virtual_files.py` makes one file again.
 - `dcp_folder.py`: folders of torch.distributed.checkpoint, with `dcp_metadata.py` and `dcp_checksums.py`.
+- `foreign_files.py`: the kinds of single files, by their first bytes.
 - `tar_stream.py`: the members of any tar; `foreign_checks.py`: what can be verified of a file or folder.
 
 `loading.archives.opening` imports this room when it meets the first of them.
@@ -12,5 +13,5 @@ from __future__ import annotations
 
 from .foreign_checks import compare_dcp as compare_dcp
 from .foreign_checks import compare_foreign as compare_foreign
-from .tensor_files import OpenSafetensors as OpenSafetensors
+from .tensor_files import opened as opened
 from .tensor_files import parts_of_folder as parts_of_folder

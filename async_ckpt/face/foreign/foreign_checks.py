@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final, cast
 
 from ...core.format import tar, zstd
-from ...core.format.foreign_files import NEEDED_BYTES, foreign_file
 from ...core.host.threads import run_together
 from ...core.loading.archives.contents import Contents
 from ...core.storage.interface import Reader, Storage
@@ -24,6 +23,7 @@ from ...errors import CorruptCheckpointError, ForeignFileError
 from .dcp_checksums import check_item, check_zip
 from .dcp_folder import OpenDcp
 from .dcp_metadata import Blob
+from .foreign_files import NEEDED_BYTES, foreign_file
 from .tar_stream import (
     BUFFER_BYTES,
     ForwardFile,

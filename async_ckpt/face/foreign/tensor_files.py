@@ -24,14 +24,26 @@ from ...core.spec import BLOCK_BYTES, Extent, Json
 from ...core.state.names import Select, Selector, selector, shown
 from ...core.state.tree import StoredLeaf, flat
 from ...core.storage.interface import Reader, Storage
-from ...errors import CorruptCheckpointError, NotCommittedError
+from ...errors import CorruptCheckpointError, ForeignFileError, NotCommittedError
 from .dcp_folder import OpenDcp
+from .foreign_files import foreign_file
 from .virtual_files import JoinedFile, Zeros
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 # An index may name only files that lie beside it.
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
+
+
+def opened(reader: Reader, *, path: str, first_block: memoryview) -> Contents | None:
+    """The bare safetensors file behind a reader; None for a file of no known kind, such as a damaged archive.
+
+    Raises ForeignFileError for a file of any other kind.
+    """
+    kind = foreign_file(first_block, path=path)
+    if kind is not None and kind.kind != "safetensors":
+        raise ForeignFileError(f"{path}: not an async_ckpt archive: this is {kind}", path=path, kind=kind.kind)
+    return None if kind is None else OpenSafetensors(reader, path=path, first_block=first_block)
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ...core.format.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
 from ...core.pickles.saved_objects import missing_class
 from ...core.storage.interface import Reader
 from ...core.storage.local import LocalReader
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError, UsageError
+from ..foreign.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
 from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
 
 _READ: Final = ("torch", "legacy torch", "torchscript")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import async_ckpt
-from async_ckpt.core.format.foreign_files import NEEDED_BYTES, foreign_file
+from async_ckpt.face.foreign.foreign_files import NEEDED_BYTES, foreign_file
 
 
 def tarred(format_: int, name: str) -> Callable[[Path], Any]:

@@ -189,11 +189,6 @@ def test_a_file_of_torch_save_is_named_and_torch_load_recommended(archive: Path)
     assert "torch.load" in str(assert_refused(archive, ForeignFileError))
 
 
-def test_a_file_of_the_old_torch_save_is_refused(archive: Path) -> None:
-    torch.save({"w": torch.ones(2)}, archive, _use_new_zipfile_serialization=False)
-    assert_refused(archive, ForeignFileError)
-
-
 def test_a_compressed_archive_is_named(saved: Path) -> None:
     saved.write_bytes(gzip.compress(saved.read_bytes()))
     assert "gzip" in str(assert_refused(saved, ForeignFileError))

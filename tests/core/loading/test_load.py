@@ -26,7 +26,6 @@ import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
     CorruptCheckpointError,
-    ForeignFileError,
     Keep,
     NotCommittedError,
     StorageUnavailableError,
@@ -429,14 +428,6 @@ def test_what_is_not_there_is_not_committed(tmp_path: Path) -> None:
         assert isinstance(caught.value, FileNotFoundError)
         assert caught.value.path == str(path)
         assert caught.value.step is None
-
-
-def test_another_tar_says_what_opens_it(tmp_path: Path) -> None:
-    with async_ckpt.pack(tmp_path / "x.tar") as folder:
-        (folder / "weights.txt").write_text("1 2 3")
-    folder.handle.result()
-    with pytest.raises(ForeignFileError, match=r"another tar; use unpack\(\)"):
-        async_ckpt.load(tmp_path / "x.tar")
 
 
 def test_what_opening_has_read_of_an_archive_is_not_asked_for_again(

@@ -13,7 +13,7 @@ import torch
 from fake_ranks import distributed, no_collectives, standing_at
 from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_at
 from matrix_slices import numbered
-from rank_archives import Build, opened, restore_at, write_all
+from rank_archives import opened, restore_at, write_all
 from slices import ALL, PART, some
 from states import MIB, difference
 from torch import nn
@@ -248,29 +248,6 @@ def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
 
 
 # --- what is read -------------------------------------------------------------------------------------------------------
-
-
-def large(world: int, placement: Any) -> Build:
-    def build(_: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (world,))
-        return {f"{n}": distributed(numbered((1024, 2048)) + n, mesh, [placement]) for n in range(16)}
-
-    return build
-
-
-def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read: dict[str, int]):
-    """128 MiB on two ranks."""
-    paths = write_all(tmp_path, 2, large(2, Shard(0)))
-    with standing_at(1, 2), torch.no_grad():
-        live = large(2, Shard(0))(1)
-        own_bytes = sum(local_part(tensor).nbytes for tensor in live.values())
-        with opened(paths, verify=False, ranks=(1, 2)) as merged:
-            num_read.clear()
-            restore_state([Part(merged)], live, RestoreOptions())
-
-    assert set(num_read) == {paths[1].name}
-    assert num_read[paths[1].name] <= 1.02 * own_bytes
-    assert own_bytes == 64 * MIB
 
 
 def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[str, int]):

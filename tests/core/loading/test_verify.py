@@ -204,18 +204,6 @@ def test_damage_where_the_index_lies_names_no_tensors(large: Path) -> None:
     assert refused(large, "the index is in it").tensors == ()
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, 4 * MIB, 20 * MIB + 1, -4096, -1])
-def test_an_archive_cut_short_is_refused(num_bytes: int, large: Path) -> None:
-    os.truncate(large, num_bytes if num_bytes >= 0 else large.stat().st_size + num_bytes)
-    refused(large, str(large))
-
-
-def test_an_archive_that_has_grown_is_refused(large: Path) -> None:
-    with open(large, "ab") as file:
-        file.write(bytes(4096))
-    refused(large, "should have")
-
-
 def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cut(LocalReader):
         def read_into(self, offset: int, target: memoryview) -> None:

@@ -416,27 +416,6 @@ def test_record_and_driver_are_those_of_rank_0(worlds):
 
 # In a rank without a process group: what a launcher would give it.
 AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
-WITHOUT_GROUP = f"""
-with open_run(here.root, ranks=(here.rank, here.size), store={AGENT_STORE}) as ckpt:
-    for step in {{steps}}:
-        state = {{{{"whole": numbered(300, 1000) + step, "step": step}}}}
-        here.save(ckpt, state, step)
-"""
-
-
-def test_ranks_without_a_process_group_are_told_by_hand(worlds):
-    """As Ray's actors. The store may have the words of an earlier start."""
-    before = worlds.start(2, WITHOUT_GROUP.format(steps=[1, 2, 3]), has_group=False)
-    ended = before.ended()
-    ended += worlds.run(2, WITHOUT_GROUP.format(steps=[4]), has_group=False, after=before)
-
-    assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 8
-    whole = 300 * 1000 * 4
-    assert sum(saved(worlds.root, 3).num_bytes) == whole
-    for step in (1, 2, 3, 4):
-        assert torch.equal(saved(worlds.root, step).tensors["whole"], numbered(300, 1000) + step)
-
-
 TORCHRUN = """
 import os, sys
 import torch.distributed as dist

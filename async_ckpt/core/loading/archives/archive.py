@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
 from ...format import digests, index, safetensors, tar
-from ...format.foreign_files import foreign_file
 from ...format.index import Member
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
@@ -128,7 +127,6 @@ class OpenArchive(Contents):
     # --- small reads ------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent) -> bytes:
-        """The bytes of a small extent, compared with their digests if the archive is verified."""
         if self._digests is None:
             return bytes(self._read_plain(extent))
         wide, data = self._verified_blocks
@@ -233,9 +231,9 @@ class OpenArchive(Contents):
         try:
             name, length = tar.parse_header(header)
         except ValueError as error:
-            raise self._foreign_file() from error
+            raise self._no_archive() from error
         if name != index.MEMBER:
-            raise self._foreign_file()
+            raise self._no_archive()
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside its index")
@@ -246,10 +244,7 @@ class OpenArchive(Contents):
             self._first_bytes = memoryview(bytearray().join((self._first_bytes, rest)))
         return bytes(self._first_bytes[tar.BLOCK : end])
 
-    def _foreign_file(self) -> CorruptCheckpointError:
-        kind = foreign_file(self._first_bytes, path=self.path)
-        if kind is not None:
-            return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
+    def _no_archive(self) -> CorruptCheckpointError:
         why = "not an async_ckpt archive" if self._first_bytes else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {why}, or its first bytes are damaged", path=self.path)
 
@@ -285,7 +280,6 @@ class OpenArchive(Contents):
         return Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
 
     def headers(self, members: Iterable[int]) -> list[Extent]:
-        """The extents of the headers of these members, to be verified with the data that is read of them."""
         return [self._headers[member] for member in sorted(members) if member in self._headers and self._digests]
 
     def check_tar_header(self, member: Member) -> Extent:
@@ -299,7 +293,6 @@ class OpenArchive(Contents):
         return member.data
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
-        """The pickled leaves; nothing is unpickled unless one of them is wanted."""
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
         if not wanted:
             return []
@@ -339,7 +332,6 @@ class OpenArchive(Contents):
         )
 
     def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
-        """A digest for each pickled leaf, by its number. Raises CorruptCheckpointError."""
         wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
         if not wanted:
             return {}
@@ -358,7 +350,6 @@ class OpenArchive(Contents):
 
 
 def _listed(leaves: Sequence[StoredLeaf]) -> str:
-    """The names of some leaves, for a message."""
     names = [shown(leaf.path) for leaf in leaves]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -344,7 +344,6 @@ class MergedArchives(Contents):
         return self._sources[number][1]
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
-        """The pickled leaves of all ranks; nothing is unpickled unless one of them is wanted."""
         by_rank = self._objects_by_rank(stored)
         objects: list[Any] = [None] * (1 + max((n for numbered in by_rank.values() for n in numbered), default=-1))
         for rank, numbered in by_rank.items():

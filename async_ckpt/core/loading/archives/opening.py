@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
-from ....errors import ForeignFileError
-from ...format.foreign_files import foreign_file
+from ...format import index
 from ...storage.interface import Reader, Storage
 from .archive import OpenArchive, first_bytes
 from .contents import Contents, Part
+
+_BEGIN: Final = f"{index.MEMBER}\0".encode()  # of every archive of this library
 
 
 def of_others() -> Any:
@@ -27,13 +28,10 @@ def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
     Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
     """
     first_block = first_bytes(reader, path=path)
-    kind = foreign_file(first_block, path=path)
-    if kind is None:
-        return OpenArchive(reader, path=path, verify=verify, first_block=first_block)
-    if kind.kind == "safetensors":
-        contents: Contents = of_others().OpenSafetensors(reader, path=path, first_block=first_block)
-        return contents
-    raise ForeignFileError(f"{path}: not an async_ckpt archive: this is {kind}", path=path, kind=kind.kind)
+    contents: Contents | None = None
+    if bytes(first_block[: len(_BEGIN)]) != _BEGIN:
+        contents = of_others().opened(reader, path=path, first_block=first_block)
+    return contents or OpenArchive(reader, path=path, verify=verify, first_block=first_block)
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:

@@ -94,7 +94,6 @@ class Match(ContainerMatch):
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if type(live) in SCALARS and type(saved) in SCALARS:
             return saved
         if isinstance(live, SnapshotView):
@@ -439,7 +438,6 @@ class Match(ContainerMatch):
             self.actions.append(lambda: group.__setitem__(key, value))
 
     def megatron_tensor(self, live: Any, path: Path) -> None:
-        """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from . import index, safetensors, tar
+from ...core.format import index, safetensors, tar
 
 # As many bytes tell every kind: a tar header, and the name of the first member of a zip.
 NEEDED_BYTES: Final = 1024
