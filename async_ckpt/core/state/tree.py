@@ -128,7 +128,9 @@ class Encoder:
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
-            raise UnsupportedStateError(f"{self._where(path)} contains itself; a checkpoint is a tree", path=shown(path))
+            raise UnsupportedStateError(
+                f"{self._where(path)} contains itself; a checkpoint is a tree", path=shown(path)
+            )
         self._open.add(id(container))
         try:
             return encode()
