@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Literal
+from importlib import import_module
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -82,12 +83,8 @@ class RngState:
                 ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Generator:
-    """One generator of this process.
-
-    `put` takes a state of `get` or of another writer, and raises anything for others.
-    """
+class _Generator(NamedTuple):
+    """One generator of this process. `put` takes a state of `get` or of another writer, and raises anything for others."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
@@ -104,32 +101,19 @@ def _put_python(state: Any) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def _numpy() -> Any:
-    """The module numpy; None if it is not installed, so that nothing draws from it."""
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
-
-
 def _get_numpy(*, legacy: bool = False) -> Any:
-    numpy = _numpy()
-    return None if numpy is None else numpy.random.get_state(legacy=legacy)
+    with suppress(ImportError):  # nothing draws from it then
+        return import_module("numpy").random.get_state(legacy=legacy)
+    return None
 
 
 def _put_numpy(state: Any) -> None:
-    numpy = _numpy()
-    if numpy is None:
+    if _get_numpy() is None:
         return
-    numpy.random.set_state(state)
-    position = numpy.random.get_state(legacy=False)["state"].get("pos", 0)
+    import_module("numpy").random.set_state(state)
+    position = _get_numpy()["state"].get("pos", 0)
     if not 0 <= position <= _NUMPY_STOCK:
         raise ValueError(f"position {position} lies outside of the {_NUMPY_STOCK} numbers in stock")
-
-
-def _put_torch(state: Any) -> None:
-    torch.set_rng_state(state.cpu())
 
 
 # --- on devices ----------------------------------------------------------------------------------------------
@@ -141,16 +125,9 @@ def _module(kind: str) -> Any:
     return module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
 
 
-def _of_process() -> tuple[str, Any] | None:
-    """The accelerator's kind and its module; None without an accelerator."""
-    kind = accelerator()
-    module = None if kind is None else _module(kind)
-    return None if kind is None or module is None else (kind, module)
-
-
 def _get_current() -> Any:
-    device = _of_process()
-    return None if device is None else device[1].get_rng_state()
+    module = _module(accelerator() or "")
+    return None if module is None else module.get_rng_state()
 
 
 def _get_each(kind: str) -> Any:
@@ -162,20 +139,13 @@ def _get_each(kind: str) -> Any:
 
 
 def _get_all_in_use() -> Any:
-    device = _of_process()
-    if device is None:
-        return None
-    kind, module = device
+    kind = accelerator() or ""
     # Reading the states of an unused accelerator would make a context on each device.
-    return _get_each(kind) if getattr(module, "is_initialized", lambda: True)() else None
-
-
-def _get_all() -> Any:
-    return _get_each("cuda")
+    return _get_each(kind) if getattr(_module(kind), "is_initialized", lambda: True)() else None
 
 
 def _get_all_by_name() -> Any:
-    states = _get_all()
+    states = _get_each("cuda")
     return None if states is None else {f"cuda:{index}": state for index, state in enumerate(states)}
 
 
@@ -201,11 +171,8 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
             names = () if index is None else _device_name(kind, module, index)
-            yield _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)), state
-
-
-def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> None:
-    module.set_rng_state(state.cpu(), *names)
+            put = partial(lambda names, state: module.set_rng_state(state.cpu(), *names), names)
+            yield _Generator(partial(module.get_rng_state, *names), put), state
 
 
 # --- the key sets --------------------------------------------------------------------------------------------
@@ -235,18 +202,17 @@ _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
         "python_rng_state": random.getstate,
         # The loader of open-instruct reads the list only if it finds the states by name as well.
         "torch_cuda_rng_states": _get_all_by_name,
-        "torch_cuda_rng_state_all": _get_all,
+        "torch_cuda_rng_state_all": partial(_get_each, "cuda"),
     },
 }
 
-_PYTHON = _Generator(random.getstate, _put_python)
-_NUMPY = _Generator(_get_numpy, _put_numpy)
-_TORCH = _Generator(torch.get_rng_state, _put_torch)
-
 _HOST: Final[Mapping[str, _Generator]] = {
-    **dict.fromkeys(("python", "random", "python_rng_state"), _PYTHON),
-    **dict.fromkeys(("numpy", "numpy_rng_state"), _NUMPY),
-    **dict.fromkeys(("torch", "cpu", "torch_cpu_rng_state"), _TORCH),
+    **dict.fromkeys(("python", "random", "python_rng_state"), _Generator(random.getstate, _put_python)),
+    **dict.fromkeys(("numpy", "numpy_rng_state"), _Generator(_get_numpy, _put_numpy)),
+    **dict.fromkeys(
+        ("torch", "cpu", "torch_cpu_rng_state"),
+        _Generator(torch.get_rng_state, lambda state: torch.set_rng_state(state.cpu())),
+    ),
 }
 # Keys of devices' states, and the kind of device. States of kinds that this machine lacks are read and ignored.
 _DEVICES: Final[Mapping[str, str]] = {

@@ -128,13 +128,17 @@ class Encoder:
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
-            name = shown(path)
-            raise UnsupportedStateError(f"{name} contains itself; a checkpoint is a tree", path=name)
+            raise UnsupportedStateError(
+                f"{self._where(path)} contains itself; a checkpoint is a tree", path=shown(path)
+            )
         self._open.add(id(container))
         try:
             return encode()
         finally:
             self._open.discard(id(container))
+
+    def _where(self, path: Path) -> str:
+        return shown(path)
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Json:
         items = self._entries(value, path)
@@ -207,10 +211,13 @@ class _ContextEncoder(Encoder):
             self._refuse(value, path)
         return super().encode(value, path)
 
+    def _where(self, path: Path) -> str:
+        part = f"{shown(path)} in " if path else ""
+        return f"{self._name}: {part}the context of {self._class}"
+
     def _refuse(self, value: Any, path: Path) -> Any:
-        part, kind = f"{shown(path)} in " if path else "", with_article(type(value).__qualname__)
         raise UnsupportedStateError(
-            f"{self._name}: {part}the context of {self._class} is {kind}, and only plain data is stored; save its "
+            f"{self._where(path)} is {with_article(type(value).__qualname__)}, and only plain data is stored; save its "
             "inner tensors, or a plain tensor of its values; nothing was written",
             path=self._name,
         )

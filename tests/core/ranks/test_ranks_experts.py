@@ -330,7 +330,8 @@ with open_run(here.root) as ckpt:
     here.save(ckpt, {{"w": async_ckpt.sharded({part}, mesh_of(), [Shard(0)])}}, 1)
 """,
     )
-    assert all(why in one.saves[0]["text"] for one in ended)
+    advice = "parts that sharded() declares must have one shape and dtype"
+    assert all(why in one.saves[0]["text"] and advice in one.saves[0]["text"] for one in ended)
 
 
 def test_parts_of_another_whole_are_refused_in_a_restore(worlds: Worlds):

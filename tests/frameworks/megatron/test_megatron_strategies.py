@@ -141,6 +141,7 @@ here.tell(error_of(lambda: ours.load_checkpoint(state(False), str(folder), trust
     for none, untrusted, missing, no_object, shape, tracker in told(worlds, 2, tmp_path, script):
         assert none is None
         assert untrusted.startswith("UntrustedObjectError: ")
+        assert "has objects of classes that were not declared safe; if you trust whoever wrote it" in untrusted
         assert missing.startswith("CheckpointingException: ")
         assert "more" in missing
         assert no_object.endswith("has no other/shard_0_1")

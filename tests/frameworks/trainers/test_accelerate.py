@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from accelerated import STEPS, Counted, Training
 from torch.optim.lr_scheduler import StepLR
 
@@ -159,6 +159,31 @@ def test_data_in_another_order_is_told_when_it_is_loaded(tmp_path, whole, caplog
     told = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
     assert len(told) == workers
     assert all("data loader 0" in line and "number of workers 0 in the checkpoint and 1 here" in line for line in told)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_seed_of_a_seedable_sampler_is_told_when_it_is_loaded(tmp_path, caplog, layout):
+    for seed, told in ((1, 0), (1, 0), (2, 1)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        how = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
+        accelerator = Accelerator(cpu=True, dataloader_config=how)
+        accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), batch_size=2, shuffle=True))
+        with AsyncState(accelerator, layout) as state:
+            if (tmp_path / "one").exists():
+                state.load_state(tmp_path / "one")
+            else:
+                state.save_state(tmp_path / "one")
+        lines = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+        assert len(lines) == told
+    assert "data loader 0 gives its data in another order than it did: seed 1 in the checkpoint and 2 here" in lines[0]
+
+
+@pytest.mark.parametrize("kind", [DistributedType.XLA, DistributedType.MEGATRON_LM])
+def test_a_way_to_train_that_is_not_supported_is_refused(tmp_path, monkeypatch, kind):
+    training = Training(tmp_path)
+    monkeypatch.setattr(training.accelerator.state, "distributed_type", kind)
+    with pytest.raises(NotImplementedError, match=f"AsyncState does not support {kind.value}; use accelerator.save_st"):
+        AsyncState(training.accelerator)
 
 
 # --- objects of one side alone ------------------------------------------------------------------------------------

@@ -140,6 +140,25 @@ def test_data_in_another_order_is_told_when_a_training_is_resumed(
     assert all(part in message for part, message in zip(told, warned, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("seed", "told"), [(1, ()), (2, ("data loader 0 gives its data in another order than it did: seed 1 in",))]
+)
+def test_another_seed_of_a_sampler_is_told_when_a_training_is_resumed(kit, checkpoints, tmp_path, caplog, seed, told):
+    def loader(seed: int) -> Any:
+        return torch.utils.data.DataLoader(
+            torch.ones(8, 4), 2, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
+
+    for end, data, before in ((2, loader(1), None), (4, loader(seed), "epoch=0-step=2.ckpt")):
+        saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        with quiet():
+            trainer = trainer_of(kit, tmp_path, checkpoints, saved, max_steps=end)
+            trainer.fit(kit.Model(), data, ckpt_path=before and tmp_path / before)
+    warned = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(warned) == len(told)
+    assert all(part in message for part, message in zip(told, warned, strict=True))
+
+
 def test_a_training_goes_on_from_ours_and_from_lightnings_own_with_the_same_losses(kit, checkpoints, tmp_path):
     saved = {"save_last": "link"}
     whole = run_of(kit, tmp_path / "whole", None).losses

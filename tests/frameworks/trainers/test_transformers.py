@@ -531,6 +531,24 @@ def test_each_trainer_of_the_process_is_made_asynchronous_when_it_trains(tmp_pat
         assert is_archive is (kind is not Files)  # whose layout is its own
 
 
+def test_a_class_that_would_hide_the_save_of_another_one_is_refused():
+    class Saving(Trainer):
+        def _save_checkpoint(self, *args: Any) -> None:
+            super()._save_checkpoint(*args)
+
+    with pytest.raises(TypeError, match=r"would hide Saving\._save_checkpoint; put it behind: class Wrong\(Saving, "):
+        type("Wrong", (AsyncCheckpointing, Saving), {})
+
+
+def test_xla_is_refused_at_the_start(tmp_path):
+    trainer = trainer_of(Trainer, tmp_path, max_steps=2)
+    trainer.is_fsdp_xla_enabled = True
+    with pytest.raises(
+        NotImplementedError, match="AsyncCheckpointing does not support XLA; use the plain Trainer there"
+    ):
+        make_async(trainer)
+
+
 def test_a_callback_of_the_trainer_makes_it_asynchronous(tmp_path):
     class MakesAsync(TrainerCallback):
         trainer: Any
@@ -556,6 +574,7 @@ def test_a_callback_of_the_trainer_makes_it_asynchronous(tmp_path):
     [
         ({"per_device_train_batch_size": 4}, "number of batches 32 in the checkpoint and 16 here, batch size 2"),
         ({"dataloader_num_workers": 1}, "number of workers 0 in the checkpoint and 1 here"),
+        ({"data_seed": 9}, "seed 1 in the checkpoint and 9 here"),
         ({"dataloader_pin_memory": False}, None),
         ({"dataloader_num_workers": 1, "ignore_data_skip": True}, None),
     ],

@@ -46,6 +46,11 @@ def whole(url: str) -> list[str]:
     return [name for name in names(url) if MARK in names(f"{url}/{name}")]
 
 
+def test_a_push_to_the_hub_from_a_url_is_refused():
+    with pytest.raises(ValueError, match="push_to_hub sends files of output_dir; give a local path"):
+        trainer_of(Files, "s3://bucket/run", push_to_hub=True, hub_model_id="nobody/nothing", hub_token="hf_none")
+
+
 @pytest.mark.parametrize("kind", OURS)
 def test_a_training_is_resumed_from_the_newest_whole_checkpoint_of_a_store(url, folder, kind):
     plain = trainer_of(Trainer, folder / "plain")
