@@ -137,12 +137,9 @@ def _refuse(request: BenchRequest) -> None:
         raise Answer("--size must be at least 4 bytes for each of the --tensors", USAGE)
     free = limits.free_memory_bytes()
     if request.num_bytes * _STATES_IN_MEMORY > free:
-        raise Answer(
-            f"a state of {reports.sized(request.num_bytes)} takes "
-            f"{reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory here, and {reports.sized(free)} are "
-            "free; pass a smaller --size",
-            USAGE,
-        )
+        state, needed = (reports.sized(request.num_bytes * times) for times in (1, _STATES_IN_MEMORY))
+        text = f"a state of {state} takes {needed} of memory here, and {reports.sized(free)} are free"
+        raise Answer(f"{text}; pass a smaller --size", USAGE)
 
 
 @contextmanager
