@@ -405,10 +405,7 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
             "the speed of the disk, and uploads behind it."
         )
     if stall.median > _LONG_STALL:
-        return (
-            "The copy holds the training up: with AsyncCheckpointer(guard=optimizer) it overlaps the next forward and "
-            "backward."
-        )
+        return "The copy holds the training up: AsyncCheckpointer(guard=optimizer) overlaps it with the next pass."
     if save.ratio is not None and save.ratio < _SLOW_SHARE:
         return (
             "Saves are slower than the place: with many small tensors, unchanged= leaves out those that do not change; "
