@@ -137,12 +137,9 @@ def _refuse(request: BenchRequest) -> None:
         raise Answer("--size must be at least 4 bytes for each of the --tensors", USAGE)
     free = limits.free_memory_bytes()
     if request.num_bytes * _STATES_IN_MEMORY > free:
-        raise Answer(
-            f"a state of {reports.sized(request.num_bytes)} takes "
-            f"{reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory here, and {reports.sized(free)} are "
-            "free; pass a smaller --size",
-            USAGE,
-        )
+        state, needed = (reports.sized(request.num_bytes * times) for times in (1, _STATES_IN_MEMORY))
+        text = f"a state of {state} takes {needed} of memory here, and {reports.sized(free)} are free"
+        raise Answer(f"{text}; pass a smaller --size", USAGE)
 
 
 @contextmanager
@@ -408,10 +405,7 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
             "the speed of the disk, and uploads behind it."
         )
     if stall.median > _LONG_STALL:
-        return (
-            "The copy holds the training up: with AsyncCheckpointer(guard=optimizer) it overlaps the next forward and "
-            "backward."
-        )
+        return "The copy holds the training up: AsyncCheckpointer(guard=optimizer) overlaps it with the next pass."
     if save.ratio is not None and save.ratio < _SLOW_SHARE:
         return (
             "Saves are slower than the place: with many small tensors, unchanged= leaves out those that do not change; "

@@ -156,9 +156,9 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
             _mark_best(rows, best)
         wanted = (None if best is None else parse_best(best)[0], _MOST_METRICS if records else _FEW_METRICS)
         _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
-    elif kind in ("step", "checkpoint"):
+    elif kind == "step":
         raise Answer(
-            f"{place.shown} is one checkpoint; look into it with async-ckpt inspect, or list the folder above it", USAGE
+            f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
         )
     else:
         raise nothing_at(place)

@@ -160,6 +160,12 @@ def nothing_at(place: Place) -> Answer:
         return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
     if ones := checkpoints_in(place.storage(), place.storage().names(""), most=1):
         return Answer(described_trainer(place, ones[0]), USAGE)
+    if kind_of(place) == "checkpoint":
+        return Answer(f"{place.shown} is one checkpoint: name the folder above it, or use inspect or verify", USAGE)
+    if unseen := walk(place).unseen:
+        return Answer(
+            f"{place.shown}: nothing was found down to {_DEEPEST} levels; name a folder below {unseen[0]}", USAGE
+        )
     return Answer(str(find.nothing_committed(place.storage())))
 
 

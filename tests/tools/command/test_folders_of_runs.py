@@ -128,6 +128,18 @@ def test_cp_keeps_the_names_of_runs_below_the_destination(folder: Path, tmp_path
     assert [row["name"] for row in documented("ls", tmp_path / "two")["runs"]] == ["a", "b"]
 
 
+def test_a_run_that_lies_too_deep_is_not_denied(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x/1/2/3/4").mkdir(parents=True)
+    shutil.copytree(folder / "a", tmp_path / "x/1/2/3/4/a")
+
+    ended = run_command("ls", tmp_path / "x")
+
+    assert (ended.returncode, "nothing was found down to 4 levels; name a folder below 1/2/3/4" in ended.stderr) == (
+        2,
+        True,
+    )
+
+
 def test_prune_has_its_rules_for_each_run(folder: Path) -> None:
     ended = run_command("prune", folder, "--keep", "last=1", "--yes")
     assert (ended.returncode, ended.stdout.splitlines()[0].startswith(f"{folder}/")) == (0, True)

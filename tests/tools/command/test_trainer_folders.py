@@ -96,9 +96,10 @@ def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced
     assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
 
 
-def test_ls_of_one_checkpoint_says_what_shows_it(tmp_path: Path) -> None:
-    ended = run_command("ls", witness("transformers_own", tmp_path) / "checkpoint-4")
-    assert (ended.returncode, "is one checkpoint; look into it with async-ckpt inspect" in ended.stderr) == (2, True)
+@pytest.mark.parametrize("words", [("ls",), ("watch", "--once")])
+def test_one_checkpoint_is_no_run_and_what_shows_it_is_said(words: tuple[str, ...], tmp_path: Path) -> None:
+    ended = run_command(*words, witness("transformers_own", tmp_path) / "checkpoint-4")
+    assert (ended.returncode, "is one checkpoint: name the folder above it" in ended.stderr) == (2, True)
 
 
 def copy_of(second: Path, target: Path) -> None:
