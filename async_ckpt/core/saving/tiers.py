@@ -329,8 +329,8 @@ class Tiers:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, timeout: float | None = None, *, say: Callable[[str], None] = _log.warning) -> list[str]:
-        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns what is left, in words, or says
-        it at Ctrl-C.
+        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns in words what is left, which
+        Ctrl-C has it say instead.
 
         A place that does not answer at this moment is not tried again, nor waited for if one that lasts has the step.
         """
