@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception
@@ -47,7 +48,7 @@ from ..core.storage.interface import Storage
 from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
 from ..core.trace import TraceFile
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageUnavailableError
 from .run_history import events_at
 from .run_reader import RunReader
 from .tracking import ExperimentTracker, Tracking
@@ -444,25 +445,37 @@ class AsyncCheckpointer(RunReader):
             ckpt.close()  # leaving the `with` block does it
 
         With several places, the newest step is then copied to all of them that answer, and a RuntimeWarning names what
-        is left. Ctrl-C gives up the saves that are still under way, and ends the copies. Signal handlers are restored.
+        is left; StorageUnavailableError if a reboot would lose the step. A place that answers nothing is waited for for
+        ten seconds, or for two minutes if no other one survives a reboot and has the step. Ctrl-C gives up the saves
+        that are still under way, and ends the copies. Signal handlers are restored.
         Rank 0 waits up to five seconds for ranks that have not made their first call yet.
         """
+        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # Ctrl-C ends both waits
         try:
             self._saver.close()
+            limit = inf
         finally:
             self._notice.close()
             if self._saver.belongs_here:
-                for left in self._lineage.tiers.finish():
-                    warnings.warn(left, RuntimeWarning, stacklevel=2)
-                if (reached := self._policy.reached(is_last=True)) is not None:
-                    self._lineage.note("progress", reached, **self._policy.facts())
-                self._tell_of_training()
-                self._ranks.close()
-                self._roots.close()
-                for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
-                    tracking.close()
+                try:
+                    left = tiers.finish(limit)
+                finally:
+                    self._end()
+                for words in left:
+                    warnings.warn(words, RuntimeWarning, stacklevel=2)
         if self._saver.belongs_here:
             self._saver.wait()
+            if left and tiers.has_lost:
+                raise StorageUnavailableError(left[0], path=self.roots[0])
+
+    def _end(self) -> None:
+        if (reached := self._policy.reached(is_last=True)) is not None:
+            self._lineage.note("progress", reached, **self._policy.facts())
+        self._tell_of_training()
+        self._ranks.close()
+        self._roots.close()
+        for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
+            tracking.close()
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,7 @@ from racing import PATIENCE, Call, until
 from slices import some
 from states import MIB, assert_is_state, leftovers, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
 from async_ckpt.core.saving import tiers
 from async_ckpt.core.storage import store_facts
 from async_ckpt.errors import ConflictError
@@ -218,6 +218,20 @@ def test_a_store_that_is_slow_or_throttled_holds_up_no_save(both):
         assert alone.latest() == 3
         assert_is_state(alone.load(3), 3, BIG)
     no_memory_is_lent(ckpt)
+
+
+def test_a_handle_of_a_save_in_memory_fails_as_one_at_the_store_alone_would_and_the_step_follows(obstore, tmp_path):
+    far = obstore.place(**SOON, **NO_RETRIES)
+    with open_run([Place(tmp_path, volatile=True), far], segment_bytes=PART) as ckpt:
+        assert ckpt.restore(state_at(0, 1)) == 1
+        away = obstore.proxy.refuse()
+        handle = ckpt.save(state_at(2, BIG), step=2)
+        error = failure(handle.result, "step 2 is not at .*it is copied once the place answers")
+        assert "which a reboot erases" in error.__notes__[0]
+        no_memory_is_lent(ckpt)
+        away.clear()
+        assert handle.at(far).result(PATIENCE) == 2
+    assert_is_state(obstore.direct.load(), 2, BIG)
 
 
 # --- a store that lies ----------------------------------------------------------------------------------------
@@ -448,3 +462,55 @@ def test_an_archive_that_was_never_committed_is_swept_once_it_is_old(far, nurser
             ckpt.wait()
             assert ckpt.steps() == [1, 3]
         assert (orphan in far.direct.names()) == stays
+
+
+LAST = """
+    import json, sys
+    import async_ckpt
+    from async_ckpt import Place
+    from async_ckpt.core.host import waits
+    from async_ckpt.core.saving import exit as end, signals
+    from async_ckpt.core.saving.tiers import Mover
+    from states import open_run, state_at
+    say = end.say_on_stderr
+    end.say_on_stderr = lambda line: (print(" has waited " in line, flush=True), say(line))
+    waits._FIRST_SECONDS, waits.FINISH_SECONDS, waits.ANSWER_SECONDS = 0.0, 3600.0, float(sys.argv[4])
+    far = Place(sys.argv[2], options=json.loads(sys.argv[3]))
+    ckpt = open_run([Place(sys.argv[1], volatile=sys.argv[5] == "memory"), far], segment_bytes=8 << 20)
+    if sys.argv[6] == "moved":
+        Mover.may_follow = Mover.begin_following = lambda *_: False
+    ckpt.save(state_at(2, 9), step=2).committed.result()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+@pytest.mark.parametrize("way", ["moved", "in the pass"])
+def test_a_process_does_not_stay_for_a_store_that_is_down_if_a_disk_has_the_step(obstore, tmp_path, nursery, way):
+    obstore.proxy.refuse()
+    ended = nursery.run(LAST, tmp_path, obstore.url, json.dumps(obstore.options()), 0.5, "disk", way, whole_exit=True)
+    assert ended.status == 0, ended.err
+    assert f"step 2 is not at {obstore.url}, which has no step yet" in ended.err
+    assert f"`async-ckpt move {tmp_path}" in ended.err
+    assert open_run(tmp_path).steps() == [2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+def test_ctrl_c_ends_the_wait_for_a_store_and_names_what_it_lacks(obstore, tmp_path, nursery):
+    obstore.proxy.refuse()
+    child = nursery.start(LAST, tmp_path, obstore.url, json.dumps(obstore.options()), 3600, "disk", "moved")
+    child.wait_for_line("True\n")
+    child.send(signal.SIGINT)
+    ended = child.ended()
+    assert ended.status == 0, ended.err
+    assert f"async_ckpt: step 2 is not at {obstore.url}" in ended.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+def test_a_last_step_in_memory_alone_is_waited_for_at_the_end(obstore, tmp_path, nursery):
+    away = obstore.proxy.refuse()
+    child = nursery.start(LAST, tmp_path, obstore.url, json.dumps(obstore.options()), 0, "memory", "moved")
+    child.wait_for_line("True\n")
+    away.clear()
+    ended = child.ended()
+    assert ended.status == 0, ended.err
+    assert_is_state(obstore.direct.load(), 2, 9)

@@ -32,6 +32,10 @@ class Stop:
     def reached(self) -> bool:
         return self._reached.is_set()
 
+    def end(self) -> None:
+        """From now on nothing meets it."""
+        self._times = 0
+
     def release(self, error: BaseException | None = None) -> None:
         self._error = error
         self._released.set()

@@ -71,6 +71,8 @@ OPEN_SECONDS: Final = 10.0
 PROGRESS_SECONDS: Final = 30.0
 # At the end, a place to which a copy makes no progress.
 FINISH_SECONDS: Final = 120.0
+# At the end, a place that answers nothing, while another one that survives a reboot has the step.
+ANSWER_SECONDS: Final = 10.0
 # Calls at a place whose save has failed, where the next can go elsewhere.
 END_SECONDS: Final = 10.0
 # The last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more, but at least

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ...errors import CheckpointError, ClosedError, PeerFailedError
-from ..host.loop import get_loop
+from ..host.loop import ask_for_exception, get_loop
 from ..host.threads import Life, running_future
 from ..host.waits import DECISION_SECONDS, wait_for
 from ..runs.manifest import Manifest
@@ -174,6 +174,7 @@ class Calls:
         # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there.
         self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
         self.hear_arrival: Callable[[int, int], None] = lambda _place, _step: None
+        self.hear_failure: Callable[[int, int, str], None] = lambda _place, _step, _why: None  # to copy it there
 
     @property
     def _start(self) -> WorldStart:
@@ -306,6 +307,11 @@ class Calls:
         if not (self._meeting.world.is_one or self._meeting.world.rank):
             self._tell({"arrived": step, "place": place})
 
+    def say_failure(self, place: int, step: int, why: str) -> None:
+        """The step could not be copied to the place of this number: rank 0 tells the others. From any thread."""
+        if not (self._meeting.world.is_one or self._meeting.world.rank):
+            self._tell({"left": step, "place": place, "why": why})
+
     def wait_for_arrival(self, arrived: Future[Any]) -> None:
         """On another rank: read words until rank 0 has told of this arrival. From any thread.
 
@@ -317,8 +323,10 @@ class Calls:
     async def _watch(self, arrived: Future[Any]) -> None:
         waiting, begun = JointSave(None), self._start.connection.now()
         self._start.log.wait(waiting)
+        ended = asyncio.wrap_future(arrived)
+        ended.add_done_callback(ask_for_exception)
         while not arrived.done():
-            await asyncio.wait([asyncio.wrap_future(arrived)], timeout=_WATCH_SECONDS)
+            await asyncio.wait([ended], timeout=_WATCH_SECONDS)
             why = "rank 0 has closed its checkpointer" if self._is_closed else self._start.lost_rank_0(begun)
             if why and not arrived.done():
                 text = f"{why}, and has not said that the step was copied; check which steps are there"
@@ -342,6 +350,9 @@ class Calls:
             return
         if "arrived" in word:
             self.hear_arrival(word["place"], word["arrived"])
+            return
+        if "left" in word:
+            self.hear_failure(word["place"], word["left"], word["why"])
             return
         if "closed" in word:
             self._is_closed = True

@@ -39,8 +39,10 @@ def drain_at_exit() -> None:
     loop.hurry()
     status = _wait_for_all(loop)
     for tiers in all_tiers():
-        for left in tiers.finish(0.0 if status else tiers.exit_timeout, say=say_on_stderr):
-            say_on_stderr(f"async_ckpt: {left}")
+        with suppress(KeyboardInterrupt):  # which ends the wait
+            for left in tiers.finish(0.0 if status else tiers.exit_timeout, say=say_on_stderr):
+                say_on_stderr(f"async_ckpt: {left}")
+        status = status or (EXIT_STATUS_SAVE_FAILED if tiers.has_lost else 0)
     with suppress(KeyboardInterrupt):
         answer_the_last()
     saves = all_saves()

@@ -260,7 +260,8 @@ def progress_of(saves: Sequence[SaveHandle]) -> str:
     first = saves[0]
     others = f" and {len(saves) - 1} more" if len(saves) > 1 else ""
     if not first.done():
-        return f"{name_of(first)}{others}: {first.progress}"
+        waits_for = first.places.awaited() if first.places and first.committed.done() else first.progress
+        return f"{name_of(first)}{others}: {waits_for}"
     ended = "committed" if Future.exception(first) is None else "failed"
     return f"{name_of(first)}{others}: {ended}, and cleaning up"
 

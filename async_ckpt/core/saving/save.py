@@ -111,6 +111,10 @@ class Save(ABC):
         """The future that the handle waits for beyond the commit, if there is one."""
         return None
 
+    def is_kept(self) -> bool:
+        """Whether the promise was kept after all, once the handle had failed."""
+        return False
+
     async def tidy(self, off_loop: OffLoop) -> None:  # noqa: B027 - most have no files but those that they commit
         """After the commit, remove every file of the save that does not stay. The handle waits for this."""
 
@@ -150,7 +154,7 @@ class Save(ABC):
     @property
     def is_unseen(self) -> bool:
         """True if the save has failed and nobody has looked at its error."""
-        return self.has_failed and not self.handle.looked_at
+        return self.has_failed and not (self.handle.looked_at or self.is_kept())
 
     @property
     def has_failed(self) -> bool:

@@ -347,9 +347,9 @@ class Saver:
         self.ledger.raise_unseen()
 
     def close(self) -> None:
-        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up.
+        """Wait for every save, and free the memory. Ctrl-C gives the saves up.
 
-        Copies after the commit, for which handles wait too, are left to the later `wait`.
+        Copies after the commit, for which handles wait too, and errors are left to the later `wait`.
         """
         if not self.belongs_here:  # another thread of the parent may have held a lock
             return
@@ -363,7 +363,6 @@ class Saver:
             self.pool.close()
             self._writers.stop()
             self._close_trace()
-        self.ledger.raise_unseen()
 
     def _close_trace(self) -> None:
         if self._trace_file is not None:

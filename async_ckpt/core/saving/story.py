@@ -202,6 +202,7 @@ class Attempt:
         finishing = asyncio.ensure_future(self._finish_copy(sink, lane))
         try:
             while not (await asyncio.wait([finishing], timeout=_LOOK_SECONDS))[0]:
+                self.target.followed_bytes = lane.written_bytes
                 if sink.num_retries:
                     self.drain.give_up(lane, StorageUnavailableError("it has to be sent again"))
             finishing.result()
@@ -379,6 +380,9 @@ class StateSave(Save):
 
     def promise(self) -> Future[int] | None:
         return self.attempt.target.promise()
+
+    def is_kept(self) -> bool:
+        return self.life.now is SaveState.COMMITTED and self.attempt.target.is_kept()
 
     def failed(self, error: BaseException) -> None:
         """Nothing to do: the attempt leaves no trace."""

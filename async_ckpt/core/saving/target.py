@@ -39,6 +39,9 @@ class Target:
     num_driver_bytes = 0
     """Those of them that this process wrote."""
 
+    followed_bytes = 0
+    """Bytes of the copy at the next place that are written."""
+
     times: SaveTimes | None = None
     """How long the save has taken, set before `agree` and before `commit`."""
 
@@ -113,6 +116,10 @@ class Target:
     def promise(self) -> Future[int] | None:
         """After the commit: what the save waits for still, if there is anything."""
         return None
+
+    def is_kept(self) -> bool:
+        """Whether that has come, once it had failed."""
+        return False
 
     def discard(self) -> None:
         """Remove a durable object that could not be committed, unless it is the checkpoint after all; and its copy."""

@@ -340,7 +340,7 @@ class StepTarget(JointTarget):
     def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:
         if not self._follows():
             return None
-        run = self._lineage.tiers.begin_following(self._run, self._call.step)
+        run = self._lineage.tiers.begin_following(self._run, self._call.step, lambda: self.followed_bytes)
         if run is None:
             return None
         self._follower = run
@@ -483,6 +483,9 @@ class StepTarget(JointTarget):
 
     def promise(self) -> Future[int] | None:
         return self._lineage.tiers.promise(self._run, self._call.step)
+
+    def is_kept(self) -> bool:
+        return self._lineage.tiers.is_kept(self._call.step)
 
     def discard(self) -> None:
         self._close_driver()

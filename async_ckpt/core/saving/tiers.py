@@ -11,6 +11,7 @@ committed that this run does not descend from.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..host import waits
-from ..host.loop import get_loop
+from ..host.loop import OffLoop, ask_for_exception, get_loop
 from ..host.process import in_forked_child
 from ..host.threads import Crew, running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
@@ -39,6 +40,7 @@ from ..runs.moving import Moving, Told
 from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
+from ..runs.tiers_file import NAME as TIERS
 from ..spans import monotonic
 from ..storage.interface import Storage
 from ..storage.node_folders import OneOfNodes
@@ -52,6 +54,8 @@ _PAUSE_SECONDS: Final = 60.0
 # Between two looks whether a step has arrived that another process moves.
 _FIRST_LOOK_SECONDS: Final = 0.2
 _LOOK_SECONDS: Final = 5.0
+# Between two looks, at the end, whether a place answers.
+_LOOK_AT_END_SECONDS: Final = 2.0
 
 _log = logging.getLogger("async_ckpt")
 # Those that copy, until they have finished: the exit waits for them, also if nobody has closed their checkpointer.
@@ -104,7 +108,8 @@ class Tiers:
         self._copying = {run: threading.Lock() for run in self.runs}
         self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
         self._num_bytes = 0  # of the last step that was committed
-        self._promised: Future[int] | None = None  # what the newest handle waits for
+        self._promised: tuple[int, int] | None = None  # the place and the step that the newest handle waits for
+        self._near, self._has_committed = self.runs[0], False  # of the newest step; whether this rank put it there
         self._is_finished = False
         self.exit_timeout: float | None = None  # seconds that the interpreter's exit waits for copies
         self.movers = [
@@ -124,7 +129,10 @@ class Tiers:
             mover.has_ranks = lambda: not ranks.is_alone
             if number > lasting:
                 mover.elsewhere = partial(_told_at, mover.run, Moving(mover.run.storage))
+            if self.runs[number - 1].is_volatile:  # handles wait for this place
+                mover.on_failure = partial(ranks.calls.say_failure, number)
         ranks.calls.hear_commit, ranks.calls.hear_arrival = self._hear_commit, self._hear_arrival
+        ranks.calls.hear_failure = self._hear_failure
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class Tiers:
 
     def committed(self, run: Run, step: int, num_bytes: int) -> None:
         """Note a commit, and begin to move it."""
-        self._num_bytes = num_bytes
+        self._num_bytes, self._has_committed = num_bytes, True
         self._note_answer(run)
         self.note_commit(run, step)
         self.wake(after=run)
@@ -209,6 +217,7 @@ class Tiers:
         """Note that a step was committed at a place: those behind it are to get it."""
         if isinstance(run.storage, OneOfNodes):
             _all.add(self)  # rank 0 copies what lies on this node
+        self._near = run
         for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
             if mover.run is run:
                 mover.arrived(step)
@@ -221,6 +230,9 @@ class Tiers:
     def _hear_arrival(self, number: int, step: int) -> None:
         self.movers[number - 1].arrived(step)
 
+    def _hear_failure(self, number: int, step: int, why: str) -> None:
+        self.movers[number - 1].failed_elsewhere(step, why)
+
     def wake(self, after: Run | None = None) -> None:
         """Begin to move what nearer places hold, to the places behind `after`, or to all."""
         if self.movers:
@@ -229,9 +241,11 @@ class Tiers:
         for mover in self.movers[first:]:
             mover.wake()
 
-    def arrival(self, number: int, step: int) -> Future[int]:
-        """A future of the step by which the further place of this number holds `step`, or a newer one."""
-        arrived = self.movers[number - 1].arrival(step)
+    def arrival(self, number: int, step: int, *, is_patient: bool = True) -> Future[int]:
+        """A future of the step by which the further place of this number holds `step`, or a newer one. If it is not
+        patient, it fails with the first copy that does.
+        """
+        arrived = self.movers[number - 1].arrival(step, is_patient=is_patient)
         if not arrived.done():
             self._calls.wait_for_arrival(arrived)
         return arrived
@@ -239,11 +253,33 @@ class Tiers:
     def promise(self, run: Run, step: int) -> Future[int] | None:
         """The arrival at the first place that is not volatile of a step that was committed at this one. None if that
         is this one, or there is none.
+
+        It fails once a copy was tried in vain, which takes as long as a save there would take to fail; the step may
+        arrive all the same.
         """
         first = self.runs.index(run)
         lasting = next((number for number in range(first, len(self.runs)) if not self.runs[number].is_volatile), first)
-        self._promised = None if lasting == first else self.arrival(lasting, step)
-        return self._promised
+        self._promised = None if lasting == first else (lasting, step)
+        if self._promised is None:
+            return None
+        arrived = self.arrival(lasting, step, is_patient=False)
+        get_loop().begin(self.movers[lasting - 1].watch(arrived))
+        return arrived
+
+    def is_kept(self, step: int) -> bool:
+        """Whether a place that is not volatile behind others has a step that was committed, or a newer one."""
+        return any(mover.has(step) for mover in self.movers if not mover.run.is_volatile)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a place that is not volatile has the newest step, as far as is known, or there is none."""
+        behind = [mover for mover in self.movers if not mover.run.is_volatile]
+        return not (self._near.is_volatile and behind) or any(mover.missing() is None for mover in behind)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a reboot would lose the newest step, which this process has committed."""
+        return self._has_committed and not self.is_safe
 
     # --- copies in the same pass ------------------------------------------------------------------------------
 
@@ -252,10 +288,12 @@ class Tiers:
         mover = self._next(run)
         return mover is not None and mover.may_follow(step)
 
-    def begin_following(self, run: Run, step: int) -> Run | None:
-        """The place behind the one that a save goes to, if it gets a copy in the same pass. `end_following` follows."""
+    def begin_following(self, run: Run, step: int, written: Callable[[], int]) -> Run | None:
+        """The place behind the one that a save goes to, if it gets a copy in the same pass, of which so many bytes are
+        `written`. `end_following` follows.
+        """
         mover = self._next(run)
-        return mover.run if mover is not None and mover.begin_following(step) else None
+        return mover.run if mover is not None and mover.begin_following(step, written) else None
 
     def end_following(self, run: Run, step: int) -> None:
         """The copy there is whole, or was given up."""
@@ -291,9 +329,10 @@ class Tiers:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, timeout: float | None = None, *, say: Callable[[str], None] = _log.warning) -> list[str]:
-        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns what is left, in words.
+        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns in words what is left, which
+        Ctrl-C has it say instead.
 
-        A place that does not answer at this moment is not tried again.
+        A place that does not answer at this moment is not tried again, nor waited for if one that lasts has the step.
         """
         if self._is_finished:
             return []
@@ -303,19 +342,31 @@ class Tiers:
             if self in _all and not self._is_read_by_others:
                 for mover in self.movers:
                     mover.begin_end()
+                    get_loop().begin(mover.ask(get_loop().off_loop))
             for arrived in self._awaited():  # rank 0 ends these waits
                 while not wait_for(arrived, LIVENESS_SECONDS) and (timeout is None or monotonic() < begun + timeout):
                     wait.goes_on(lambda: f"copies from this node: {self._behind_in_words()}")
-            while going_on := [mover for mover in self.movers if mover.is_going_on()]:
+            while going_on := [mover for mover in self.movers if mover.is_going_on(must_answer=self.is_safe)]:
                 if timeout is not None and monotonic() > begun + timeout:
                     break
                 wait_for(going_on[0].ended, LIVENESS_SECONDS)
                 wait.goes_on(lambda: f"a copy: {self._behind_in_words()}")
+        except KeyboardInterrupt:
+            for left in self._left():
+                say(f"async_ckpt: {left}")
+            raise
         finally:
             for mover in self.movers:
                 mover.stop()
             _all.discard(self)
-        return self.behind()
+        return self._left()
+
+    def _left(self) -> list[str]:
+        """The steps that further places lack at the end, in words, and what to do."""
+        left = [(mover, words) for mover in self.movers if (words := mover.lag())]
+        move = "" if self._is_read_by_others else f"`async-ckpt move {self._near.storage.locate('')} --once` or "
+        then = f"; {move}the next start of the training copies it"
+        return [words if isinstance(mover.error, ConflictError) else words + then for mover, words in left]
 
     def _behind_in_words(self) -> str:
         return "; ".join(self.behind()) or "all steps have arrived, and the places are brought up to date"
@@ -329,7 +380,7 @@ class Tiers:
         if self._is_read_by_others:
             missing = enumerate((mover.missing() for mover in self.movers), start=1)
             return [self.arrival(n, step) for n, step in missing if step is not None]
-        return [] if self in _all or self._promised is None else [self._promised]
+        return [] if self in _all or self._promised is None else [self.arrival(*self._promised)]
 
 
 class Places:
@@ -337,6 +388,10 @@ class Places:
 
     def __init__(self, tiers: Tiers, step: int) -> None:
         self._tiers, self._step = tiers, step
+
+    def awaited(self) -> str:
+        """The reason why a handle waits after the commit, in words."""
+        return "; ".join(self._tiers.behind()) or "cleaning up"
 
     def at(self, place: Anywhere, saved: Future[Any]) -> Future[int]:
         """See `SaveHandle.at`. `saved` is done when the save is committed."""
@@ -388,6 +443,15 @@ class _Stopped(CheckpointError):
     """The move was ended, since nobody waits for it any more."""
 
 
+class _Expected(NamedTuple):
+    """A step that somebody waits for, since so many wants; if patient, also after a copy has failed."""
+
+    since: int
+    step: int
+    arrived: Future[int]
+    is_patient: bool
+
+
 class Mover:
     """Brings one place up to date with those before it. `Tiers` creates it. One thread moves; any may call."""
 
@@ -405,6 +469,7 @@ class Mover:
         self._copy_step, self._pace_of, self._in_flight = copy_step, pace_of, in_flight
         self._crew = Crew("move", 1, background=True)
         self._on_arrival = on_arrival
+        self.on_failure: Callable[[int, str], None] = lambda step, why: None  # noqa: ARG005
         self.has_ranks: Callable[[], bool] = lambda: False  # whether other ranks write there, too
         # Asked before a step is moved, with the bytes moved so far: who does that, if it is another process.
         self.elsewhere: Callable[[int | None, int], Told | None] = lambda step, num_bytes: None  # noqa: ARG005
@@ -414,7 +479,9 @@ class Mover:
         self._looked_again: int | None = None  # the step that could not be copied at the last try
         self.ended: Future[None] = running_future()  # nothing is moved any more
         self._num_bytes = 0  # that were copied
-        self._seen_bytes, self._seen_at = -1, 0.0  # by whom waits for the end
+        self._followed_bytes: Callable[[], int] = int  # of the last copy in the pass of a save
+        self._seen_bytes, self._seen_at = (-1, 0), 0.0  # by whom waits
+        self._answered_at = 0.0  # when the place has answered last, after the end has begun
         self._bell = threading.Event()  # ends a pause
         self._lock = threading.Lock()  # guards all below
         self._is_wanted = self._is_running = False
@@ -424,7 +491,8 @@ class Mover:
         self._wanted: int | None = None  # the newest step that the nearer places had
         self._followed: tuple[int, Future[None]] | None = None  # the step that a save copies there in its own pass
         self._first: int | None = None  # the last of these steps
-        self._waiting: list[tuple[int, int, Future[int]]] = []  # since so many wants, for this step
+        self._waiting: list[_Expected] = []
+        self._num_tried = self._num_failed = 0  # the wants that the last copy, and the last to fail, took account of
         self._error: CheckpointError | None = None  # why the last move has failed
 
     @property
@@ -442,12 +510,12 @@ class Mover:
             return False
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
-    def begin_following(self, step: int) -> bool:
+    def begin_following(self, step: int, written: Callable[[], int]) -> bool:
         """Take a copy in the pass of a save, if the place may have one. `end_following` follows if this is True."""
         with self._lock:
             begins = self._may_follow(step)
             if begins:
-                self._followed = step, running_future()
+                self._followed, self._followed_bytes = (step, running_future()), written
             return begins
 
     def end_following(self, step: int) -> None:
@@ -501,16 +569,41 @@ class Mover:
 
     def begin_end(self) -> None:
         """Have `ended` resolve once the newest step is there, or the place does not answer."""
+        self._answered_at = monotonic()
         with self._lock:
             self._is_ending = True
         self._crew.hurry()
         self.wake()
 
-    def is_going_on(self) -> bool:
-        """Whether the end is to be waited for: it has begun, and copies make progress."""
-        if self._num_bytes != self._seen_bytes:
-            self._seen_bytes, self._seen_at = self._num_bytes, monotonic()
-        return self._is_ending and not self.ended.done() and monotonic() < self._seen_at + waits.FINISH_SECONDS
+    async def ask(self, off_loop: OffLoop) -> None:
+        """Until the end, see whether the place answers."""
+        while not (self.ended.done() or self._is_stopped):
+            with suppress(CheckpointError, OSError):
+                await off_loop(partial(self.run.storage.exists, TIERS))
+                self._answered_at = monotonic()
+            await asyncio.wait([asyncio.wrap_future(self.ended)], timeout=_LOOK_AT_END_SECONDS)
+
+    def is_going_on(self, *, must_answer: bool = False) -> bool:
+        """Whether the end is to be waited for: it has begun, and copies make progress, or the place answers."""
+        is_away = must_answer and monotonic() > self._answered_at + waits.ANSWER_SECONDS
+        return self._is_ending and not (self.ended.done() or is_away or self._is_still())
+
+    def _is_still(self) -> bool:
+        """Whether what is copied has made no progress for long, as far as whoever asks again and again has seen."""
+        uploads = self._followed is not None and self.run.storage.remote  # which ends by itself
+        num_bytes = self._num_bytes, self._followed_bytes()
+        if uploads or not self._is_running or num_bytes != self._seen_bytes:
+            self._seen_bytes, self._seen_at = num_bytes, monotonic()
+        return monotonic() > self._seen_at + waits.FINISH_SECONDS
+
+    async def watch(self, arrived: Future[int]) -> None:
+        """Fail those who wait for the place if a call there does not return. Requests to a store end by themselves."""
+        future = asyncio.wrap_future(arrived)
+        future.add_done_callback(ask_for_exception)
+        while not (self.run.storage.remote or (await asyncio.wait([future], timeout=_LOOK_SECONDS))[0]):
+            if self._is_still():
+                why = f"a copy there has made no progress for {waits.FINISH_SECONDS:.0f} s"
+                self._failed(self._num_wants, StorageUnavailableError(why, path=self.shown))
 
     def stop(self) -> None:
         """End a move that is under way."""
@@ -523,23 +616,51 @@ class Mover:
             get_loop().note_hanging(self.ended)
         self._give_up(self._left())
 
-    def arrival(self, step: int) -> Future[int]:
-        """A future of the step by which the place holds `step`, or a newer one."""
+    def arrival(self, step: int, *, is_patient: bool = True) -> Future[int]:
+        """A future of the step by which the place holds `step`, or a newer one. If it is not patient, it fails with the
+        next copy that does, or the last, if that one knew of all that was wanted.
+        """
         arrived: Future[int] = running_future()
         with self._lock:
             newest, is_over = self._newest, self._is_stopped or isinstance(self._error, ConflictError)
             is_waiting = not is_over and (newest is None or newest < step)
             if is_waiting:
-                self._waiting.append((self._num_wants, step, arrived))
+                self._waiting.append(_Expected(self._num_wants, step, arrived, is_patient))
         if newest is not None and newest >= step:
             arrived.set_result(newest)
         elif not is_waiting:
             arrived.set_exception(self._error if isinstance(self._error, ConflictError) else self._left())
+        elif self._error is not None:  # the last copy may have known of the step
+            self._failed(self._num_failed, self._error)
         return arrived
+
+    def _failed(self, num_wants: int, error: CheckpointError) -> None:
+        """A copy that took account of so many wants has failed: those who are not patient wait no longer."""
+        with self._lock:
+            ending = [one for one in self._waiting if not one.is_patient and one.since <= num_wants]
+            self._waiting = [one for one in self._waiting if one not in ending]
+        for one in ending:
+            with suppress(InvalidStateError):  # rank 0 was lost meanwhile
+                one.arrived.set_exception(self._lacks(one.step, error))
+
+    def failed_elsewhere(self, step: int, why: str) -> None:
+        """Rank 0 could not copy this step, its newest: if it is the newest here, too, some wait no longer."""
+        if self._wanted is None or self._wanted <= step:
+            self._failed(self._num_wants, StorageUnavailableError(why, path=self.shown))
+
+    def has(self, step: int) -> bool:
+        """Whether the place is known to have a step, or a newer one."""
+        newest = self._newest
+        return newest is not None and newest >= step
 
     def _left(self) -> StorageUnavailableError:
         """The error for those who wait for the place, when nothing is copied there any more."""
         return StorageUnavailableError(self.lag() or f"{self.shown}: no step is copied there any more", path=self.shown)
+
+    def _lacks(self, step: int, error: CheckpointError) -> CheckpointError:
+        """The error for those who wait for a step that could not be copied, and will be."""
+        words = f"{self._behind(step, error)}; it is copied once the place answers"
+        return type(error)(words, **{"path": self.shown, **vars(error)})
 
     def missing(self) -> int | None:
         """The newest step that the place lacks; None if none is known to be missing."""
@@ -550,13 +671,12 @@ class Mover:
     def lag(self) -> str:
         """The step that the place lacks, in words; empty if none is known to be missing."""
         wanted = self.missing()
-        with self._lock:
-            newest, error = self._newest, self._error
-        if wanted is None:
-            return ""
+        return "" if wanted is None else self._behind(wanted, self._error)
+
+    def _behind(self, step: int, error: CheckpointError | None) -> str:
+        newest, why = self._newest, "" if error is None else f": {error}"
         has = "no step yet" if newest is None else f"step {newest}"
-        why = "" if error is None else f": {error}"
-        return f"step {wanted} is not at {self.shown}, which has {has}{why}"
+        return f"step {step} is not at {self.shown}, which has {has}{why}"
 
     # --- on the mover's thread --------------------------------------------------------------------------------
 
@@ -584,7 +704,7 @@ class Mover:
                 error = StorageUnavailableError(f"{self.shown}: {failed}", path=self.shown)
             self.moving = None
             with self._lock:
-                is_news, self._error = str(error) != str(self._error), error
+                is_news, self._error, self._num_failed = str(error) != str(self._error), error, self._num_tried
                 tries_again = isinstance(error, StorageUnavailableError) and not (self._is_ending or self._is_stopped)
                 self._is_wanted |= tries_again
             if error is None:
@@ -593,6 +713,9 @@ class Mover:
                 _log.warning("%s is not up to date: %s", self.shown, error)
             if isinstance(error, ConflictError):
                 self._give_up(error)
+            elif error is not None and not isinstance(error, _Stopped):
+                self._failed(self._num_failed, error)
+                self.on_failure(self._wanted or 0, str(error))
             if tries_again:
                 self._bell.wait(next(pauses))
         self._end()
@@ -609,7 +732,7 @@ class Mover:
         while True:
             self._check()
             first = self._wait_for_follower()
-            num_wants = self._num_wants
+            self._num_tried = num_wants = self._num_wants
             ahead = self._roots.ahead(self.run, is_last=self._is_ending, first=first)
             if self._roots.are_taken:
                 self._roots.refuse_strangers(self.run)
@@ -735,17 +858,17 @@ class Mover:
             is_news = is_newest and step != self._newest
             if is_newest:
                 self._newest = step
-            here = [one for since, wanted, one in self._waiting if since <= num_wants and wanted <= step]
-            self._waiting = [waiting for waiting in self._waiting if waiting[-1] not in here]
-        for future in here:
+            here = [one for one in self._waiting if one.since <= num_wants and one.step <= step]
+            self._waiting = [one for one in self._waiting if one not in here]
+        for one in here:
             with suppress(InvalidStateError):  # rank 0 was lost meanwhile
-                future.set_result(step)
+                one.arrived.set_result(step)
         if is_news:
             self._on_arrival(step)
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        for *_, future in waiting:
+        for one in waiting:
             with suppress(InvalidStateError):
-                future.set_exception(error)
+                one.arrived.set_exception(error)

@@ -337,6 +337,67 @@ def test_a_save_that_stays_in_memory_is_an_error_that_says_so(roots):
     assert_holds(roots[0], 1)
 
 
+def in_memory(roots: list[Path]) -> list[Place | Path]:
+    return [Place(roots[0], volatile=True), *roots[1:]]
+
+
+@pytest.mark.parametrize("call", ["create", "write", "finish", "put_new"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), full()], ids=["broken", "full"])
+def test_a_handle_fails_with_the_copy_that_makes_its_step_durable_and_the_step_follows(roots, call, error, caplog):
+    with open_run(in_memory(roots)) as ckpt, scripted(ckpt, 1) as disk:
+        down = disk.fail(call, error=error, times=None)
+        handle, unseen = (ckpt.save(state_at(step, 9), step=step) for step in (1, 2))
+        with pytest.raises(StorageUnavailableError, match=r"step 1 is not at .*far.*once the place answers") as raised:
+            handle.result(PATIENCE)
+        assert isinstance(raised.value, StorageFullError) == isinstance(error, StorageFullError)
+        near = handle.committed.result().path
+        assert raised.value.__notes__[0].endswith(f"is committed only at {near}, which a reboot erases")
+        until(unseen.done)
+        with pytest.warns(RuntimeWarning, match="step 2 is not at"):
+            third = ckpt.save(state_at(3, 9), step=3)
+        down.end()
+        assert third.at(roots[1]).result(PATIENCE) == 3
+        until(third.done)
+        ckpt.wait()  # of those that nobody has looked at, none is left behind
+    assert open_run(roots[1]).latest() == 3
+
+
+def test_a_handle_does_not_wait_for_ever_for_a_disk_where_a_call_does_not_return(roots, monkeypatch):
+    monkeypatch.setattr(tiers, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(waits, "FINISH_SECONDS", 0.3)
+    with open_run(in_memory(roots)) as ckpt, scripted(ckpt, 1) as disk:
+        hung = disk.stop("finish", times=1)
+        handle = ckpt.save(state_at(1), step=1)
+        with pytest.raises(StorageUnavailableError, match=r"a copy there has made no progress for 0 s"):
+            handle.result(PATIENCE)
+        hung.release()
+        assert handle.at(roots[1]).result(PATIENCE) == 1
+    assert_holds(roots[1], 1)
+
+
+def test_a_wait_for_a_step_to_leave_the_memory_names_the_place(roots, caplog, monkeypatch):
+    monkeypatch.setattr(waits, "_FIRST_SECONDS", 0.0)
+    with open_run(in_memory(roots)) as ckpt, scripted(ckpt, 1) as disk:
+        hung = disk.stop("finish", times=1)
+        handle = ckpt.save(state_at(1), step=1)
+        until(handle.committed.done)
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.5)
+        assert f"for step 1 ({handle.path}): step 1 is not at {roots[1]}, which has no step yet" in caplog.text
+        hung.release()
+
+
+def test_a_step_that_stays_in_memory_is_told_at_the_end_though_its_handle_was_looked_at(roots):
+    ckpt = open_run(in_memory(roots))
+    ckpt._roots.runs[1].root.storage = Away(roots[1])
+    assert ckpt.save(state_at(1), step=1).exception(PATIENCE)
+    with (
+        pytest.warns(RuntimeWarning, match=r"`async-ckpt move .*near.* --once`"),
+        pytest.raises(StorageUnavailableError, match="step 1 is not at"),
+    ):
+        ckpt.close()
+
+
 def test_the_exit_says_which_step_stays_in_memory_and_ends_with_the_status_of_a_lost_save(roots, nursery):
     ended = nursery.run(
         """

@@ -122,10 +122,6 @@ class RankVersions:
         """The versions of whole models at the root."""
         return Versions(self.storage).numbers()
 
-    def is_of_start(self, number: int, size: int, name: str) -> bool:
-        """Whether all ranks have published a version in the start of this name. Lists the root."""
-        return self.sizes().get(number) == size and self.of_rank(0, size).start_of(number) == name
-
     def _is_whole(self, number: int, size: int) -> bool:
         paths = [f"{folder_of_rank(rank, size)}/{folder_of(number)}/{INDEX}" for rank in range(1, size)]
         if len(self.storage.existing(paths)) < len(paths):
