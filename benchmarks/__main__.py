@@ -55,6 +55,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
         "finite": _finite,
+        "unchanged": _unchanged,
         "ranks": _ranks,
         "publish": _publish,
         "one_host": _one_host,
@@ -120,6 +121,12 @@ def _finite() -> Table:
     from . import finite
 
     return Table({"finite": finite.finite})
+
+
+def _unchanged() -> Table:
+    from . import unchanged
+
+    return Table({"unchanged": unchanged.unchanged})
 
 
 def _groups() -> Table:

@@ -61,7 +61,7 @@ class Saves:
         self.checkpointer.prewarm(state)
         self._state = state
         self._steps = itertools.count(1)
-        self.run()
+        self.first_bytes = self.run().num_bytes
 
     def begin(self) -> SaveHandle:
         return self.checkpointer.save(self._state, next(self._steps))

@@ -7,6 +7,7 @@ The text is canonical: a reader makes it again from the parsed digests and compa
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -34,10 +35,11 @@ def damaged_blocks(offset: int, data: memoryview, expected: bytes) -> list[int]:
     return numbers
 
 
-def joined_digest(head: memoryview, tail: memoryview | bytes) -> bytes:
-    """The digest of a block that comes in two parts."""
-    digest = xxhash.xxh3_128(head)
-    digest.update(tail)
+def joined_digest(parts: Iterable[memoryview]) -> bytes:
+    """The digest of a block that comes in parts."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 

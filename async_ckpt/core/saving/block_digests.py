@@ -167,7 +167,7 @@ class MovedExtent:
                 self._halves[number] = bytes(part)
                 return
         head, tail = (part, memoryview(half)) if begin == first else (memoryview(half), part)
-        self._digests[number] = digests.joined_digest(head, tail)
+        self._digests[number] = digests.joined_digest((head, tail))
 
     def pieces(self) -> bytes:
         in_order = (self._digests[number] for number in sorted(self._digests))

@@ -14,24 +14,24 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import TornSnapshotError
 from ..backends import device_of, is_dense, is_on_host
-from ..format.digests import block_digest
+from ..format.digests import block_digest, joined_digest
 from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..runs.manifest import Archive, GroupLocation
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, KIB, MIB, Extent
-from ..staging.device import Alias, Device
+from ..staging.device import Alias, Device, MemoryGoneError
 from ..state.captured import Capture, Mark
 from ..state.names import Path
 from ..state.wrapped import plain_parts
@@ -40,6 +40,7 @@ from .block_digests import GroupDigests
 # To look after a smaller tensor costs about as much as to write it.
 _LEAST_BYTES: Final = MIB
 _SAMPLE_BYTES: Final = 8 * KIB
+_COPY_BYTES: Final = 256 * KIB
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MANY: Final = 5  # names in a message
 
@@ -92,8 +93,10 @@ class _Taken(NamedTuple):
         """Whether the tensor has other bytes than it should, and no write to it was counted since the call of `save`:
         after the call the training may change the tensor. Blocks.
         """
-        digest = _digest(self.alias, self.saved.extent)
-        is_same = digest in (None, self.saved.digest)
+        try:
+            is_same = _digest(self.alias, self.saved.extent) == self.saved.digest
+        except MemoryGoneError:  # since the call, as the training may
+            return False
         return not is_same and self.tensor._version == self.saved.look.mark[1]
 
 
@@ -270,36 +273,34 @@ def _still_lends(run: Run, location: GroupLocation) -> bool:
     return run.storage.remote or run.lends((location,))
 
 
-_scratch = threading.local()
+_scratch = threading.local()  # where bytes are copied to, since their own memory may be freed meanwhile
 
 
-def _digest(alias: Alias, extent: Extent) -> bytes | None:
-    """The digest of the bytes of a tensor that lie at `extent` of a file, as `GroupDigests` makes it; None if the
-    memory is gone. Reads the live memory: the training may write to it meanwhile.
+def _digest(alias: Alias, extent: Extent) -> bytes:
+    """The digest of the bytes of a tensor that lie at `extent` of a file, as `GroupDigests` makes it, of live memory.
+
+    Raises MemoryGoneError.
     """
-    found = [extent.length.to_bytes(8, "big")]
-    for begin, length in _cuts(extent):
-        piece = _piece(alias, begin, length)
-        if piece is None:
-            return None
-        found.append(piece)
-    return block_digest(b"".join(found))
-
-
-def _cuts(extent: Extent) -> Iterable[tuple[int, int]]:
-    """The parts of an extent in each block of the file, as (bytes from its begin, bytes)."""
-    at = extent.offset
+    pieces, at = [extent.length.to_bytes(8, "big")], extent.offset
     while at < extent.end:
         end = min(extent.end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield at - extent.offset, end - at
+        begin, length = at - extent.offset, end - at
+        if alias.device.type == "cpu":
+            pieces.append(joined_digest(_copies(alias, begin, length)))
+        else:
+            pieces.append(Device(alias.device).read(alias, begin, length, block_digest))
         at = end
+    return block_digest(b"".join(pieces))
 
 
-def _piece(alias: Alias, begin: int, length: int) -> bytes | None:
-    if alias.device.type != "cpu":
-        return Device(alias.device).read(alias, begin, length, block_digest)
-    buffer: Any = getattr(_scratch, "buffer", None)
-    if buffer is None:
-        buffer = _scratch.buffer = bytearray(BLOCK_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    return block_digest(memoryview(buffer)[:length]) if alias.copy_to(address, begin, length) else None
+def _copies(alias: Alias, begin: int, length: int) -> Iterator[memoryview]:
+    """The bytes of a tensor on the host, in copies that stay in the processor's caches until they are digested."""
+    if not hasattr(_scratch, "buffer"):
+        _scratch.buffer = bytearray(_COPY_BYTES)
+    view = memoryview(_scratch.buffer)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    for at in range(begin, begin + length, _COPY_BYTES):
+        num_bytes = min(_COPY_BYTES, begin + length - at)
+        if not alias.copy_to(address, at, num_bytes):
+            raise MemoryGoneError
+        yield view[:num_bytes]

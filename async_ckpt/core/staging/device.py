@@ -226,20 +226,20 @@ class Device:
         self.wait(self.enqueue(box.tensor, pieces, tensors, dense, {}))
         self._side.give_back(box)
 
-    def read(self, alias: Alias, begin: int, length: int, use: Callable[[memoryview], T]) -> T | None:
-        """The result of `use` for some bytes of a tensor; None if its memory is gone. Blocks."""
+    def read(self, alias: Alias, begin: int, length: int, use: Callable[[memoryview], T]) -> T:
+        """The result of `use` for some bytes of a tensor. Blocks. Raises MemoryGoneError."""
         with self._side.lock:
             box = self._side.box(length)
         try:
             self.wait(self.enqueue(box.tensor, [Piece(0, 0, begin, length)], [], [], {0: alias}))
-            result = use(box.view[:length]) if alias.is_there() else None
-        except MemoryGoneError:
-            result = None
         except BaseException:
             box.leak()  # the copy into it may still be under way
             raise
-        self._side.give_back(box)
-        return result
+        try:
+            alias.part_now(begin, length)  # it was there, as it still is
+            return use(box.view[:length])
+        finally:
+            self._side.give_back(box)
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
