@@ -1,7 +1,6 @@
-"""Objects from front to back: written through a sink that takes segments, and read through a reader of ranges.
+"""Objects that are written from front to back, through a sink that takes segments.
 
-In: bytes of any length, in order; a reader. Out: an object whose size was not known before; a binary file object.
-Knows nothing of: what is in the objects.
+In: bytes of any length, in order. Out: an object whose size was not known before. Knows nothing of: what is in it.
 """
 
 from __future__ import annotations
@@ -9,25 +8,20 @@ from __future__ import annotations
 import ctypes
 import io
 import threading
-from collections import deque
-from concurrent.futures import Future
-from functools import partial
 from typing import Any, Final
 
 from ..host.pool import Lease, SegmentPool
-from ..host.threads import Crew, running_future
+from ..host.threads import Crew
 from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
-from .interface import Reader, Sink, Storage
+from .interface import Sink, Storage
 from .locks import temps_of
 
 _SEGMENT_BYTES: Final = 8 * MIB
 # One is being filled, some are being written, and some are held until a store has sent them.
 _NUM_SEGMENTS: Final = 8
 _NUM_WRITERS: Final = 4
-# Chunks that are read at the same time, ahead of the one in use.
-_NUM_AHEAD: Final = 4
 
 
 class Appender:
@@ -162,64 +156,3 @@ class AppenderFile(io.RawIOBase):
 
     def tell(self) -> int:
         return self._out.num_bytes
-
-
-class ReadAhead(io.RawIOBase):
-    """An object as a binary file, read ahead by a crew of this object. For one thread.
-
-    Holds at most 40 MiB. Closing it closes the reader. Raises the errors of the reader.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        super().__init__()
-        self._reader = reader
-        self._crew = Crew("fetch", _NUM_AHEAD)
-        self._ahead: deque[Future[memoryview]] = deque()
-        self._num_requested = 0  # bytes requested so far
-        self._chunk = memoryview(b"")
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, target: Any) -> int:
-        self._request()
-        if not self._chunk and self._ahead:
-            # Removed only after it is done, since `close` waits for the chunks in the deque.
-            self._chunk = self._ahead[0].result()
-            del self._ahead[0]
-            self._request()
-        view = memoryview(target).cast("B")
-        part = self._chunk[: len(view)]
-        view[: len(part)] = part
-        self._chunk = self._chunk[len(part) :]
-        self._at += len(part)
-        return len(part)
-
-    def _request(self) -> None:
-        while len(self._ahead) < _NUM_AHEAD and self._num_requested < self._reader.num_bytes:
-            begin, length = self._num_requested, min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested)
-            chunk: Future[memoryview] = running_future()
-            self._crew.submit(partial(self._fetch, begin, length, chunk))
-            self._ahead.append(chunk)
-            self._num_requested += length
-
-    def _fetch(self, begin: int, length: int, chunk: Future[memoryview]) -> None:
-        try:
-            data = memoryview(bytearray(length))
-            self._reader.read_into(begin, data)
-        except BaseException as error:
-            chunk.set_exception(error)
-        else:
-            chunk.set_result(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            for chunk in self._ahead:
-                chunk.exception()  # the thread uses the reader until then
-            self._crew.stop()
-            self._reader.close()
-        super().close()

@@ -24,8 +24,8 @@ from ...core.format.tarball import stays_inside
 from ...core.loading.archives.find import opened_as_file
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at
-from ...core.storage.sequential import ReadAhead
 from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+from ..foreign.read_ahead import ReadAhead
 from ..foreign.tar_stream import (
     BUFFER_BYTES,
     DamagedTarError,

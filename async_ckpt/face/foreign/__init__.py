@@ -4,7 +4,8 @@
   `virtual_files.py` makes one file again.
 - `dcp_folder.py`: folders of torch.distributed.checkpoint, with `dcp_metadata.py` and `dcp_checksums.py`.
 - `foreign_files.py`: the kinds of single files, by their first bytes.
-- `tar_stream.py`: the members of any tar; `foreign_checks.py`: what can be verified of a file or folder.
+- `tar_stream.py`: the members of any tar, read by `read_ahead.py`.
+- `foreign_checks.py`: what can be verified of a file or folder.
 
 `loading.archives.opening` imports this room when it meets the first of them.
 """

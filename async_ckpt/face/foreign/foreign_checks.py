@@ -7,7 +7,6 @@ archives of this library. Nothing is unpickled, and nothing is extracted.
 from __future__ import annotations
 
 import contextlib
-import io
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,12 +17,12 @@ from ...core.format import tar, zstd
 from ...core.host.threads import run_together
 from ...core.loading.archives.contents import Contents
 from ...core.storage.interface import Reader, Storage
-from ...core.storage.sequential import ReadAhead
 from ...errors import CorruptCheckpointError, ForeignFileError
 from .dcp_checksums import check_item, check_zip
 from .dcp_folder import OpenDcp
 from .dcp_metadata import Blob
 from .foreign_files import NEEDED_BYTES, foreign_file
+from .read_ahead import ReadAhead
 from .tar_stream import (
     BUFFER_BYTES,
     ForwardFile,
@@ -125,10 +124,9 @@ def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
     """Read all of a file that is compressed, or a tar, or both. `checksums` are those of the compression, in words."""
     with ReadAhead(reader) as raw, damage_translated(path, "it is damaged"):
         content = decompressed(raw, path)
-        block = content.read(tar.BLOCK)
-        is_tar = checksums is None or _is_header(block)
-        forward = ForwardFile(_Begun(block, content))
+        is_tar = checksums is None or _is_header(content.peek(tar.BLOCK)[: tar.BLOCK])
         if is_tar:
+            forward = ForwardFile(content)
             with tarfile.open(fileobj=cast(Any, forward), mode="r:", tarinfo=StrictTarInfo) as archive:
                 for _ in members_of(archive, forward):
                     pass
@@ -146,19 +144,6 @@ def _is_header(block: bytes) -> bool:
     with suppress(ValueError):
         return len(block) == tar.BLOCK and tar.has_checksum(block)
     return False
-
-
-class _Begun:
-    """A file whose first bytes have been read already."""
-
-    def __init__(self, begin: bytes, rest: io.BufferedReader) -> None:
-        self._begin, self._rest = begin, rest
-
-    def read(self, num_bytes: int) -> bytes:
-        if not self._begin:
-            return self._rest.read(num_bytes)
-        part, self._begin = self._begin[:num_bytes], self._begin[num_bytes:]
-        return part
 
 
 class _Counted(Reader):

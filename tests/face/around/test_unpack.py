@@ -28,7 +28,7 @@ from tarballs import gnu_tar, in_names, look, make_tree, member, plain_tar, tar,
 
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError, unpack
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.core.storage.sequential import ReadAhead
+from async_ckpt.face.foreign.read_ahead import ReadAhead
 from async_ckpt.files import extract
 
 zstandard = pytest.importorskip("zstandard")

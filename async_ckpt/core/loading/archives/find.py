@@ -17,7 +17,7 @@ from ....errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...runs.foreign_entries import foreign_kind, possible_steps
+from ...runs.foreign_entries import foreign_kind, formats_of, possible_steps
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, GroupLocation, Manifest, parse
 from ...runs.marks import no_good_step
@@ -433,7 +433,11 @@ def _run_at(storage: Storage) -> Roots | None:
         manifest = None if step is None else roots.runs[0].committed(step)
         return 0.0 if manifest is None else manifest.created
 
-    formats = formats_at(storage)
+    steps = sorted(possible_steps(storage.names("")), key=lambda one: one[0].step)
+    formats = formats_of(steps)
+    # To ask a store for all steps takes long, and mostly there is one naming, of which the newest step is committed.
+    if len(formats) != 1 or not storage.exists(f"{steps[-1][1]}/{MANIFEST}"):
+        formats = formats_at(storage)
     found = [Roots([Run(storage, clock=wall_time, step_format=one, tracker=None)]) for one in formats]
     return max(found, key=created) if len(found) > 1 else next(iter(found), None)
 
