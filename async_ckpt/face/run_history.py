@@ -58,7 +58,10 @@ class History(list[Event]):
         pictures = [
             paragraph(f"{name}, the last {shown(values[-1])}")
             + line(f"{name} of each of the last saves", values[-_DRAWN:])
-            for name, values, shown in (("stall", stalls, _in_ms), ("bandwidth", bandwidths, _in_rate))
+            for name, values, shown in (
+                ("stall", stalls, _in_ms),
+                ("bandwidth", bandwidths, lambda bandwidth: f"{sized(bandwidth)}/s"),
+            )
             if values
         ]
         return "".join([paragraph(_in_words(self)), *pictures, table(_COLUMNS, map(_row, reversed(self[-_SHOWN:])))])
@@ -71,10 +74,6 @@ def _in_words(events: Sequence[Event]) -> str:
 
 def _in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _in_rate(bandwidth: float) -> str:
-    return f"{sized(bandwidth)}/s"
 
 
 def _row(one: Event) -> tuple[str, ...]:

@@ -275,7 +275,11 @@ class _Upload:
 
     def copy(self, read: Read, segment: Segment) -> None:
         """Copy the parts of a read that go to this device, and wait: the device reads from the buffer until then."""
-        parts = [(self._targets[wanted].flat, run) for wanted, run in read.parts if self._is_here(wanted)]
+        parts = [
+            (self._targets[wanted].flat, run)
+            for wanted, run in read.parts
+            if self._targets[wanted].device == self._device
+        ]
         if not parts:
             return
         ended = self._backend.waiting_event()  # for these copies only
@@ -318,9 +322,6 @@ class _Upload:
             except torch.OutOfMemoryError:
                 self._is_full = True
         return self._scratch
-
-    def _is_here(self, wanted: int) -> bool:
-        return self._targets[wanted].device == self._device
 
 
 class _FillTarget:

@@ -112,10 +112,6 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _path_node(path: PurePath) -> Json:
-    return {"path": [type(path).__name__, scalar_node(str(path))]}
-
-
 def _datetime_node(value: datetime) -> Json:
     naive = value.replace(tzinfo=None, fold=0)
     return {"datetime": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
@@ -124,10 +120,6 @@ def _datetime_node(value: datetime) -> Json:
 def _time_node(value: time) -> Json:
     naive = value.replace(tzinfo=None, fold=0)
     return {"time": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
-
-
-def _timedelta_node(value: timedelta) -> Json:
-    return {"timedelta": [value.days, value.seconds, value.microseconds]}
 
 
 def _zone_node(zone: tzinfo | None) -> Json:
@@ -184,11 +176,14 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
     torch.dtype: lambda value: {"dtype": dtype_name(value)},
     torch.device: lambda value: {"device": str(value)},
     torch.memory_format: lambda value: {"memory_format": str(value).removeprefix("torch.")},
-    **dict.fromkeys((PurePosixPath, PureWindowsPath, PosixPath, WindowsPath), _path_node),
+    **dict.fromkeys(
+        (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath),
+        lambda path: {"path": [type(path).__name__, scalar_node(str(path))]},
+    ),
     date: lambda value: {"date": value.isoformat()},
     datetime: _datetime_node,
     time: _time_node,
-    timedelta: _timedelta_node,
+    timedelta: lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]},
     timezone: _zone_node,
     range: lambda value: {"range": [scalar_node(part) for part in (value.start, value.stop, value.step)]},
     slice: _slice_node,

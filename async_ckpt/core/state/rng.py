@@ -84,7 +84,7 @@ class RngState:
 
 
 class _Generator(NamedTuple):
-    """One generator of this process. `put` takes a state of `get` or of another writer, and raises anything for others."""
+    """One generator of this process. `put` takes a state of `get` or another writer, and raises anything for others."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]

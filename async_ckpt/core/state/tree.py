@@ -150,7 +150,9 @@ class Encoder:
         metadata = vars(value).get("_metadata")
         if not isinstance(metadata, dict):
             return {"ordered": items}
-        return {"ordered": items, "metadata": Encoder(_no_leaf).encode(dict(metadata), (*path, "_metadata"))}
+        # It is plain: version numbers.
+        plain = Encoder(lambda _value, _path: None)
+        return {"ordered": items, "metadata": plain.encode(dict(metadata), (*path, "_metadata"))}
 
     def _record(self, value: Any, path: Path) -> Json:
         self.types.add(type(value))
@@ -760,7 +762,3 @@ def _metadata(node: Json) -> dict[Any, Any]:
     if stored or not isinstance(value, dict):
         raise ValueError("the metadata of a state dict is not a dict of plain values")
     return value
-
-
-def _no_leaf(_value: Any, _path: Path) -> Json:
-    return None  # a state dict's metadata is plain: version numbers

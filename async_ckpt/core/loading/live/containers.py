@@ -173,8 +173,10 @@ def child_of(live: Any, saved: Any) -> Any:
     with suppress(Exception):  # the user's own classes may raise anything
         if isinstance(live, defaultdict) and live.default_factory is not None:
             child = live.default_factory()
-        elif type(saved) in (dict, OrderedDict) and isinstance(live, dict) and _has_attributes(live):
-            child = type(live)()  # entries of entries are attributes, too
+        elif (type(saved) in (dict, OrderedDict) and isinstance(live, dict)) and (
+            hasattr(type(live), "__getattr__") or getattr(live, "__dict__", None) is live
+        ):
+            child = type(live)()  # its entries are attributes, and so are entries of entries
     if type(saved) in (dict, OrderedDict):
         fits = is_mapping(child) or method_of(child, "load_state_dict") is not None or is_record(child)
     elif isinstance(saved, list | deque):
@@ -182,11 +184,6 @@ def child_of(live: Any, saved: Any) -> Any:
     else:
         fits = isinstance(saved, set) and isinstance(child, MutableSet)
     return child if fits else None
-
-
-def _has_attributes(live: dict[Any, Any]) -> bool:
-    """True for a dict whose entries are attributes."""
-    return hasattr(type(live), "__getattr__") or getattr(live, "__dict__", None) is live
 
 
 # --- changes ------------------------------------------------------------------------------------------------------

@@ -18,11 +18,8 @@ from ...state.wrappers import SEQUENCES
 
 def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
     """True if taking the state dict has no effects: for a plain module, a container or a tensor."""
-    return _is_structure(live) or is_plain_module(live, state_dict_of)
-
-
-def _is_structure(live: Any) -> bool:
-    return isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
+    is_structure = isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
+    return is_structure or is_plain_module(live, state_dict_of)
 
 
 def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:

@@ -30,7 +30,7 @@ class LiveStateDicts(StateDictCache):
             if id(value) in seen or isinstance(value, torch.Tensor | type):
                 return
             seen.add(id(value))
-            if _has_state_dict(value):
+            if None not in (method_of(value, "load_state_dict"), method_of(value, "state_dict")):
                 if not is_plain_optimizer(value):
                     with suppress(Exception):
                         self.of(value)
@@ -39,7 +39,3 @@ class LiveStateDicts(StateDictCache):
                 visit(item)
 
         visit(state)
-
-
-def _has_state_dict(value: Any) -> bool:
-    return method_of(value, "load_state_dict") is not None and method_of(value, "state_dict") is not None
