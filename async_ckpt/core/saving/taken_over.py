@@ -3,9 +3,10 @@
 In: captured states, and commits. Out: the tensors that need not be copied or written. Knows nothing of: files, threads
 that copy.
 
-Fused optimizers and `.data` write past a tensor's version counter, so an equal counter proves nothing. Taken over are only parameters that do not require a gradient, of modules in the state, in the memory and with the counter that they
-had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save
-takes nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
+Fused optimizers and `.data` write past a tensor's version counter, so an equal counter proves nothing. Taken over are
+only parameters that do not require a gradient, of modules in the state, in the memory and with the counter that they
+had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save takes
+nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
 counter that no sample has shown fails the save. Later saves write such a tensor.
 """
 
