@@ -215,8 +215,9 @@ def test_wings_take_few_names_out_of_the_modules_of_plumbing():
 
 # Lines of the core, and of the whole package. The numbers may only fall; they were raised for intervals and goodput,
 # the order of loaders, FSDP1 and DeepSpeed below the Trainer, digests that are compared before a resume, what the
-# command says of broken steps, second names and other trainings, marks, room on disks, a mean of the weights, trackers.
-MOST_LINES = {"core": 41_027, "": 83_424}
+# command says of broken steps, second names and other trainings, marks, room on disks, a mean of the weights, trackers,
+# tensors that are taken over.
+MOST_LINES = {"core": 41_788, "": 84_195}
 
 
 def test_the_house_does_not_grow():

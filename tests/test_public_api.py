@@ -93,7 +93,7 @@ SIGNATURES = {
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "
-        "select=None, unchanged=(), per_rank=(), driver=None)"
+        "select=None, unchanged='auto', per_rank=(), driver=None)"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.mark: "(self, step, kind, *, note='')",

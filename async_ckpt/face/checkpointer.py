@@ -233,6 +233,9 @@ class AsyncCheckpointer(RunReader):
             unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
                 restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
                 archive that has them, which is kept as long as it is needed. A group that was never saved is written.
+                "auto" does so for large parameters of modules that do not require a gradient: nothing is copied or
+                written of one with the memory and version counter of the last commit, and its bytes are compared in the
+                background. With (), everything is written.
             per_rank: names of entries at the top level that each rank has separately, such as the position of its data
                 loader. `RngState` always is. Each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
@@ -244,7 +247,8 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), PeerFailedError if it waits in vain for other ranks, ValueError or KeyError for names
         that the state does not have, and ValueError or TypeError for arguments that are not valid, such as a `step`
         that is no step. All other errors are raised by the handle. Stores are not accessed on this thread: the handle
-        tells if a step already exists there.
+        tells if a step already exists there, and raises TornSnapshotError for a tensor that "auto" has taken over, and
+        that was written to past its version counter.
         """
         try:
             step = whole_step(step, "; the order is save(state, step)")

@@ -3,10 +3,10 @@
 In: captured states, and commits. Out: the tensors that need not be copied or written. Knows nothing of: files, threads
 that copy.
 
-Fused optimizers and `.data` write past a tensor's version counter, so an equal counter alone proves nothing. Taken over
-are only parameters that do not require a gradient, of modules in the state, in the very memory and with the counter that
-they had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save
-takes nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
+Fused optimizers and `.data` write past a tensor's version counter, so an equal counter proves nothing. Taken over are
+only parameters that do not require a gradient, of modules in the state, in the memory and with the counter that they
+had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save takes
+nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
 counter that no sample has shown fails the save. Later saves write such a tensor.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import TornSnapshotError
-from ..backends import device_of, is_dense, is_on_host
+from ..backends import device_of, is_dense, is_host, is_on_host
 from ..format.digests import block_digest, joined_digest
 from ..format.layout import Layout
 from ..host.loop import get_loop
@@ -47,7 +47,7 @@ _MANY: Final = 5  # names in a message
 _Key: TypeAlias = tuple[Path, tuple[int, ...] | None]  # of a slice: the tensor's path, and its place in the tensor
 
 
-class _Look(NamedTuple):
+class _Appearance(NamedTuple):
     """The outside of a tensor. As long as it stays the same, no write to the tensor was counted."""
 
     dtype: str
@@ -62,14 +62,14 @@ class _Candidate(NamedTuple):
     number: int
     key: _Key
     tensor: torch.Tensor
-    look: _Look
+    look: _Appearance
     sample: bytes
 
 
 class _Saved(NamedTuple):
     """The place of a tensor's bytes in the archive of a commit, and the tensor when they were taken."""
 
-    look: _Look
+    look: _Appearance
     sample: bytes
     storage: StorageWeakRef  # whose own address is not given to another storage while this exists
     extent: Extent
@@ -112,7 +112,7 @@ class TakenOver:
         self.lenders: dict[tuple[str, str], int] = {}  # the number of each archive, by folder and name
         self.locations: dict[tuple[str, int], GroupLocation] = {}
         self.whole_groups: frozenset[str] = frozenset()  # of which nothing is written
-        self.written: dict[int, tuple[_Key, _Look, bytes, StorageWeakRef]] = {}  # by the number of the spec
+        self.written: dict[int, tuple[_Key, _Appearance, bytes, StorageWeakRef]] = {}  # by the number of the spec
         self.digests = GroupDigests({})  # of those, once they are laid out
         self.of_blocks = bytearray()  # of the archive; filled by the drain
         self._extents: dict[int, Extent] = {}
@@ -253,7 +253,7 @@ def _candidates(captured: Capture, frozen: set[int]) -> Iterator[_Candidate]:
         is_host = is_on_host(tensor)
         if is_dense(tensor) and (is_host or device_of(tensor) is not None):
             key = spec.path, None if spec.of is None else spec.of.offsets
-            look = _Look(spec.dtype, spec.shape, tensor.stride(), mark)
+            look = _Appearance(spec.dtype, spec.shape, tensor.stride(), mark)
             yield _Candidate(i, key, tensor, look, _sample(tensor) if is_host else b"")
 
 
@@ -285,7 +285,7 @@ def _digest(alias: Alias, extent: Extent) -> bytes:
     while at < extent.end:
         end = min(extent.end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
         begin, length = at - extent.offset, end - at
-        if alias.device.type == "cpu":
+        if is_host(alias.device):
             pieces.append(joined_digest(_copies(alias, begin, length)))
         else:
             pieces.append(Device(alias.device).read(alias, begin, length, block_digest))

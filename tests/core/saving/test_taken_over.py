@@ -427,3 +427,25 @@ def test_a_process_that_is_killed_between_saves_leaves_whole_steps(tmp_path, nur
         assert save(ckpt, model, 5) > BASE
         assert ckpt.steps() == [5]
         assert save(ckpt, model, 6) < BASE / 10
+
+
+def test_on_a_device_the_bytes_are_compared_behind_the_training(tmp_path, sim):
+    """No sample is taken there: the call would wait for the device."""
+    model = torch.nn.Module()
+    model.base = torch.nn.Parameter(torch.arange(600.0 * 1000, device="sim").view(600, 1000), requires_grad=False)
+    model.up = torch.nn.Parameter(torch.zeros(4, device="sim"))
+    with open_run(tmp_path) as ckpt:
+        sizes = []
+        for step in (1, 2):
+            with torch.no_grad():
+                model.up.add_(1)
+            sizes.append(ckpt.save({"model": model}, step).result().num_bytes)
+            loaded = ckpt.load(step)["model"]
+            assert torch.equal(loaded["base"], torch.arange(600.0 * 1000).view(600, 1000))
+            assert torch.equal(loaded["up"], torch.full((4,), float(step)))
+        assert sizes[0] > BASE > 10 * sizes[1]
+        model.base.data.mul_(2)
+        with pytest.raises(TornSnapshotError, match=r"model\.base "):
+            ckpt.save({"model": model}, 3).result()
+        assert ckpt.save({"model": model}, 4).result().num_bytes > BASE
+        assert torch.equal(ckpt.load(4)["model"]["base"], 2 * torch.arange(600.0 * 1000).view(600, 1000))
