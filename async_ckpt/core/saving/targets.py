@@ -474,6 +474,7 @@ class StepTarget(JointTarget):
             self._driver_sink.close()
 
     def refuse(self, error: BaseException) -> bool:
+        self._lineage.tensors.forget()  # perhaps since the step that lends is gone: the next save is whole
         is_apart, on_other_rank = self._agreement.is_apart, self._agreement.fails_elsewhere
         if is_apart or on_other_rank or isinstance(error, StorageUnavailableError | StorageFullError):
             self._lineage.tiers.failed(

@@ -19,7 +19,13 @@ from frozen import Adapted, train
 from states import open_run
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StorageUnavailableError, TornSnapshotError
+from async_ckpt import (
+    AsyncCheckpointer,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StorageUnavailableError,
+    TornSnapshotError,
+)
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving import taken_over
 
@@ -151,10 +157,9 @@ def test_a_single_element_that_is_written_to_past_the_counter_fails_that_save_by
             ckpt.save({"model": model, "step": 2}, 2).result()
         assert caught.value.names == ("model.base.1.weight",)
         assert ckpt.steps() == [1]
-        sizes = [save(ckpt, model, step) for step in (3, 4)]
-        assert min(sizes) > BASE / 2
-        assert max(sizes) < BASE
-        assert lenders(tmp_path, 4) == {1}
+        assert save(ckpt, model, 3) > BASE
+        assert BASE / 2 < save(ckpt, model, 4) < BASE
+        assert lenders(tmp_path, 4) == {3}
 
 
 def test_a_counted_write_after_the_call_is_a_matter_of_the_next_save(tmp_path, model, monkeypatch):
@@ -278,6 +283,16 @@ def test_a_lender_that_somebody_deletes_is_not_borrowed_from(tmp_path, model):
         assert save(ckpt, model, 3) > BASE
         with pytest.raises(CorruptCheckpointError, match="step_00000001"):
             ckpt.load(2)
+
+
+def test_a_lender_that_is_deleted_after_the_call_fails_that_save_alone(tmp_path, model, monkeypatch):
+    with open_run(tmp_path) as ckpt:
+        save(ckpt, model, 1)
+        with comparison_held(monkeypatch):
+            handle = ckpt.save({"model": model, "step": 2}, 2)
+            shutil.rmtree(tmp_path / "step_00000001")
+        assert isinstance(handle.exception(), NotCommittedError)
+        assert save(ckpt, model, 3) > BASE
 
 
 def test_nothing_is_taken_over_from_a_save_that_is_not_committed(tmp_path, model, monkeypatch):
