@@ -379,11 +379,11 @@ class Roots:
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Sequence[str | None]) -> bool:
         """`told` are the attempts that the newest manifests of the others retire."""
         try:
-            manifest = holder.committed(step)
-            if manifest is None:
-                return False
+            manifest, _ = holder.root.read(step, say=False)
             return manifest.attempt in told or any(manifest.attempt in other.retired_attempts(step) for other in others)
-        except StorageUnavailableError:  # the root has gone away since, so it is not asked
+        except NotCommittedError:  # it was retired there, too, or deleted, after the root was listed
+            return True
+        except CheckpointError:  # a damaged step stays, and a root that has gone away since is not asked
             return False
 
     def _ask(

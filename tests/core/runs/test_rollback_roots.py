@@ -18,6 +18,7 @@ from slices import ALL, some
 from states import assert_is_state, everywhere, open_run, state_at
 
 import async_ckpt
+from async_ckpt.core.runs.run import Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 
@@ -106,3 +107,25 @@ def assert_goes_on(roots: list[Path], step: int) -> None:
     assert lines[0] == lines[1] == [one for one in OLD if one[0] < step] + [(n, f"step {n}") for n in (step, step + 1)]
     for root in roots:
         assert list(root.glob("rollback-*")) == []
+
+
+def test_a_step_that_a_place_retires_after_it_was_listed_is_not_listed(tmp_path, monkeypatch):
+    near, far = tmp_path / "near", tmp_path / "far"
+    with open_run([near, far]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_at(step), step).result()
+    with open_run(near, on_rollback="retire") as ckpt:  # the far place is away
+        ckpt.save(state_at(9), 1, overwrite=True).result()
+    steps_of = Run.steps
+
+    def then_retire(run: Run) -> list[int]:
+        steps = steps_of(run)
+        if run.storage.locate("").rstrip("/") == str(far):
+            for step in (2, 3):  # as the mover does
+                shutil.rmtree(far / f"step_{step:08d}", ignore_errors=True)
+        return steps
+
+    monkeypatch.setattr(Run, "steps", then_retire)
+    with open_run([near, far]) as ckpt:
+        assert ckpt.steps() == [1]
+        assert ckpt.latest() == 1
