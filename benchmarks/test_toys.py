@@ -47,7 +47,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "figures": {
             "two_places",
             "far_place_link",
-            "lost_lags_spare",
+            "lost_lags",
             "move_store_process",
             "far_hangs",
             "restart",

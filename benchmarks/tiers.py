@@ -85,60 +85,36 @@ def until_committed(setting: Setting) -> dict[str, Figure]:
 
 
 def lost(setting: Setting) -> dict[str, Figure]:
-    """Steps count until the last step is at the store, with a core to spare for the threads of the library, and with none.
-
-    To spare one, a single thread trains, on a core of its own. The server of the store, which would be on another machine,
-    takes what training and library leave.
+    """Steps count until the last step is at the store. One thread trains; on two cores, the threads of the library have
+    the other one, and the server of the store, which would be on another machine, takes what both leave.
     """
     with (
+        one_thread(),
         store_server(keep=True, gives_way=True) as fast,
         store_server(gigabits=_SLOW_GIGABITS, keep=True, gives_way=True) as slow,
     ):
-        with one_thread():
-            spare = _lost(setting, fast, slow, _OnOneCore, "spare")
-        return spare | _lost(setting, fast, slow, Training, "busy")
-
-
-_CORES: Final = {"spare": "one thread trains, and a core is spare", "busy": "all cores train"}
-
-
-def _lost(setting: Setting, fast: str, slow: str, training: type[Training], key: str) -> dict[str, Figure]:
-    subject = training(setting.training_bytes // 4, batch=32)
-    cases = {
-        f"lost_follows_{key}": ("which keeps up", fast, 1),
-        f"lost_lags_{key}": (f"of saves that come faster than {_SLOW_GIGABITS} Gbit/s", slow, 3),
-    }
-    rows = {}
-    for name, (words, endpoint, num_saves) in cases.items():
-        far = _store(endpoint, name)
-        one = Saves(setting.folder / name / "one", subject.state, guard=subject.optimizer)
-        two = Saves([setting.folder / name / "two", far], subject.state, guard=subject.optimizer)
-        with one.checkpointer, two.checkpointer:
-            windows = side_by_side(
-                setting.rounds,
-                lambda: slowed(subject, _Burst(two, num_saves, far)),  # noqa: B023
-                lambda: slowed(subject, _Burst(one, num_saves)),  # noqa: B023
-            )
-        pairs = [tuple(max(NOISE_SECONDS, window.lost) for window in pair) for pair in windows]
-        noise = median(window.noise for pair in windows for window in pair)
-        title = (
-            f"training seconds lost to {num_saves} guarded save{'s' * (num_saves > 1)} to a disk and a store, {words}"
-        )
-        note = f"{_CORES[key]}; as many steps without a save are off by {noise * 1e3:.0f} ms"
-        rows[name] = Figure(title, "s", "to the disk alone", Target("≤", 1.1), pairs, note)  # type: ignore[arg-type]
+        subject = Training(setting.training_bytes // 4, batch=32)
+        cases = {
+            "lost_follows": ("which keeps up", fast, 1),
+            "lost_lags": (f"of saves that come faster than {_SLOW_GIGABITS} Gbit/s", slow, 3),
+        }
+        rows = {}
+        for name, (words, endpoint, num_saves) in cases.items():
+            far = _store(endpoint, name)
+            one = Saves(setting.folder / name / "one", subject.state, guard=subject.optimizer)
+            two = Saves([setting.folder / name / "two", far], subject.state, guard=subject.optimizer)
+            with one.checkpointer, two.checkpointer:
+                windows = side_by_side(
+                    setting.rounds,
+                    lambda: slowed(subject, _Burst(two, num_saves, far)),  # noqa: B023
+                    lambda: slowed(subject, _Burst(one, num_saves)),  # noqa: B023
+                )
+            pairs = [tuple(max(NOISE_SECONDS, window.lost) for window in pair) for pair in windows]
+            noise = median(window.noise for pair in windows for window in pair)
+            title = f"training seconds lost to {num_saves} guarded save{'s' * (num_saves > 1)} to a disk and a store, {words}"
+            note = f"two cores; as many steps without a save are off by {noise * 1e3:.0f} ms"
+            rows[name] = Figure(title, "s", "to the disk alone", Target("≤", 1.1), pairs, note)  # type: ignore[arg-type]
     return rows
-
-
-class _OnOneCore(Training):
-    """Steps that stay on one core. Threads that are begun between two steps run on all."""
-
-    def step(self) -> None:
-        cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {min(cores)})
-        try:
-            super().step()
-        finally:
-            os.sched_setaffinity(0, cores)
 
 
 class _Burst:
