@@ -136,9 +136,9 @@ def test_a_store_that_is_away_for_long_holds_no_memory_and_gets_the_newest_step(
         assert [handle.result().status for handle in handles] == ["committed"] * 2
         no_memory_is_lent(ckpt)
         away.clear()
-        assert handles[0].at(far).result(PATIENCE) == 3
+        assert handles[1].at(far).result(PATIENCE) == 3
     with obstore.direct.run() as alone:
-        assert alone.steps() == [1, 3]
+        assert alone.steps() in ([1, 3], [1, 2, 3])  # the copy of step 2 may have begun before step 3 was there
 
 
 def test_a_day_without_the_store_takes_no_more_memory_or_disk_than_an_hour_and_then_it_gets_the_newest(

@@ -431,7 +431,9 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
     `data` begins at the member's first byte. Raises CorruptCheckpointError.
     """
     try:
-        table, _ = safetensors.parse_header(data)
+        table, metadata = safetensors.parse_header(data)
+        if "format" not in metadata:
+            raise ValueError("the safetensors header does not name its format")
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {index.members[member].name}: {error}", path=path) from error
     extent = index.members[member].data

@@ -342,7 +342,7 @@ def test_a_file_of_another_program_is_not_called_damaged(tmp_path: Path) -> None
     torch.save({"w": torch.arange(9000.0)}, tmp_path / "x.pt")
     told = documented("verify", tmp_path / "x.pt")
     assert (told["sound"], told["faults"], told["num_archives"]) == (True, [], 1)
-    assert "compared with the CRC-32" in told["notes"][0]
+    assert "checked by the CRC-32" in told["notes"][0]
     flip(tmp_path / "x.pt", 9000)
     (fault,) = documented("verify", tmp_path / "x.pt", status=1)["faults"]
     assert "does not match its checksum" in fault["text"]
