@@ -70,6 +70,9 @@ class SharedRoot:
                 self._put_claim()
             except FileExistsError:
                 return None  # it is shown soon
+            if self._heard("withdrawn") is not None:  # rank 0 has given the save up, as its decision tells
+                self._delete_claim()
+                return None
             self.lead = self._world.rank
             return False
         self.lead, self._is_seen = rank, rank == 0
@@ -85,9 +88,11 @@ class SharedRoot:
         self._say("apart")
 
     def withdraw(self) -> None:
-        """Delete the claim of one attempt: no rank looks for it any more."""
-        with suppress(CheckpointError, OSError):
-            self._storage.delete(self._claim)
+        """Delete the claim of one attempt. A rank that still looks for it is told first, or it would take the root for
+        another one than that of rank 0.
+        """
+        self._say("withdrawn")
+        self._delete_claim()
 
     def found_apart(self) -> bool:
         """True if some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
@@ -105,6 +110,10 @@ class SharedRoot:
                 f"{where}: it is not the claim of a rank ({error!r:.200}); delete it, and start all ranks again",
                 path=where,
             ) from error
+
+    def _delete_claim(self) -> None:
+        with suppress(CheckpointError, OSError):
+            self._storage.delete(self._claim)
 
     def _put_claim(self) -> None:
         claim = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}

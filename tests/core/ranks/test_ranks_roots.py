@@ -68,6 +68,19 @@ def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_so_b
     assert sorted(path.name for path in tmp_path.iterdir()) == ["world.another.json", "world.token.json"]
 
 
+def test_a_claim_that_was_withdrawn_before_a_rank_saw_it_does_not_make_the_root_another(tmp_path):
+    """As where rank 0 has failed, and given the save up, while another rank was still writing."""
+    store = dist.HashStore()
+    root, other = (
+        SharedRoot(LocalStorage(tmp_path), "save/1", World(rank, 2, store), "token", Words(Connection(store), "token"))
+        for rank in range(2)
+    )
+    root.claim()
+    root.withdraw()
+    assert [other.sees() for _ in range(3)] == [None] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
 # As where each node has a disk of its own.
 LOCAL = """
 with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
