@@ -434,6 +434,7 @@ def test_a_tight_pool_and_a_place_in_order_take_it_as_well(tmp_path):
             handle = ckpt.save(snap, step=1)
             step(model, optimizer)
         handle.result()
+        handle.at(root).result(60)
         assert_same(ckpt.load(1)["model"], wanted)
         assert_same(async_ckpt.load(root)["model"], wanted)
 
