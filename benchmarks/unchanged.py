@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ _RANK: Final = 16
 _NUM_SAVES: Final = 10
 # In each round, of calls that take milliseconds.
 _CALLS: Final = 5
+
+_Pairs: TypeAlias = list[tuple[float, float]]
 
 
 class Adapted(nn.Module):
@@ -80,10 +82,7 @@ def _lora(setting: Setting) -> dict[str, Figure]:
     subject = Lora(setting.training_bytes)
     ours = Saves(setting.folder / "auto", subject.state, guard=subject.optimizer)
     alone = Saves(setting.folder / "adapter", subject.adapter, guard=subject.optimizer)
-    with ours.checkpointer, alone.checkpointer:
-        windows = side_by_side(setting.rounds, partial(slowed, subject, ours), partial(slowed, subject, alone))
-        calls = side_by_side(setting.kept_rounds, partial(_call, ours, subject), partial(_call, alone, subject))
-    pairs = [(max(NOISE_SECONDS, one.lost), max(NOISE_SECONDS, other.lost)) for one, other in windows]
+    pairs, calls = _beside(setting, subject, ours, alone)
     base = 4 * _WIDTH * _WIDTH * len(subject.model)
     what = f"of LoRA over a base of {base / 1e9:.2g} GB"
     return {
@@ -107,10 +106,7 @@ def _every_tensor_changes(setting: Setting) -> dict[str, Figure]:
     subject = Training(setting.training_bytes, batch=4)
     looks = Saves(setting.folder / "looks", subject.state, guard=subject.optimizer)
     whole = Whole(setting.folder / "whole", subject.state, guard=subject.optimizer)
-    with looks.checkpointer, whole.checkpointer:
-        windows = side_by_side(setting.rounds, partial(slowed, subject, looks), partial(slowed, subject, whole))
-        calls = side_by_side(setting.kept_rounds, partial(_call, looks, subject), partial(_call, whole, subject))
-    pairs = [(max(NOISE_SECONDS, one.lost), max(NOISE_SECONDS, other.lost)) for one, other in windows]
+    pairs, calls = _beside(setting, subject, looks, whole)
     what = "of a training in which every tensor changes"
     return {
         "unchanged_no_use": Figure(
@@ -118,6 +114,14 @@ def _every_tensor_changes(setting: Setting) -> dict[str, Figure]:
         ),
         "unchanged_no_use_call": Figure(f"the call of a guarded save {what}", "ms", "unchanged=()", None, calls),
     }
+
+
+def _beside(setting: Setting, subject: Lora | Training, one: Saves, other: Saves) -> tuple[_Pairs, _Pairs]:
+    """The training seconds lost to a save of each, and the milliseconds of its call, in turns."""
+    with one.checkpointer, other.checkpointer:
+        windows = side_by_side(setting.rounds, partial(slowed, subject, one), partial(slowed, subject, other))
+        calls = side_by_side(setting.kept_rounds, partial(_call, one, subject), partial(_call, other, subject))
+    return [(max(NOISE_SECONDS, ours.lost), max(NOISE_SECONDS, limit.lost)) for ours, limit in windows], calls
 
 
 def _call(saves: Saves, subject: Lora | Training) -> float:

@@ -65,15 +65,7 @@ class Alone:
     def made_room(self) -> None:
         """Do nothing: no other rank waits for room."""
 
-    async def agree(
-        self,
-        archive: Archive,
-        times: SaveTimes,
-        off_loop: OffLoop,
-        check: Callable[[], None],
-        found: str = "",
-        lent: Sequence[tuple[str, int]] = (),
-    ) -> None:
+    async def agree(self, *_: Any) -> None:
         """Do nothing: no other rank writes the step."""
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:

@@ -206,10 +206,8 @@ class StepRequest(SaveRequest):
         """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
         call, state, is_rank_0 = self._call, self._state, not self._ranks.world.rank
         self._looks_for_unchanged = unchanged == "auto" and self.select is None
-        overwrite, unchanged = (
-            flag("overwrite", overwrite),
-            entry_names("unchanged", () if unchanged == "auto" else unchanged),
-        )
+        overwrite = flag("overwrite", overwrite)
+        unchanged = entry_names("unchanged", () if unchanged == "auto" else unchanged)
         if self.select is not None and unchanged:
             raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
         own = entry_names("per_rank", per_rank)

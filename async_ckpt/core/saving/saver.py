@@ -163,16 +163,13 @@ class Saver:
         """The objects that copy, write and commit a plan. None of them begins."""
         captured, layout, target, groups, over = plan.captured, plan.layout, plan.target, plan.groups, plan.over
         target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
+        readers = (groups, plan.shared, target.finite, None if over is None else over.digests)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, target),
             get_loop().background.submit,
-            block_readers=[
-                reader
-                for reader in (groups, plan.shared, target.finite, None if over is None else over.digests)
-                if reader is not None
-            ],
+            block_readers=[reader for reader in readers if reader is not None],
             trace=self._trace,
         )
         if over is not None:

@@ -101,17 +101,24 @@ def _put_python(state: Any) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def _get_numpy(*, legacy: bool = False) -> Any:
-    with suppress(ImportError):  # nothing draws from it then
-        return import_module("numpy").random.get_state(legacy=legacy)
+def _numpy() -> Any:
+    """The module numpy; None if it is not installed, so that nothing draws from it."""
+    with suppress(ImportError):
+        return import_module("numpy")
     return None
 
 
+def _get_numpy(*, legacy: bool = False) -> Any:
+    numpy = _numpy()
+    return None if numpy is None else numpy.random.get_state(legacy=legacy)
+
+
 def _put_numpy(state: Any) -> None:
-    if _get_numpy() is None:
+    numpy = _numpy()
+    if numpy is None:
         return
-    import_module("numpy").random.set_state(state)
-    position = _get_numpy()["state"].get("pos", 0)
+    numpy.random.set_state(state)
+    position = numpy.random.get_state(legacy=False)["state"].get("pos", 0)
     if not 0 <= position <= _NUMPY_STOCK:
         raise ValueError(f"position {position} lies outside of the {_NUMPY_STOCK} numbers in stock")
 
@@ -140,8 +147,10 @@ def _get_each(kind: str) -> Any:
 
 def _get_all_in_use() -> Any:
     kind = accelerator() or ""
+    module = _module(kind)
     # Reading the states of an unused accelerator would make a context on each device.
-    return _get_each(kind) if getattr(_module(kind), "is_initialized", lambda: True)() else None
+    is_used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return _get_each(kind) if is_used else None
 
 
 def _get_all_by_name() -> Any:
@@ -171,8 +180,11 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
             names = () if index is None else _device_name(kind, module, index)
-            put = partial(lambda names, state: module.set_rng_state(state.cpu(), *names), names)
-            yield _Generator(partial(module.get_rng_state, *names), put), state
+            yield _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)), state
+
+
+def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> None:
+    module.set_rng_state(state.cpu(), *names)
 
 
 # --- the key sets --------------------------------------------------------------------------------------------

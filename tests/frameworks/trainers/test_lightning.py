@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_the_files_are_those_that_lightning_writes_itself(kit, checkpoints, tmp_
     assert difference(left["ours"], left["plain"]) is None
 
 
+def trained_on(kit: Any, checkpoints: Any, folder: Path, data: Any, other_data: Any) -> None:
+    """Two steps on one loader, and from their checkpoint two more on another."""
+    for end, loaders, before in ((2, data, None), (4, other_data, "epoch=0-step=2.ckpt")):
+        saved = kit.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+        with quiet():
+            trainer = trainer_of(kit, folder, checkpoints, saved, max_steps=end)
+            trainer.fit(kit.Model(), loaders, ckpt_path=before and folder / before)
+
+
+def assert_told_of_order(caplog: pytest.LogCaptureFixture, told: Sequence[str]) -> None:
+    warned = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
+    assert len(warned) == len(told)
+    assert all(part in message for part, message in zip(told, warned, strict=True))
+
+
 @pytest.mark.parametrize(
     ("batch", "workers", "as_list", "told"),
     [
@@ -130,14 +146,8 @@ def test_data_in_another_order_is_told_when_a_training_is_resumed(
         made = [torch.utils.data.DataLoader(torch.ones(8, 4), batch, num_workers=workers) for _ in range(1 + as_list)]
         return made if as_list else made[0]
 
-    for end, data, before in ((2, loaders(2, 0), None), (4, loaders(batch, workers), "epoch=0-step=2.ckpt")):
-        saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-        with quiet():
-            trainer = trainer_of(kit, tmp_path, checkpoints, saved, max_steps=end)
-            trainer.fit(kit.Model(), data, ckpt_path=before and tmp_path / before)
-    warned = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
-    assert len(warned) == len(told)
-    assert all(part in message for part, message in zip(told, warned, strict=True))
+    trained_on(kit, checkpoints, tmp_path, loaders(2, 0), loaders(batch, workers))
+    assert_told_of_order(caplog, told)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +159,8 @@ def test_another_seed_of_a_sampler_is_told_when_a_training_is_resumed(kit, check
             torch.ones(8, 4), 2, shuffle=True, generator=torch.Generator().manual_seed(seed)
         )
 
-    for end, data, before in ((2, loader(1), None), (4, loader(seed), "epoch=0-step=2.ckpt")):
-        saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-        with quiet():
-            trainer = trainer_of(kit, tmp_path, checkpoints, saved, max_steps=end)
-            trainer.fit(kit.Model(), data, ckpt_path=before and tmp_path / before)
-    warned = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
-    assert len(warned) == len(told)
-    assert all(part in message for part, message in zip(told, warned, strict=True))
+    trained_on(kit, checkpoints, tmp_path, loader(1), loader(seed))
+    assert_told_of_order(caplog, told)
 
 
 def test_a_training_goes_on_from_ours_and_from_lightnings_own_with_the_same_losses(kit, checkpoints, tmp_path):
