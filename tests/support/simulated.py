@@ -125,8 +125,9 @@ class Memory:
         if self.device in self._scheduler.broken:
             return
         if block.used_by:
-            self._waiting.append((block, [self._scheduler.mark(queue) for queue in block.used_by]))
-            self._scheduler.num_operations -= len(block.used_by)  # destructors run when they like
+            with self._scheduler.changed:
+                self._waiting.append((block, [self._scheduler.mark(queue) for queue in block.used_by]))
+                self._scheduler.num_operations -= len(block.used_by)  # destructors run when they like
         else:
             self._lend_again(block)
 
@@ -136,10 +137,11 @@ class Memory:
             return
         begin, length = block.address, block.num_bytes
         access = Access(begin, begin + length, is_write=True)
-        self._scheduler.enqueue(
-            block.home, lambda: _poison(begin, length), [access], f"reuse of {length:,} freed bytes"
-        )
-        self._scheduler.num_operations -= 1  # nobody has enqueued it
+        with self._scheduler.changed:
+            self._scheduler.enqueue(
+                block.home, lambda: _poison(begin, length), [access], f"reuse of {length:,} freed bytes"
+            )
+            self._scheduler.num_operations -= 1  # nobody has enqueued it
         self._free.setdefault((block.home.number, length), []).append(block)
 
     def _between_blocks(self) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,11 @@ from async_ckpt.core.staging.snapshot import Snapshot
 ITEMS = MIB // 4
 
 
+def counted(sim) -> int:
+    with sim.sim.scheduler.changed:  # a destructor on another thread counts what it enqueues, and takes it back
+        return sim.sim.scheduler.num_operations
+
+
 def operations_of_call(
     sim, root, monkeypatch, *, deferred: int, small: int = 0, large: int = 0, items: int = ITEMS
 ) -> int:
@@ -37,10 +42,10 @@ def operations_of_call(
         guard = torch.optim.SGD(parameters, lr=1.0) if parameters else None
         with open_run(root, segment_bytes=4 * MIB) as ckpt:
             ckpt.prewarm(state)
-            before = sim.sim.scheduler.num_operations
+            before = counted(sim)
             with sim.ahead():
                 handle = ckpt.save(state, step=1, guard=guard)
-                enqueued = sim.sim.scheduler.num_operations - before
+                enqueued = counted(sim) - before
             gate.open()
             handle.result()
     return enqueued

@@ -494,8 +494,8 @@ def test_a_system_without_such_memory_is_refused_at_once(root, monkeypatch):
 
 def test_a_publisher_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(publisher, subscriber, monkeypatch):
     publish(publisher, 1)
-    monkeypatch.setattr(fd_passing, "ANSWER_SECONDS", 0.05)
-    with publisher._offer._giver._lock:  # as one that is stopped
+    with monkeypatch.context() as patch, publisher._offer._giver._lock:  # as one that is stopped
+        patch.setattr(fd_passing, "ANSWER_SECONDS", 0.05)
         assert pulled(subscriber, from_memory=False) == 1
     assert pulled(subscriber, from_memory=True) == 1
 
