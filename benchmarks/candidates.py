@@ -14,6 +14,7 @@ import shutil
 import tarfile
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -237,6 +238,19 @@ class DcpAsyncCached(DcpAsync):
         "the step waits for the copy; written by a thread"
     )
     shared: ClassVar[bool] = False
+
+    @classmethod
+    def why_not(cls) -> str:
+        if why := super().why_not():
+            return why
+        staging = _dcp("staging")
+        stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+        try:
+            for _ in range(2):
+                stager.stage({"model": OrderedDict()})
+        except KeyError:  # torch 2.11: its first call ends it
+            return f"the stager of torch {torch.__version__} can be used once"
+        return ""
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)

@@ -34,7 +34,7 @@ from .setting import Setting
 from .table import Figure, Row, Target
 
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "nvidia-resiliency-ext")
-PEERS: Final = ("dcp_async_cached", "torch_checkpointing", "resiliency")
+PEERS: Final = ("dcp_async", "dcp_async_cached", "torch_checkpointing", "resiliency")
 NOT_MEASURED: Final = "not measured on a GPU"
 # So long a part may go on after its time, and as long again after it was told to end, until it takes all with it.
 _GRACE_SECONDS: Final = 25.0

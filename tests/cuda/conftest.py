@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need the simulated CUDA runtime: it does what hardware does not do when it is asked to."""
+"""Fixtures of the tests of CUDA devices. What hardware does not do when it is asked to needs the simulated CUDA runtime."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from cuda_simulation import ABOVE, BELOW
 
 
 @pytest.fixture(autouse=True)
-def _on_the_simulation() -> Iterator[None]:
-    if not cuda_simulation.is_here():
-        pytest.skip("needs the simulated CUDA runtime: make test-cuda")
+def _in_order() -> Iterator[None]:
     cuda_simulation.start_over()
     yield
     reports = cuda_simulation.reports()
@@ -23,6 +21,12 @@ def _on_the_simulation() -> Iterator[None]:
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)  # memory of this test is lent to the next one, whose accesses are ordered behind
     assert not reports, "\n".join(reports)
+
+
+@pytest.fixture
+def two_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,11 @@ def apart(processes: Nursery, tmp_path: Path) -> Callable[..., Ended]:
     """Runs a script in a process of its own, which may break the device, and has to come to its end in order."""
 
     def run(script: str, *arguments: object, whole_exit: bool = False) -> Ended:
+        if "cuda:1" in script and torch.cuda.device_count() < 2:
+            pytest.skip("needs two devices")
         ended = processes.run(ABOVE + script + BELOW, tmp_path, *arguments, whole_exit=whole_exit)
+        if cuda_simulation.NEEDED in ended.err:
+            pytest.skip(cuda_simulation.NEEDED)
         assert "all is well" in ended.out, ended
         assert ended.status == 0, ended
         return ended

@@ -195,6 +195,7 @@ with backend.on_stream(device, stream):
     )
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_stream_is_made_on_its_device_and_the_thread_stays_on_its_own():
     with torch.cuda.device(0):
         stream = backend_of(torch.device("cuda", 1)).new_stream(torch.device("cuda", 1))

@@ -247,7 +247,7 @@ def test_a_forked_child_drops_an_event_that_was_recorded(apart, when):
         f"""
 from async_ckpt.core.backends import backend_of
 event = backend_of(torch.device("cuda", 0)).timing_event()
-event.record()
+event.record(torch.cuda.current_stream())
 child = os.fork()
 if child == 0:
     if {when == "at once"}:

@@ -229,6 +229,7 @@ def test_two_threads_save_to_two_runs_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.usefixtures("two_devices")
 def test_what_is_on_two_devices_is_saved_as_of_the_call(tmp_path, current):
     state = {f"{n}.{name}": tensor for n in range(2) for name, tensor in mixed(0.0, f"cuda:{n}").items()}
     with open_run(tmp_path) as ckpt, torch.cuda.device(current):
@@ -242,6 +243,7 @@ def test_what_is_on_two_devices_is_saved_as_of_the_call(tmp_path, current):
         assert_all(ckpt.load(1), 3.0)
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_steps_of_an_optimizer_on_two_devices_wait_for_the_copies(tmp_path):
     parameters = [guarded(3.0, device=f"cuda:{n}")[0] for n in range(2)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -339,9 +341,10 @@ def test_a_write_outside_of_the_step_fails_the_save_by_name(tmp_path, how):
         error = handle.exception()
     assert isinstance(error, TornSnapshotError)
     assert error.names == ("p",)
-    assert cuda_simulation.reports()  # it is a race, too
+    assert cuda_simulation.reports() or not cuda_simulation.is_here()  # it is a race, too
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_write_to_the_second_device_outside_of_the_step_fails_the_save_by_name(tmp_path):
     first, second = guarded(3.0)[0], guarded(3.0, 8 * MIB, "cuda:1")[0]
     optimizer = torch.optim.SGD([first, second], lr=1.0)
@@ -353,7 +356,7 @@ def test_a_write_to_the_second_device_outside_of_the_step_fails_the_save_by_name
         error = handle.exception()
     assert isinstance(error, TornSnapshotError)
     assert error.names == ("second",)
-    assert cuda_simulation.reports()  # it is a race, too
+    assert cuda_simulation.reports() or not cuda_simulation.is_here()  # it is a race, too
 
 
 # --- memory that is freed or lent again --------------------------------------------------------------------------------
@@ -523,6 +526,7 @@ def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_in
 # --- back to the device, and by other ways -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_what_is_loaded_or_restored_is_there_for_the_stream_that_uses_it_next(tmp_path):
     state = mixed(3.0)
     with open_run(tmp_path) as ckpt:
@@ -557,6 +561,7 @@ def test_a_wrapped_function_gets_the_state_of_the_instant_of_its_call(tmp_path: 
     assert_all(torch.load(tmp_path / "x.pt", map_location="cpu"), 3.0)
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_a_stager_of_two_devices_stages_the_state_of_the_instant_of_its_call():
     state = {f"w{n}": torch.zeros(MIB, device=f"cuda:{n}") for n in range(2)}
     with closing(PinnedStager()) as stager:

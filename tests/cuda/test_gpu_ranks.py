@@ -1,4 +1,6 @@
-"""Two ranks under FSDP2, a device each, whose collectives run on the devices' streams: torch's process group over a NCCL of our own."""
+"""Two ranks under FSDP2 (one where there is one device), a device each, whose collectives run on the devices' streams: torch's
+process group over NCCL, or over one of our own on the simulated runtime.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from children import Nursery
 from cuda_simulation import ABOVE, BELOW
 
 pytestmark = pytest.mark.gpu
 
-TRAINING = """
+RANKS = min(2, torch.cuda.device_count())
+TRAINING = f"""
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 rank = int(sys.argv[2])
 torch.cuda.set_device(rank)
-dist.init_process_group("nccl", store=dist.FileStore(root + "/store", 2), rank=rank, world_size=2)
-mesh = init_device_mesh("cuda", (2,))
+dist.init_process_group("nccl", store=dist.FileStore(root + "/store", {RANKS}), rank=rank, world_size={RANKS})
+mesh = init_device_mesh("cuda", ({RANKS},))
 
 def training(seed):
     torch.manual_seed(seed)
@@ -50,7 +54,7 @@ dist.destroy_process_group()
 @pytest.fixture
 def on_two_ranks(processes: Nursery, tmp_path: Path) -> Callable[[str], None]:
     def run(script: str) -> None:
-        children = [processes.start(ABOVE + TRAINING + script + END + BELOW, tmp_path, rank) for rank in range(2)]
+        children = [processes.start(ABOVE + TRAINING + script + END + BELOW, tmp_path, rank) for rank in range(RANKS)]
         for child in children:
             ended = child.ended()
             assert "all is well" in ended.out, ended

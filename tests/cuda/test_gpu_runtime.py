@@ -12,7 +12,7 @@ import torch
 from cuda_simulation import held, reports
 from states import MIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_simulation.is_here(), reason=cuda_simulation.NEEDED)]
 
 
 @pytest.fixture

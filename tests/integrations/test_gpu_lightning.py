@@ -37,6 +37,7 @@ def model_of(kit: Any, strategy: str) -> Any:
     return (Sharded if strategy == "model parallel" else kit.Model)(2**18)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")  # there is one device
 @pytest.mark.parametrize("strategy", ["auto", "model parallel", "fsdp"])
 def test_a_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")

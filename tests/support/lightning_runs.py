@@ -61,7 +61,7 @@ def _model_of(pytorch: Any) -> type:
                 if at == step:
                     do()
             made = torch.Generator().manual_seed(step)
-            loss = (self.layers(torch.randn(8, 4, generator=made)) - 1).square().mean()
+            loss = (self.layers(torch.randn(8, 4, generator=made).to(self.device)) - 1).square().mean()
             self.losses[step] = loss.item().hex()
             self.log("loss", loss)
             return loss

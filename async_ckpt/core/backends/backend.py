@@ -36,10 +36,40 @@ class _ThreadRole(threading.local):
 
 thread: Final = _ThreadRole()
 
+
+class Event:
+    """A point in a stream: an event of torch, of which every process keeps the list.
+
+    The list has weak references to these objects: those to the events of torch 2.11 on CUDA are not told when the event
+    ends, and the process crashes where it next looks at one.
+    """
+
+    __slots__ = ("__weakref__", "_event")
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        _events.add(self)
+
+    def record(self, stream: Any) -> None:
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        """True once everything before it has ended."""
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Wait for everything before it."""
+        self._event.synchronize()
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds from this event to a later one; both keep times."""
+        return float(self._event.elapsed_time(later._event))
+
+
 # The events of this process. To end one is a call of the runtime, which fails in a forked child and ends it. So a child
 # keeps all that it inherits: they are held before the fork, since hooks of others drop objects in the child.
-_events: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-_held_at_fork: Final[list[list[Any]]] = []
+_events: Final[weakref.WeakSet[Event]] = weakref.WeakSet()
+_held_at_fork: Final[list[list[Event]]] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: _held_at_fork.append(list(_events)),
@@ -100,16 +130,12 @@ class Backend:
         with self.on_device(device), enter(stream):
             yield
 
-    def timing_event(self) -> Any:
-        return self._event(enable_timing=True)
+    def timing_event(self) -> Event:
+        return Event(self.module.Event(enable_timing=True))
 
-    def waiting_event(self) -> Any:
+    def waiting_event(self) -> Event:
         """An event that is only waited for."""
-        return self._event()
-
-    def _event(self, **options: bool) -> Any:
-        _events.add(event := self.module.Event(**options))
-        return event
+        return Event(self.module.Event())
 
     # --- memory -------------------------------------------------------------------------------------------------
 

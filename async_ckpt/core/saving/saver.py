@@ -236,9 +236,8 @@ class Saver:
         """
         loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
-        if device is not None and not deferred:
-            # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), copy_name)
+        if device is not None and not self._has_memory(drain.num_segments):
+            self._make_memory(drain.num_segments, device)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -256,6 +255,19 @@ class Saver:
             order=next(self._orders),
             optimizers=optimizers,
         )
+
+    def _make_memory(self, num_segments: int, device: torch.device) -> None:
+        """Have several threads page-lock the memory of a save, while its first copies are under way already."""
+        loop = get_loop()
+
+        def reserve() -> None:
+            with suppress(Exception):  # a copy that finds no memory fails, and says why
+                self.pool.reserve(num_segments, loop.copiers, pin=device)
+
+        loop.soon(lambda: loop.callers.submit(reserve, lambda _: None))
+
+    def _has_memory(self, num_segments: int) -> bool:
+        return self.pool.num_bytes >= num_segments * self.pool.segment_bytes
 
     def take_on(self, save: Save) -> SaveHandle:
         """Begin a save that stages by itself. No call waits; such saves commit one after the other.
@@ -325,7 +337,7 @@ class Saver:
 
         Then neither this save nor the next waits for segments to be written.
         """
-        if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
+        if self._keep_warm and not self._has_memory(num_segments):
             self._in_background(lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on))
 
     def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:

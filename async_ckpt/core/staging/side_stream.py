@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from ..backends import backend_of
+from ..backends import Event, backend_of
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.threads import Crew
@@ -39,11 +39,11 @@ class SideStream:
         self._refused_bytes: int | None = None  # of the scratch buffer that the device had no memory for
         self._boxes: list[HostBuffer] = []
         self._num_unmarked = 0
-        self._marks: deque[Any] = deque()  # events, one after each `_MARK_EVERY` operations
+        self._marks: deque[Event] = deque()  # events, one after each `_MARK_EVERY` operations
 
     # --- all below: under `lock`, on the side stream ------------------------------------------------------------
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         """An event that fires when everything enqueued until now has ended."""
         event = self.backend.waiting_event()
         event.record(self.stream)

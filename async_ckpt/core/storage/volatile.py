@@ -65,11 +65,11 @@ def file_system(folder: Path) -> str:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    found, kind = -1, ""
-    wanted = folder.resolve()
+    found, kind = "", ""
+    wanted = f"{folder.resolve()}/"
     for line in lines:
         before, _, after = line.partition(" - ")
-        point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split()[4]))
-        if len(point.parts) >= found and wanted.is_relative_to(point):  # of two at one point, the later one counts
-            found, kind = len(point.parts), after.split()[0]
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split(" ", 5)[4]).rstrip("/") + "/"
+        if len(point) >= len(found) and wanted.startswith(point):  # of two at one point, the later one counts
+            found, kind = point, after.split(" ", 1)[0]
     return kind
