@@ -19,6 +19,7 @@ from async_ckpt.core.backends import claim_thread
 from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.core.host.pool import MAX_RUN_BYTES
 from async_ckpt.core.spec import GIB
+from async_ckpt.core.staging.side_stream import MAX_UNDER_WAY
 
 from .gpu_bench import Bench, CannotMeasureError, Found, Saves, on_stream
 from .limits import SEGMENT_BYTES
@@ -30,7 +31,6 @@ _SMALL_BYTES: Final = 4096
 _BUSY_SECONDS: Final = 0.5
 # A call of copy_ takes microseconds, milliseconds when the machine is busy; one that waits for the kernel, most of its time.
 _BLOCKED_SECONDS: Final = 0.05
-_RUN_BYTES: Final = 256 * 2**20
 _RAW_BYTES: Final = 2**30
 # Of the thread that calls save, for each tensor.
 CPU_MICROSECONDS: Final = {"unguarded": 20.0, "guarded": 12.0}
@@ -48,8 +48,7 @@ def latency(bench: Bench) -> Mapping[str, Found]:
     """Small copies to pinned memory, enqueued behind a busy kernel, until one of the calls blocks."""
     on_busy = [_enqueued(bench, on_other=False) for _ in bench.rounds()]
     on_other = [_enqueued(bench, on_other=True) for _ in bench.rounds()]
-    num_gib = 16
-    wanted = _num_operations(num_gib * 2**30, num_gib * 64)
+    wanted = MAX_UNDER_WAY
     most = f"of at most {bench.setting.num_pending:,}"
     return {
         "gpu_pending": Found(
@@ -67,16 +66,14 @@ def pinning(bench: Bench) -> Mapping[str, Found]:
     may have calls wait meanwhile, which is what the size of the pool's runs rests on.
     """
     device = torch.device(bench.device.kind, bench.device.module.current_device())
-    sizes = {
-        "run": bench.gib(MAX_RUN_BYTES / GIB),
-        "segment": min(SEGMENT_BYTES, bench.gib(MAX_RUN_BYTES / GIB)),
-    }
+    whole = bench.gib(1)
+    sizes = {"run": bench.gib(MAX_RUN_BYTES / GIB), "whole": whole}
     target = torch.zeros(1, device=device)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sizes}
     rates: dict[str, list[float]] = {name: [] for name in sizes}
     for _ in bench.rounds():
         for name, num_bytes in sizes.items():
-            memories = [HostBuffer(num_bytes) for _ in range(sizes["run"] // num_bytes)]
+            memories = [HostBuffer(num_bytes) for _ in range(whole // num_bytes)]
             for memory in memories:
                 memory.touch()
             seconds: list[float] = []
@@ -94,7 +91,7 @@ def pinning(bench: Bench) -> Mapping[str, Found]:
             alone = _longest_call(target, partial(_is_before, perf_counter() + seconds[0]))
             bench.device.synchronize()
             found[name].append((beside * 1e3, alone * 1e3))
-            rates[name].append(sizes["run"] / seconds[0] / _GB)
+            rates[name].append(whole / seconds[0] / _GB)
             for memory in memories:
                 memory.free()
     return {
@@ -154,7 +151,7 @@ def _enqueued(bench: Bench, *, on_other: bool) -> _Calls:
 
 def _num_operations(num_bytes: int, num_tensors: int) -> int:
     """What a save is to enqueue at most: a copy of each tensor, and one more in each run of memory."""
-    return num_tensors + -(-num_bytes // _RUN_BYTES)
+    return num_tensors + -(-num_bytes // MAX_RUN_BYTES)
 
 
 def copies(bench: Bench, num_gib: int) -> Mapping[str, Found]:

@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import torch
 
-from .backend import UNSUPPORTED, Backend, Event, accelerator_device, thread
+from .backend import UNSUPPORTED, Backend, StreamEvent, accelerator_device, thread
 from .by_torch import backend_by_torch
 from .cuda import Cuda
 from .npu_xpu import Npu, Xpu
 
 __all__ = [
-    "UNSUPPORTED", "Backend", "Event", "accelerator", "backend_of", "claim_thread", "current_device", "device_of",
+    "UNSUPPORTED", "Backend", "StreamEvent", "accelerator", "backend_of", "claim_thread", "current_device", "device_of",
     "has_plain_bytes", "is_at", "is_capturing", "is_host", "is_on_host", "on_device",
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ class _ThreadRole(threading.local):
 thread: Final = _ThreadRole()
 
 
-class Event:
+class StreamEvent:
     """A point in a stream: an event of torch, of which every process keeps the list.
 
     The list has weak references to these objects: those to the events of torch 2.11 on CUDA are not told when the event
@@ -61,15 +61,15 @@ class Event:
         """Wait for everything before it."""
         self._event.synchronize()
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: StreamEvent) -> float:
         """Milliseconds from this event to a later one; both keep times."""
         return float(self._event.elapsed_time(later._event))
 
 
 # The events of this process. To end one is a call of the runtime, which fails in a forked child and ends it. So a child
 # keeps all that it inherits: they are held before the fork, since hooks of others drop objects in the child.
-_events: Final[weakref.WeakSet[Event]] = weakref.WeakSet()
-_held_at_fork: Final[list[list[Event]]] = []
+_events: Final[weakref.WeakSet[StreamEvent]] = weakref.WeakSet()
+_held_at_fork: Final[list[list[StreamEvent]]] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: _held_at_fork.append(list(_events)),
@@ -130,12 +130,12 @@ class Backend:
         with self.on_device(device), enter(stream):
             yield
 
-    def timing_event(self) -> Event:
-        return Event(self.module.Event(enable_timing=True))
+    def timing_event(self) -> StreamEvent:
+        return StreamEvent(self.module.Event(enable_timing=True))
 
-    def waiting_event(self) -> Event:
+    def waiting_event(self) -> StreamEvent:
         """An event that is only waited for."""
-        return Event(self.module.Event())
+        return StreamEvent(self.module.Event())
 
     # --- memory -------------------------------------------------------------------------------------------------
 

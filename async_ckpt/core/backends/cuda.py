@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from .backend import Backend, Event, thread
+from .backend import Backend, StreamEvent, thread
 
 _HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
 # Constants of the CUDA runtime: cudaStreamCaptureModeThreadLocal and cudaStreamNonBlocking.
@@ -49,9 +49,9 @@ class Cuda(Backend):
                 return torch.cuda.ExternalStream(stream.value, device=device)
         return super().new_stream(device)
 
-    def waiting_event(self) -> Event:
+    def waiting_event(self) -> StreamEvent:
         """An event for which a waiting thread sleeps instead of spinning."""
-        return Event(torch.cuda.Event(blocking=True))
+        return StreamEvent(torch.cuda.Event(blocking=True))
 
     def lends_only_to(self, stream: Any, address: int, device: torch.device) -> bool:
         with suppress(RuntimeError):  # an allocator of others does not report it

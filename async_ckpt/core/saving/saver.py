@@ -109,10 +109,18 @@ class Saver:
                 plan = self._plan(request, optimizers, slot)
                 save = self._started(plan, optimizers, spans)
                 save.snapshot.after = request.copy
-            get_loop().soon(partial(self._begin_state, save, slot, plan.device))
+            begin = partial(self._begin_state, save, slot, plan.device)
             del plan  # the snapshot alone keeps the tensors alive
-            with self._trace.span("snapshot", step=step):
-                save.snapshot.begin()
+            # A call that copies later is so short that opening the archive beside it would only take the GIL from it.
+            is_short = save.snapshot.defers
+            if not is_short:
+                get_loop().soon(begin)
+            try:
+                with self._trace.span("snapshot", step=step):
+                    save.snapshot.begin()
+            finally:
+                if is_short:
+                    get_loop().soon(begin)
             save.called.set_result(spans.called())
             return save.handle
         except BaseException as error:
@@ -237,7 +245,9 @@ class Saver:
         loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
         if device is not None and not self._has_memory(drain.num_segments):
-            self._make_memory(drain.num_segments, device)
+            # Several threads make it, while the first copies are under way; a copy that finds none says why.
+            num, crew = drain.num_segments, loop.copiers
+            self._in_background(lambda goes_on: self.pool.reserve(num, crew, pin=device, goes_on=goes_on))
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -255,16 +265,6 @@ class Saver:
             order=next(self._orders),
             optimizers=optimizers,
         )
-
-    def _make_memory(self, num_segments: int, device: torch.device) -> None:
-        """Have several threads page-lock the memory of a save, while its first copies are under way already."""
-        loop = get_loop()
-
-        def reserve() -> None:
-            with suppress(Exception):  # a copy that finds no memory fails, and says why
-                self.pool.reserve(num_segments, loop.copiers, pin=device)
-
-        loop.soon(lambda: loop.callers.submit(reserve, lambda _: None))
 
     def _has_memory(self, num_segments: int) -> bool:
         return self.pool.num_bytes >= num_segments * self.pool.segment_bytes

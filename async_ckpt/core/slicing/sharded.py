@@ -101,7 +101,7 @@ def declare_like(tensor: Any, other: torch.Tensor) -> None:
 
 def is_declared(value: Any) -> bool:
     declared = _declarations()
-    return len(declared) > 0 and isinstance(value, torch.Tensor) and value in declared
+    return bool(declared.data) and isinstance(value, torch.Tensor) and value in declared  # `data`: the dict itself
 
 
 def as_declared(value: Any) -> Any:

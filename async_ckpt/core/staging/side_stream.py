@@ -13,16 +13,17 @@ from typing import Final
 
 import torch
 
-from ..backends import Event, backend_of
+from ..backends import StreamEvent, backend_of
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.threads import Crew
 from ..spec import PAGE_BYTES, align_up
 
-# A driver queues about 1,024 launches for a stream. The next one blocks, and with it calls of other threads. So copies
-# that follow this many others wait for an event instead: (_MAX_MARKS + 1) * _MARK_EVERY are under way at most.
+# A driver queues about 1,024 launches for a stream (1,021 on an H200). The next one blocks, and with it calls of other
+# threads. So copies that follow this many others wait for an event instead.
 _MARK_EVERY: Final = 128
 _MAX_MARKS: Final = 4
+MAX_UNDER_WAY: Final = (_MAX_MARKS + 1) * _MARK_EVERY
 
 
 class SideStream:
@@ -39,11 +40,11 @@ class SideStream:
         self._refused_bytes: int | None = None  # of the scratch buffer that the device had no memory for
         self._boxes: list[HostBuffer] = []
         self._num_unmarked = 0
-        self._marks: deque[Event] = deque()  # events, one after each `_MARK_EVERY` operations
+        self._marks: deque[StreamEvent] = deque()  # events, one after each `_MARK_EVERY` operations
 
     # --- all below: under `lock`, on the side stream ------------------------------------------------------------
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """An event that fires when everything enqueued until now has ended."""
         event = self.backend.waiting_event()
         event.record(self.stream)

@@ -110,6 +110,11 @@ class Snapshot(StepHolder):
             self.give_up(interrupted(error))
             raise
 
+    @property
+    def defers(self) -> bool:
+        """True if tensors are copied after `begin` has returned."""
+        return bool(self._source.deferred)
+
     def _fill_now(self) -> None:
         """Have the crew fill everything that must not wait.
 

@@ -20,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
 from ..collector import no_collection
-from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_dtensor, is_sharded
+from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, notes_in, per_rank_in, tree_of
@@ -125,6 +125,8 @@ class _CaptureWalk:
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
+        if type(value) in _PLAIN_TYPES and self._slicer is None and not is_declared(value):  # most leaves
+            return {"tensor": self._tensor(value, path)}
         value = as_declared(value)
         if isinstance(value, torch.Tensor | InnerShard):
             if self._local is not None and (is_dtensor(value) or isinstance(value, InnerShard)):

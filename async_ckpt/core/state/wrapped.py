@@ -11,7 +11,7 @@ tensors of its local tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -158,14 +158,13 @@ def _whole(dtensor: Any, part: torch.Tensor, shards: tuple[tuple[int, int, int],
     )
 
 
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors on this rank that a tensor is made of: itself, if it is not made of others."""
     apart = taken_apart(tensor, ())
     if apart is None:
-        yield getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
-        return
-    for part in apart[1].values():
-        yield from plain_parts(part.inner if isinstance(part, InnerShard) else part)
+        return (getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor,)
+    inner = [part.inner if isinstance(part, InnerShard) else part for part in apart[1].values()]
+    return [plain for part in inner for plain in plain_parts(part)]
 
 
 def follows_protocol(kind: type) -> bool:

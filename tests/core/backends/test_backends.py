@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -303,3 +304,12 @@ def test_a_device_without_a_number_stands_for_any_of_its_kind(sim):
     assert backends.is_at(tensor, torch.device("sim:1"))
     assert not backends.is_at(tensor, torch.device("sim:0"))
     assert not backends.is_at(tensor, torch.device("cpu"))
+
+
+def test_no_weak_reference_is_taken_to_an_event_of_torch(sim):
+    """Those to the events of torch 2.11 on CUDA are left dangling, and the process crashes at its end."""
+    device = torch.device("sim", 0)
+    backend = backends.backend_of(device)
+    for event in (backend.waiting_event(), backend.timing_event()):
+        event.record(backend.current_stream(device))
+        assert weakref.getweakrefcount(event._event) == 0
