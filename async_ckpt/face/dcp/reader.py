@@ -4,15 +4,17 @@ In: a path, and the plans of torch's planners. Out: torch's metadata, and its ta
 Knows nothing of: how a step was saved.
 
 For torch, every tensor is one chunk. The archives that hold it, and the bytes in them that are needed, are found as
-for any load. A step is opened once for the metadata, and again for the bytes: all ranks must have seen the same
-step.
+for any load. A step stays open from the metadata to the bytes, and other files are opened for each: all ranks must
+have seen the same checkpoint.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,9 +36,9 @@ from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.slicing.slices import Rectangle
 from ...core.spec import flag
 from ...core.state.capture import pickled, why_not
-from ...core.state.names import shown
+from ...core.state.names import Path, shown
 from ...core.storage.place import Anywhere, place_of
-from ...errors import StorageUnavailableError
+from ...errors import CorruptCheckpointError, StorageUnavailableError
 from .entries import (
     SavedItem,
     entries_of,
@@ -88,6 +90,9 @@ class TarStorageReader(StorageReader):
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
         self._identity = ""  # of the checkpoint that the metadata was read from
+        self._names: Collection[str] | None = None  # of the items that the plan reads; None as long as there is no plan
+        # From the metadata to the bytes: the archives of the step, and their items if these are known.
+        self._opened: tuple[ExitStack, Sequence[Part], Mapping[str, SavedItem] | None] | None = None
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -95,18 +100,25 @@ class TarStorageReader(StorageReader):
         """Begin a load."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
+        self._take_opened()[0].close()
         self._load_id = os.urandom(8).hex()
 
     def read_metadata(self, *_: Any) -> Metadata:
         """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
         # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
+        self._take_opened()[0].close()
+        self._names, stack = None, ExitStack()
+        weakref.finalize(self, stack.close)  # torch does not tell of a load that fails on another rank
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
             kept, items = kept_metadata(parts), listed_items(parts)
-            metadata = metadata_of_layout(items, kept) if items else metadata_of(entries_of(parts), kept)
+            entries = None if items else entries_of(parts)
+            metadata = metadata_of_layout(items, kept) if entries is None else metadata_of(entries, kept)
+            if parts[0].manifest is not None:
+                self._opened = stack, parts, entries
             return identity_of(parts), metadata, kept.get("save_id")
 
-        self._identity, metadata, save_id = self._read(use, ())
+        self._identity, metadata, save_id = self._read(use, kept=stack)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=save_id if isinstance(save_id, str) else None,
@@ -139,17 +151,25 @@ class TarStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the plan's targets. Returns once they are filled."""
+        self._names = {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values())
 
-        def use(parts: Sequence[Part]) -> None:
+        def use(parts: Sequence[Part], entries: Mapping[str, SavedItem] | None = None) -> bool:
             if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
                 )
             blobs = frozenset(kept_metadata(parts).get("blobs", ()))
-            renamed = plan.storage_data[1]
-            _PlanReader(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
+            entries = entries_of(parts) if entries is None else entries
+            _PlanReader(entries, plan.items, planner, blobs, plan.storage_data[1], trust=self._trust).run()
+            return True
 
-        self._read(use, {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values()))
+        stack, parts, entries = self._take_opened()
+        is_filled = False
+        # Of a step that was deleted or replaced meanwhile, an archive may be missing that was not open yet.
+        with stack, suppress(CorruptCheckpointError, StorageUnavailableError):
+            is_filled = bool(parts) and use(parts, entries)
+        if not is_filled:
+            self._read(use)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -164,12 +184,20 @@ class TarStorageReader(StorageReader):
         """Whether it is a path or URL that can be read from."""
         return is_checkpoint_id(checkpoint_id)
 
-    def _read(self, use: Callable[[Sequence[Part]], T], names: Collection[str]) -> T:
-        """The result of `use` for the parts of the step with the items of these names, and perhaps others."""
-        readers = readers_of_this_rank(self._from_ranks)._replace(
-            wants=lambda paths: [path for path in paths if ".".join(map(str, path)) in names]
-        )
+    def _take_opened(self) -> tuple[ExitStack, Sequence[Part], Mapping[str, SavedItem] | None]:
+        """What the metadata was read from, if it is open; the caller closes it."""
+        opened, self._opened = self._opened, None
+        return opened or (ExitStack(), (), None)
+
+    def _read(self, use: Callable[[Sequence[Part]], T], kept: ExitStack | None = None) -> T:
+        """The result of `use` for the parts of the step with the items of the plan's names, and perhaps others."""
+        readers = readers_of_this_rank(self._from_ranks)._replace(wants=self._wanted, kept=kept)
         return from_path(self._place, use, verify=self._verify, readers=readers)
+
+    def _wanted(self, paths: Sequence[Path]) -> Iterable[Path] | None:
+        """The paths that the plan names, once there is one."""
+        names = self._names
+        return None if names is None else [path for path in paths if ".".join(map(str, path)) in names]
 
 
 class _PlanReader:

@@ -314,6 +314,9 @@ class MergedArchives(Contents):
         if self._knows_names:
             return False
         self._opener.open_names()
+        self._knows_names = True
+        if len(self._archives) == len(self._opener.opened):
+            return False
         self._merge_again()
         return True
 
