@@ -32,9 +32,8 @@ MAX_RANKS: Final = 1 << 19
 _BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
 _PIECE_BYTES: Final = 256 * KIB
 _KEYS: Final = frozenset({int, str, bool})  # the types of keys in a path
-# A rectangle: offsets, sizes, and its bytes. A tensor without its name and place: dtype, shape, rectangles and spread.
-_Held: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-_Division: TypeAlias = tuple[str, tuple[int, ...], list[_Held], Spread | None]
+_Held: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, and bytes of a rectangle
+_Division: TypeAlias = tuple[str, tuple[int, ...], list[_Held], Spread | None]  # the facts that tensors have in common
 # The offsets of a whole tensor, by its number of dimensions.
 _AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(MAX_DIMS + 1)]
 
@@ -339,10 +338,9 @@ def _tensors(
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread, of.lent))
             continue
-        rectangles = [(piece["offsets"], piece["sizes"]) if "offsets" in piece else None for piece in row["slices"]]
-        facts = row["dtype"], row["shape"], rectangles, row.get("spread")
-        text = repr(facts)  # it tells 1 from True
-        if text not in known:
+        boxes = [(piece["offsets"], piece["sizes"]) if "offsets" in piece else None for piece in row["slices"]]
+        facts = row["dtype"], row["shape"], boxes, row.get("spread")
+        if (text := repr(facts)) not in known:  # the text tells 1 from True
             known[text] = _division(*facts, path, ranks)
         dtype, shape, held, spread = known[text]
         slices = tuple(_slice(*piece, path, members) for piece in zip(row["slices"], held, strict=True))

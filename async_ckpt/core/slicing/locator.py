@@ -132,8 +132,8 @@ class ShardLocator:
     def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
         """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
 
-        Among ranks with the same, one that is `preferred` is taken, else the lowest. Once all other ranks are needed,
-        preferred ones may be left out.
+        Among ranks with the same, one that is `preferred` is taken, else the lowest. Preferred ones may be left out if
+        all others are needed.
         """
         ranks: set[int] = set()
         others = self._structure_of.keys() - preferred

@@ -314,11 +314,11 @@ class MergedArchives(Contents):
         if self._knows_names:
             return False
         self._opener.open_names()
+        if len(self._opener.opened) > len(self._archives):
+            self._merge_again()
+            return True
         self._knows_names = True
-        if len(self._archives) == len(self._opener.opened):
-            return False
-        self._merge_again()
-        return True
+        return False
 
     def _merge_again(self) -> None:
         self._archives = self._by_rank(self._opener.opened)

@@ -38,16 +38,16 @@ _MANY: Final = 8  # names in a message
 class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
-    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read, and
-    returns None as long as that is not known; None itself is for all of them. For the names in `wrapping`, a rank of a
-    world of another size takes the value of the rank with its own number modulo the saved world. The archives of a step
-    stay open until `kept` is closed; by default, until the function that uses them has returned.
+    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read, none as
+    long as that is not known; None is for all of them. For the names in `wrapping`, a rank of a world of another size
+    takes the value of the rank with its own number modulo the saved world. Archives stay open until `kept` is closed;
+    without it, until they have been used.
     """
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
     reads_all: bool = False
-    wants: Callable[[Sequence[Path]], Iterable[Path] | None] | None = None
+    wants: Callable[[Sequence[Path]], Iterable[Path]] | None = None
     wrapping: Collection[str] = ()
     kept: contextlib.ExitStack | None = None
 
@@ -197,9 +197,8 @@ class StepArchives(Opener):
         if locator is None or layout is None or not layout.items:
             return range(len(self.named.archives))
         paths, rank = [item.path for item in layout.items], (self._readers.ranks or (0, 1))[0]
-        wanted = paths if self._readers.wants is None else self._readers.wants(paths)
-        self._has_all_names = wanted is not None
-        lists = {*map(_outside_lists, wanted or ())}
+        lists = {*map(_outside_lists, paths if self._readers.wants is None else self._readers.wants(paths))}
+        self._has_all_names = bool(lists)
         chosen = (path for path in paths if _outside_lists(path) in lists)
         # One tells how many ranks have saved; ranks that read together each open another.
         return locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
