@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
 from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
@@ -31,6 +31,9 @@ MAX_RANKS: Final = 1 << 19
 # What `dump` writes around the rows, of which about so many bytes are parsed at a time.
 _BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
 _PIECE_BYTES: Final = 256 * KIB
+_KEYS: Final = frozenset({int, str, bool})  # the types of keys in a path
+_Held: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, and bytes of a rectangle
+_Division: TypeAlias = tuple[str, tuple[int, ...], list[_Held], Spread | None]  # the facts that tensors have in common
 # The offsets of a whole tensor, by its number of dimensions.
 _AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(MAX_DIMS + 1)]
 
@@ -323,10 +326,10 @@ def _tensors(
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
     borrowed: set[tuple[Any, ...]] = set()
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, since there may be many tensors, and few shapes
+    known: dict[str, _Division] = {}  # each is checked once: there may be many tensors, and few of these
     for row in raw:
         path = tuple(row["path"])
-        if not all(isinstance(key, int | str) for key in path):
+        if not _KEYS.issuperset(map(type, path)):
             raise _InconsistentError(f"a tensor has the path {path!r:.200}")
         if "alias" in row:
             alias = _count(row["alias"])
@@ -335,18 +338,12 @@ def _tensors(
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread, of.lent))
             continue
-        dtype = row["dtype"]
-        if dtype not in DTYPES:
-            raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
-        dtype = sys.intern(dtype)
-        # Each number is checked before the product: one of thousands of long numbers takes minutes.
-        if len(row["shape"]) > MAX_DIMS or not all(_count(n) < 2**63 for n in row["shape"]):
-            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
-        shape = tuple(row["shape"])
-        shape = shapes.setdefault(shape, shape)
-        if prod(n or 1 for n in shape) >= 2**63:
-            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
-        slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
+        boxes = [(piece["offsets"], piece["sizes"]) if "offsets" in piece else None for piece in row["slices"]]
+        facts = row["dtype"], row["shape"], boxes, row.get("spread")
+        if (text := repr(facts)) not in known:  # the text tells 1 from True
+            known[text] = _division(*facts, path, ranks)
+        dtype, shape, held, spread = known[text]
+        slices = tuple(_slice(*piece, path, members) for piece in zip(row["slices"], held, strict=True))
         lent = tuple(_lent(piece, shape, num_lenders) for piece in row.get("lent", ()))
         if ranks is None and [*(one.sizes for one in slices), *(one.sizes for one in lent)] != [shape]:
             raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices) + len(lent)} slices, not in one")
@@ -354,12 +351,6 @@ def _tensors(
             if (path, rectangle.offsets) in borrowed:
                 raise _InconsistentError(f"tensor {path!r:.200} is borrowed twice")
             borrowed.add((path, rectangle.offsets))
-        for piece in slices:
-            if prod(piece.sizes) * DTYPES[dtype][0] != piece.extent.length:
-                raise _InconsistentError(
-                    f"tensor {path!r:.200} has {piece.extent.length} bytes, which does not fit its shape and dtype"
-                )
-        spread = _spread(row["spread"], shape, ranks) if "spread" in row else None
         for piece in slices:
             if (piece.member, piece.name) in names:
                 raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
@@ -372,6 +363,21 @@ def _tensors(
             raise _InconsistentError(f"two tensors share the bytes at {extent.offset}")
         position = extent.end
     return tensors
+
+
+def _division(
+    dtype: Json, raw: Json, rectangles: Json, spread: Json, path: tuple[Any, ...], ranks: RankFacts | None
+) -> _Division:
+    if dtype not in DTYPES:
+        raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+    # Each number is checked before the product: one of thousands of long numbers takes minutes.
+    if len(raw) > MAX_DIMS or not all(_count(n) < 2**63 for n in raw) or prod(n or 1 for n in raw) >= 2**63:
+        raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
+    shape, whole, held = tuple(raw), (_AT_BEGIN[len(raw)], tuple(raw)), list[_Held]()
+    for rectangle in rectangles:
+        offsets, sizes = whole if rectangle is None else _rectangle(_counts(rectangle[0]), _counts(rectangle[1]), shape)
+        held.append((offsets, sizes, prod(sizes) * DTYPES[dtype][0]))
+    return sys.intern(dtype), shape, held, None if spread is None else _spread(spread, shape, ranks)
 
 
 def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
@@ -410,7 +416,7 @@ def _lent(raw: Json, shape: tuple[int, ...], num_lenders: int) -> LentSlice:
     return LentSlice(lender, *_rectangle(_counts(offsets), _counts(sizes), shape))
 
 
-def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: list[Member]) -> Slice:
+def _slice(raw: Json, held: _Held, path: tuple[Any, ...], members: list[Member]) -> Slice:
     member, name = _count(raw["member"]), raw["name"]
     begin, length = map(_count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
@@ -419,9 +425,9 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
         raise _InconsistentError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
     if path and name == path[-1]:
         name = path[-1]  # one text for both
-    offsets, sizes = _AT_BEGIN[len(shape)], shape
-    if "offsets" in raw:
-        offsets, sizes = _rectangle(_counts(raw["offsets"]), _counts(raw["sizes"]), shape)
+    offsets, sizes, num_bytes = held
+    if length != num_bytes:
+        raise _InconsistentError(f"tensor {path!r:.200} has {length} bytes, which does not fit its shape and dtype")
     return Slice(member, name, Extent(members[member].data.offset + begin, length), offsets, sizes)
 
 

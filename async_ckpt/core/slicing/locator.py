@@ -132,11 +132,13 @@ class ShardLocator:
     def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
         """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
 
-        Among ranks with the same, one that is `preferred` is taken, else the lowest.
+        Among ranks with the same, one that is `preferred` is taken, else the lowest. Preferred ones may be left out if
+        all others are needed.
         """
         ranks: set[int] = set()
+        others = self._structure_of.keys() - preferred
         for name, boxes in wanted.items():
-            if len(ranks) == len(self._structure_of):  # no rank is left
+            if others <= ranks:
                 break
             candidates = self._candidates(name, boxes, preferred)
             candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
@@ -319,7 +321,7 @@ def check_structure(text: str, num_ranks: int) -> None:
 
     A mesh that lies inside of the `num_ranks` that have saved has no more places than those.
     """
-    for line in _parsed(text)[0].values():
+    for line in dict.fromkeys(_parsed(text)[0].values()):
         spread = json.loads(line.spread)
         if isinstance(spread, dict):
             fields.items(spread["held"], partial(fields.row, of=(_counts, _counts)))
@@ -349,10 +351,13 @@ _counts = partial(fields.items, of=fields.count)
 def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str], set[str]]:
     """The tensors of a structure, for each tied tensor the name of the stored one, and the names of other values."""
     tensors, tied, values = dict[str, _TensorLine](), dict[str, str](), set[str]()
-    for line in text.splitlines():
-        name, dtype, shape, spread, *to = fields.parsed(line)
+    known: dict[str, _TensorLine] = {}  # most tensors of a model are alike
+    for name, dtype, shape, spread, *to in fields.parsed(f"[{','.join(text.splitlines())}]"):
         if isinstance(dtype, str) and dtype in DTYPES:
-            tensors[fields.text(name)] = _TensorLine(DTYPES[dtype][0], _counts(shape), json.dumps(spread))
+            facts = str((dtype, shape, spread))
+            if facts not in known:
+                known[facts] = _TensorLine(DTYPES[dtype][0], _counts(shape), json.dumps(spread))
+            tensors[fields.text(name)] = known[facts]
             if to:
                 tied[name] = fields.text(to[0])
         elif dtype is None:

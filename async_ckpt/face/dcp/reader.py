@@ -4,24 +4,23 @@ In: a path, and the plans of torch's planners. Out: torch's metadata, and its ta
 Knows nothing of: how a step was saved.
 
 For torch, every tensor is one chunk. The archives that hold it, and the bytes in them that are needed, are found as
-for any load. A step is opened once for the metadata, and again for the bytes: all ranks must have seen the same
-step.
+for any load. A step stays open from the metadata to the bytes, and other files are opened for each: all ranks must
+have seen the same checkpoint.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -36,7 +35,7 @@ from ...core.spec import flag
 from ...core.state.capture import pickled, why_not
 from ...core.state.names import shown
 from ...core.storage.place import Anywhere, place_of
-from ...errors import StorageUnavailableError
+from ...errors import CorruptCheckpointError, StorageUnavailableError
 from .entries import (
     SavedItem,
     entries_of,
@@ -88,6 +87,12 @@ class TarStorageReader(StorageReader):
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
         self._identity = ""  # of the checkpoint that the metadata was read from
+        self._names: set[str] = set()  # of the items that the plan reads
+        # From the metadata to the bytes: the archives of a step, and their items if these are known.
+        self._parts: Sequence[Part] = ()
+        self._entries: Mapping[str, SavedItem] | None = None
+        self._stack = ExitStack()
+        weakref.finalize(self, self._stack.close)  # torch does not tell of a load that fails on another rank
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -100,13 +105,18 @@ class TarStorageReader(StorageReader):
     def read_metadata(self, *_: Any) -> Metadata:
         """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
         # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
+        self._stack.close()
+        self._names, self._parts, self._entries = set(), (), None
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
             kept, items = kept_metadata(parts), listed_items(parts)
-            metadata = metadata_of_layout(items, kept) if items else metadata_of(entries_of(parts), kept)
+            entries = None if items else entries_of(parts)
+            metadata = metadata_of_layout(items, kept) if entries is None else metadata_of(entries, kept)
+            if parts[0].manifest is not None:
+                self._parts, self._entries = parts, entries
             return identity_of(parts), metadata, kept.get("save_id")
 
-        self._identity, metadata, save_id = self._read(use, ())
+        self._identity, metadata, save_id = self._read(use, kept=self._stack)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=save_id if isinstance(save_id, str) else None,
@@ -139,19 +149,26 @@ class TarStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the plan's targets. Returns once they are filled."""
+        self._names |= {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values())
+        (parts, self._parts), (entries, self._entries) = (self._parts, ()), (self._entries, None)
 
         def use(parts: Sequence[Part]) -> None:
             if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
                 )
-            blobs = frozenset(kept_metadata(parts).get("blobs", ()))
-            renamed = plan.storage_data[1]
-            _PlanReader(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
+            blobs, renamed = frozenset(kept_metadata(parts).get("blobs", ())), plan.storage_data[1]
+            _PlanReader(entries or entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
 
-        self._read(use, {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values()))
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
+        # An archive that was not open yet may be missing, if the step was replaced: then the error is that of `use`.
+        with self._stack, suppress(CorruptCheckpointError, StorageUnavailableError):
+            if parts:
+                use(parts)
+                return done
+        entries = None
+        self._read(use)
         return done
 
     @property
@@ -164,10 +181,11 @@ class TarStorageReader(StorageReader):
         """Whether it is a path or URL that can be read from."""
         return is_checkpoint_id(checkpoint_id)
 
-    def _read(self, use: Callable[[Sequence[Part]], T], names: Collection[str]) -> T:
-        """The result of `use` for the parts of the step with the items of these names, and perhaps others."""
+    def _read(self, use: Callable[[Sequence[Part]], T], kept: ExitStack | None = None) -> T:
+        """The result of `use` for the parts of the step with the items of the plan's names, and perhaps others."""
+        names = self._names
         readers = readers_of_this_rank(self._from_ranks)._replace(
-            wants=lambda paths: [path for path in paths if ".".join(map(str, path)) in names]
+            wants=lambda paths: [path for path in paths if ".".join(map(str, path)) in names], kept=kept
         )
         return from_path(self._place, use, verify=self._verify, readers=readers)
 
@@ -191,7 +209,7 @@ class _PlanReader:
         for item in self._items:
             self._by_name.setdefault(item.dest_index.fqn, []).append(item)
         self._wanted: dict[int, tuple[Contents, list[Wanted]]] = {}
-        self._after: list[Callable[[], None]] = []  # called once all bytes are read
+        self._after: list[Callable[[], object]] = []  # called once all bytes are read
 
     def run(self) -> None:
         misplaced = self._misplaced_targets()
@@ -207,7 +225,8 @@ class _PlanReader:
         for name, held in misplaced.items():
             for rectangle, part in held:
                 self._want(min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes)
-        self._announce_needs()
+        for file, wanted in self._wanted.values():  # all before the first read: other files may have to be opened
+            file.need((read.number, read.box) for read in wanted)
         makers = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
         for action in self._after:
@@ -253,11 +272,6 @@ class _PlanReader:
             len(saved_as) == 1 and entry is not None and entry.tensor is not None and entry.shape == tuple(target.shape)
         )
 
-    def _announce_needs(self) -> None:
-        """Tell the archives of all reads before the first one: other files may have to be opened for them."""
-        for file, wanted in self._wanted.values():
-            file.need((read.number, read.box) for read in wanted)
-
     def _want(self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         value, file = self._entries[name].value, self._entries[name].file
         if why := why_not(target):
@@ -268,7 +282,7 @@ class _PlanReader:
         into, dtype = target, file.dtype(number)
         if target.dtype != dtype:  # torch's own reader converts, too
             into = torch.empty(sizes, dtype=dtype, device=CPU)
-            self._after.append(partial(_copy_with_cast, target, into))
+            self._after.append(partial(target.copy_, into))
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
@@ -286,10 +300,6 @@ def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
     for item in plan.items:
         names.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
     return {name: saved_as for name, saved_as in names.items() if saved_as != {name}}
-
-
-def _copy_with_cast(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def _covers_exactly(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:

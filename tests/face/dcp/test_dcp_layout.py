@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dcp_states import load, training
+from dcp_states import CheckpointException, cause, dcp, load, training
 from states import difference, leftovers
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import async_ckpt
-from async_ckpt import CorruptCheckpointError
+from async_ckpt import CorruptCheckpointError, StorageUnavailableError
 from async_ckpt.integrations.dcp import TarStorageReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -75,6 +76,25 @@ def test_a_reader_of_a_part_opens_only_archives_that_have_it(worlds):
             async_ckpt.load(folder, select=select)
     with pytest.raises(CorruptCheckpointError, match="missing"):  # it opens all, to tell what there is
         async_ckpt.load(folder, select="nothing")
+
+
+def test_a_step_that_is_replaced_between_the_archive_of_its_names_and_another_is_noticed(worlds):
+    """One archive is opened for the metadata. The others are gone when the bytes are read, and those there are others."""
+    old = shutil.copytree(saved(worlds), Path(worlds.root, "old"))
+    new = saved(worlds)
+
+    class Replacing(DefaultLoadPlanner):
+        def create_local_plan(self):
+            shutil.rmtree(old)
+            shutil.copytree(new, old)
+            return super().create_local_plan()
+
+    reader, state = TarStorageReader(old), {"notes": {str(n): torch.zeros(1000 + n) for n in range(9)}}
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(state, storage_reader=reader, planner=Replacing())
+    assert isinstance(cause(raised), StorageUnavailableError)
+    dcp.load(state, storage_reader=reader)
+    assert difference(state["notes"], {str(n): torch.full((1000 + n,), float(n)) for n in range(9)}) is None
 
 
 def test_a_list_of_which_each_rank_has_a_part_is_read_as_a_whole(worlds):

@@ -337,7 +337,10 @@ def from_committed(
                 parts = [source.part()._replace(manifest=manifest) for source in archives]
                 _check_names(parts, readers)
                 _warn_of_wrapped(parts, readers, of_world, manifest)
-                return use(parts)
+                result = use(parts)
+                if readers.kept is not None:
+                    readers.kept.enter_context(stack.pop_all())
+                return result
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, manifest = manifest, _read_again(step, manifest, error)
             if manifest == before:

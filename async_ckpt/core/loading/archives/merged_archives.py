@@ -314,8 +314,11 @@ class MergedArchives(Contents):
         if self._knows_names:
             return False
         self._opener.open_names()
-        self._merge_again()
-        return True
+        if len(self._opener.opened) > len(self._archives):
+            self._merge_again()
+            return True
+        self._knows_names = True
+        return False
 
     def _merge_again(self) -> None:
         self._archives = self._by_rank(self._opener.opened)

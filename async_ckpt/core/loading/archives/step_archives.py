@@ -38,9 +38,10 @@ _MANY: Final = 8  # names in a message
 class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
-    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read; None is
-    for all of them. For the names in `wrapping`, a rank of a world of another size takes the value of the rank with its
-    own number modulo the saved world.
+    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read, none as
+    long as that is not known; None is for all of them. For the names in `wrapping`, a rank of a world of another size
+    takes the value of the rank with its own number modulo the saved world. Archives stay open until `kept` is closed;
+    without it, until they have been used.
     """
 
     ranks: tuple[int, int] | None = None
@@ -48,6 +49,7 @@ class Readers(NamedTuple):
     reads_all: bool = False
     wants: Callable[[Sequence[Path]], Iterable[Path]] | None = None
     wrapping: Collection[str] = ()
+    kept: contextlib.ExitStack | None = None
 
     def of_world(self, size: int) -> Readers:
         """These readers, for a step that so many ranks have saved."""
@@ -102,7 +104,7 @@ class StepArchives(Opener):
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
-        self._located: tuple[int, ShardLocator] | None = None  # by the number of open archives
+        self._located: tuple[set[str], ShardLocator] | None = None  # by the tied tensors of the open archives
         self._has_looked = False
 
     def part(self) -> Part:
@@ -145,8 +147,8 @@ class StepArchives(Opener):
         self._open(range(len(self.named.archives)))
 
     def open_names(self) -> None:
-        """Open one archive of each class."""
-        self._open(self._representatives())
+        """Open one archive of each class, or those that have the names that the reader wants."""
+        self._open(self._naming_ranks() if self.named.is_shared_out else self._representatives())
         self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
@@ -194,11 +196,10 @@ class StepArchives(Opener):
         locator, layout = self._locator(), self._layout
         if locator is None or layout is None or not layout.items:
             return range(len(self.named.archives))
-        self._has_all_names = True
-        paths, wants = [item.path for item in layout.items], self._readers.wants
-        lists = None if wants is None else {*map(_outside_lists, wants(paths))}
-        chosen = (path for path in paths if lists is None or _outside_lists(path) in lists)
-        rank, _ = self._readers.ranks or (0, 1)
+        paths, rank = [item.path for item in layout.items], (self._readers.ranks or (0, 1))[0]
+        lists = {*map(_outside_lists, paths if self._readers.wants is None else self._readers.wants(paths))}
+        self._has_all_names = bool(lists)
+        chosen = (path for path in paths if _outside_lists(path) in lists)
         # One tells how many ranks have saved; ranks that read together each open another.
         return locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
 
@@ -207,8 +208,9 @@ class StepArchives(Opener):
         layout = self._find_layout()
         if layout is None:
             return None
-        if self._located is None or self._located[0] != len(self._opened):
-            self._located = len(self._opened), ShardLocator(layout, self._aliases())
+        aliases = self._aliases()
+        if self._located is None or self._located[0] != aliases:
+            self._located = aliases, ShardLocator(layout, aliases)
         return self._located[1]
 
     def _find_layout(self) -> StepLayout | None:
