@@ -564,6 +564,19 @@ def test_a_rollback_reaches_further_places(roots):
     assert 4 not in open_run(roots[1]).steps()
 
 
+def test_a_rollback_retires_what_an_overwritten_step_was_at_a_place_that_has_not_got_the_new_one(roots):
+    with open_run(roots, on_rollback="retire", exit_timeout=0.0) as ckpt, scripted(ckpt, 1) as far:
+        save(ckpt, 1, 2, 3)
+        far.fail("create", error=away(), times=None)
+        ckpt.save(state_at(30), step=3, overwrite=True).result()
+        ckpt.save(state_at(20), step=2, overwrite=True).result()
+        assert ckpt.latest() == 2
+    with open_run(roots) as ckpt:
+        assert ckpt.latest() == 2
+        until(lambda: open_run(roots[1]).steps() == [1, 2])
+        assert_is_state(open_run(roots[1]).load(2), 20)
+
+
 def test_a_rollback_whose_own_step_was_passed_over_reaches_further_places(roots):
     with open_run(roots, on_rollback="retire") as ckpt:
         save(ckpt, 1, 2, 9)
