@@ -213,12 +213,12 @@ def _processor_seconds(stat: Path) -> float:
 @contextmanager
 def _without_copies_in_the_pass() -> Iterator[None]:
     """Have steps moved that would be copied while they are saved."""
-    real = Mover.may_follow
-    Mover.may_follow = lambda *_: False  # type: ignore[method-assign]
+    real = Mover._may_follow
+    Mover._may_follow = lambda *_: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Mover.may_follow = real  # type: ignore[method-assign]
+        Mover._may_follow = real  # type: ignore[method-assign]
 
 
 def never_waits(setting: Setting) -> dict[str, Figure]:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...errors import (
     CheckpointError,
@@ -28,6 +28,9 @@ from ..storage.interface import Reader, Storage
 from ..storage.pace import Pace
 from .archives.archive import OpenArchive
 from .verify import Verification
+
+if TYPE_CHECKING:
+    from ..host.pool import SegmentPool
 
 _SENT_AT_ONCE: Final = 32
 
@@ -80,6 +83,7 @@ def copy_step(
     mends: bool = False,
     pace: Pace | None = None,
     retires: Sequence[Retired] = (),
+    pool: SegmentPool | None = None,
 ) -> list[int]:
     """Copy a step and its marks to another root, and first the steps that lend to it. Returns the steps that it has
     committed there.
@@ -88,7 +92,7 @@ def copy_step(
     copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
     `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests. With `mends`,
     archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile. With
-    `retires`, the copy retires these commits at the other root.
+    `retires`, the copy retires these commits at the other root. `pool` is as for `storage.bulk.copy`.
 
     Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
     CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
@@ -103,7 +107,15 @@ def copy_step(
         )
         if mends or lender is None or not lent.issubset(lender.own_names):
             committed += copy_step(
-                source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace
+                source,
+                target,
+                earlier,
+                check=check,
+                background=background,
+                on_bytes=on_bytes,
+                mends=mends,
+                pace=pace,
+                pool=pool,
             )
     with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
@@ -127,6 +139,7 @@ def copy_step(
             check=check,
             finished=lambda sink: locks.callback(sink.close),
             pace=pace,
+            pool=pool,
         )
         run_together("send", [partial(send, check) for send in sends], max_threads=_SENT_AT_ONCE)
         for path, archive in sent.items():

@@ -96,7 +96,10 @@ class GroupLocation:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A commit that a rollback retires. `attempt` is empty if its manifest could not be read."""
+    """A commit that a rollback retires. `attempt` is empty if its manifest could not be read.
+
+    Of several of a step, as other roots have it in another version, the last one is that of the root.
+    """
 
     step: int
     attempt: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, takewhile
@@ -343,13 +343,13 @@ class Roots:
         for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        told: dict[Run, dict[int, str]] = {}
+        told: dict[Run, frozenset[Retired]] = {}
         for step, runs in list(holders.items()):
             others = [run for run in steps_of if run not in runs]
             # A root that was away during a rollback still holds the step.
             if others and not told:
                 told = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
-            if others and self._is_retired(step, runs[0], others, [told[run].get(step) for run in others]):
+            if others and self._is_retired(step, runs[0], others, frozenset().union(*(told[run] for run in others))):
                 del holders[step]
         return self._in_line(holders, steps_of)
 
@@ -376,11 +376,13 @@ class Roots:
                 del holders[step]
         return holders
 
-    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Sequence[str | None]) -> bool:
-        """`told` are the attempts that the newest manifests of the others retire."""
+    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
+        """`told` are the commits that the newest manifests of the others retire."""
         try:
             manifest, _ = holder.root.read(step, say=False)
-            return manifest.attempt in told or any(manifest.attempt in other.retired_attempts(step) for other in others)
+            return Retired(step, manifest.attempt) in told or any(
+                manifest.attempt in other.retired_attempts(step) for other in others
+            )
         except NotCommittedError:  # it was retired there, too, or deleted, after the root was listed
             return True
         except CheckpointError:  # a damaged step stays, and a root that has gone away since is not asked

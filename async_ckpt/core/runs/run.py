@@ -326,10 +326,8 @@ class Run:
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self.root.finish_rollbacks(listing)
         newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retired = {s: manifest.attempt if manifest else "" for s, manifest in newer.items()}
-        if known_elsewhere:
-            retired = {**self._retired_elsewhere(step, known_elsewhere, retire=retire), **retired}
-        retires = tuple(Retired(s, retired[s]) for s in sorted(retired))
+        here = {Retired(s, manifest.attempt if manifest else "") for s, manifest in newer.items()}
+        retires = _in_order(self._retired_elsewhere(step, known_elsewhere, retire=retire), here)
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
         others = known_elsewhere.get(step, ())
@@ -356,20 +354,18 @@ class Run:
             ) from error
         self.root.note_commit(manifest, newer, listing)
         if retires:
-            self.events.note("rollback", step, retired=[retired.step for retired in retires])
+            self.events.note("rollback", step, retired=sorted({retired.step for retired in retires}))
         self.look_again(manifest)
         if out is not None:
             with suppress(CheckpointError):  # the next sweep deletes them
                 self.sweeper.delete_replaced(step, out)
         return manifest
 
-    def _retired_elsewhere(self, step: int, known: Mapping[int, Sequence[Manifest]], *, retire: bool) -> dict[int, str]:
+    def _retired_elsewhere(self, step: int, known: Mapping[int, Sequence[Manifest]], *, retire: bool) -> set[Retired]:
         """The commits at other roots that a commit of `step` retires, or that those before it here have retired."""
-        there = {one.attempt: s for s, manifests in known.items() for one in manifests}
-        newest = next(reversed(self.root.known), None)
-        before = {s: attempt for s, attempt in self.retired_by(newest).items() if there.get(attempt) == s}
-        newer = {s: manifests[-1].attempt for s, manifests in known.items() if retire and s > step}
-        return {**before, **newer}
+        there = {Retired(s, one.attempt) for s, manifests in known.items() for one in manifests}
+        before = self.retired_by(next(reversed(self.root.known), None)) if there else frozenset()
+        return {one for one in there if one in before or (retire and one.step > step)}
 
     def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
         """Raise NotCommittedError if a step borrows from one that was deleted, or replaced, by somebody else."""
@@ -574,10 +570,10 @@ class Run:
         error.path, error.step = where, step
         return error
 
-    def retired_by(self, step: int | None) -> dict[int, str]:
-        """The attempts, by step, that the manifest of this step retires."""
+    def retired_by(self, step: int | None) -> frozenset[Retired]:
+        """The commits that the manifest of this step retires."""
         manifest = None if step is None else self.root.known.get(step) or self.root.find(step)
-        return {} if manifest is None else {retired.step: retired.attempt for retired in manifest.retires}
+        return frozenset(() if manifest is None else manifest.retires)
 
     def takes(self, step: int) -> bool:
         """Whether copies from other roots bring this step."""
@@ -666,7 +662,7 @@ class Run:
         run.
         """
         if retires:
-            manifest = replace(manifest, retires=tuple({*manifest.retires, *retires}))
+            manifest = replace(manifest, retires=_in_order(manifest.retires, retires))
         listing = self.root.relist()
         if self._start is None:
             refuse_if_alive(self.storage, listing.starts)
@@ -968,6 +964,12 @@ class Run:
                 f"{self.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
                 f"{describe_missing_metric(metric, view)}",
             )
+
+
+def _in_order(elsewhere: Iterable[Retired], here: Iterable[Retired]) -> tuple[Retired, ...]:
+    """The commits that a rollback retires, by their steps; of each step, that of this root comes last."""
+    here = {*here}
+    return tuple(sorted({*elsewhere, *here}, key=lambda one: (one.step, one in here, one.attempt)))
 
 
 def _exists(step: int) -> StepExistsError:

@@ -107,14 +107,15 @@ class Sweeper:
         return lent | {name for name in names if attempt_of(name) in attempts}
 
     def retired_attempts(self, step: int) -> set[str]:
-        """The attempts at a step whose manifests a rollback has renamed."""
+        """The attempts at a step whose manifests a rollback has renamed, and those that these have replaced."""
         folder = self._root.folder(step)
         attempts = set()
         for name in self._storage.names(folder):
             if is_retired_name(name):
                 try:
                     data = self._storage.read(f"{folder}/{name}")[0]
-                    attempts.add(parse_manifest(data, path=f"{folder}/{name}").attempt)
+                    retired = parse_manifest(data, path=f"{folder}/{name}")
+                    attempts.update((retired.attempt, *retired.replaces))
                 except (CheckpointError, FileNotFoundError):
                     continue
         return attempts

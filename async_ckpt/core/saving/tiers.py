@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ...errors import (
     CheckpointError,
@@ -42,11 +42,15 @@ from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
 from ..runs.tiers_file import NAME as TIERS
 from ..spans import monotonic
+from ..storage.bulk import new_pool
 from ..storage.interface import Storage
 from ..storage.node_folders import OneOfNodes
 from ..storage.pace import Pace
 from ..storage.place import Anywhere, place_of
 from ..storage.store_facts import PROBE
+
+if TYPE_CHECKING:
+    from ..host.pool import SegmentPool
 
 # Between two tries to move to a place that does not answer.
 _FIRST_PAUSE_SECONDS: Final = 1.0
@@ -56,6 +60,9 @@ _FIRST_LOOK_SECONDS: Final = 0.2
 _LOOK_SECONDS: Final = 5.0
 # Between two looks, at the end, whether a place answers.
 _LOOK_AT_END_SECONDS: Final = 2.0
+# How long memory waits for the next copy. New pages for each copy would be a large part of the processor time of copies
+# that follow one another at once, and nothing beside a training that saves once a minute, which gets its memory back.
+_KEEP_MEMORY_SECONDS: Final = 10.0
 
 _log = logging.getLogger("async_ckpt")
 # Those that copy, until they have finished: the exit waits for them, also if nobody has closed their checkpointer.
@@ -76,6 +83,7 @@ class CopyStep(Protocol):
         pace: Pace | None,
         retires: Sequence[Retired],
         on_bytes: Callable[[int], None],
+        pool: SegmentPool,
     ) -> list[int]: ...
 
 
@@ -476,6 +484,9 @@ class Mover:
         self._is_elsewhere = False  # as it was answered last
         self.hurries = True  # at the end, no limit of bandwidth holds
         self.moving: int | None = None
+        # The memory of copies, and when the last one has ended. Only the thread that moves knows them.
+        self._pool: SegmentPool | None = None
+        self._copied_at = 0.0
         self._looked_again: int | None = None  # the step that could not be copied at the last try
         self.ended: Future[None] = running_future()  # nothing is moved any more
         self._num_bytes = 0  # that were copied
@@ -548,7 +559,7 @@ class Mover:
                 return
             self._is_wanted = True
             begins, self._is_running = not self._is_running, True
-        self._bell.set()
+            self._bell.set()
         if begins:
             self._crew.submit(self._work, self._refused)
 
@@ -610,7 +621,7 @@ class Mover:
         with self._lock:
             self._is_stopped = True
             is_running, self._is_ending = self._is_running, True
-        self._bell.set()
+            self._bell.set()
         self._crew.stop()
         if is_running:
             get_loop().note_hanging(self.ended)
@@ -694,7 +705,7 @@ class Mover:
                     self._is_running = False
                     break
                 self._is_wanted = False
-            self._bell.clear()  # whoever rings from now on ends the pause
+                self._bell.clear()  # whoever rings from now on ends the pause
             try:
                 self._bring_up()
                 error = None
@@ -716,9 +727,20 @@ class Mover:
             elif error is not None and not isinstance(error, _Stopped):
                 self._failed(self._num_failed, error)
                 self.on_failure(self._wanted or 0, str(error))
+            if error is not None:
+                self._free_memory()  # of which a request may still hold some
             if tries_again:
                 self._bell.wait(next(pauses))
         self._end()
+        if self._pool is not None and not self._is_stopped:  # the next `wake`, or `stop`, ends the wait
+            self._bell.wait(max(0.0, self._copied_at + _KEEP_MEMORY_SECONDS - monotonic()))
+        if not self._is_running:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def _end(self) -> None:
         with self._lock:
@@ -758,6 +780,7 @@ class Mover:
                     self._move(ahead.step, ahead, num_wants)
             else:
                 self.moving, self._num_bytes = told.step, told.num_bytes
+                self._free_memory()
                 self._bell.wait(next(pauses))
                 self._bell.clear()
                 self.run.root.forget([ahead.step])  # the other process may replace it
@@ -777,6 +800,7 @@ class Mover:
         with self._of(step):
             if self._roots.are_taken:
                 self._roots.take(self.run, step)
+            self._pool = self._pool or new_pool()
             errors: list[CheckpointError] = []
             for source in holders:
                 try:
@@ -790,6 +814,7 @@ class Mover:
                         pace=None if self._is_ending and self.hurries else self._pace_of(self.run.storage),
                         retires=ahead.stale,
                         on_bytes=self._count,
+                        pool=self._pool,
                     )
                     break
                 except (NotCommittedError, StepExistsError) as error:
@@ -803,8 +828,9 @@ class Mover:
                     errors.append(error)  # another place may hold it whole
             else:
                 raise errors[0]
+        self._copied_at = monotonic()
         self.arrived(step, num_wants)
-        self._follow_up(step, monotonic() - begun)
+        self._follow_up(step, self._copied_at - begun)
 
     def _make_room(self, source: Run, step: int) -> None:
         if self.run.keep.free is not None:

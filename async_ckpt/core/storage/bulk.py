@@ -24,7 +24,7 @@ from .interface import Reader, Sink, Storage
 from .pace import Pace
 
 if TYPE_CHECKING:
-    from ..host.pool import Lease
+    from ..host.pool import Lease, SegmentPool
 
 # One ranged read, and one part of an upload: large enough that the latency of a request does not count.
 _SEGMENT_BYTES: Final = 8 * MIB
@@ -57,12 +57,14 @@ def copy(
     check: Callable[[], None] = lambda: None,
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
     pace: Pace | None = None,
+    pool: SegmentPool | None = None,
 ) -> None:
     """Copy objects; each appears whole, as soon as it is durable. After an error no more objects appear.
 
     `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
     of each finished object, and closes it. With `background`, the processors are left to the training. `pace` limits
-    the bandwidth of the writes.
+    the bandwidth of the writes. `pool` is the memory of copies that follow one another, by `new_pool`; no other copy may
+    be using it.
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
     if parcels:
@@ -72,7 +74,8 @@ def copy(
         (to.part_segments(parcel.num_bytes, segment_bytes) for parcel in parcels if parcel.num_bytes),
         default=1,
     )
-    job = _Copy(to, segment_bytes, check, finished, pace)
+    lasts = pool is not None and pool.segment_bytes == segment_bytes
+    job = _Copy(to, pool if pool is not None and lasts else new_pool(segment_bytes), check, finished, pace)
     usual = _NUM_BACKGROUND_THREADS if background else _NUM_THREADS
     crew = Crew("copy", num_threads or usual, background=background)
     transfers = [_Transfer(parcel, job) for parcel in parcels]
@@ -84,7 +87,16 @@ def copy(
         raise
     finally:
         crew.stop()
-        job.pool.close()
+        job.pool.remove_reliever(job.relieve)
+        if not lasts:
+            job.pool.close()
+
+
+def new_pool(segment_bytes: int = _SEGMENT_BYTES) -> SegmentPool:
+    """Memory for one copy at a time, or for copies that follow one another: at most 16 segments, made as needed."""
+    from ..host.pool import SegmentPool  # it needs torch, which deletions do without
+
+    return SegmentPool(segment_bytes, max_bytes=_NUM_SEGMENTS * segment_bytes)
 
 
 def delete(storage: Storage, paths: Sequence[str]) -> None:
@@ -110,21 +122,22 @@ class _Copy:
     def __init__(
         self,
         to: Storage,
-        segment_bytes: int,
+        pool: SegmentPool,
         check: Callable[[], None],
         finished: Callable[[Sink], object],
         pace: Pace | None,
     ) -> None:
-        from ..host.pool import SegmentPool  # it needs torch, which deletions do without
-
         self.to = to
-        self.segment_bytes = segment_bytes
+        self.pool, self.segment_bytes = pool, pool.segment_bytes
         self.finished = finished
         self.sinks: list[Sink] = []  # of the objects in transfer
-        self.pool = SegmentPool(segment_bytes, max_bytes=_NUM_SEGMENTS * segment_bytes)
-        self.pool.add_reliever(lambda _: any(sink.relieve() for sink in tuple(self.sinks)))
+        pool.add_reliever(self.relieve)
         self._check, self._pace = check, pace
         self._error: BaseException | None = None
+
+    def relieve(self, starving: bool) -> bool:  # noqa: ARG002
+        """Have a sink let go of memory, for `SegmentPool.add_reliever`."""
+        return any(sink.relieve() for sink in tuple(self.sinks))
 
     def lease(self, offset: int) -> Lease:
         """Wait for memory. Raises the first error of the copy."""

@@ -18,9 +18,12 @@ from states import assert_is_state, leftovers, names_below, open_run, state_at
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExistsError, StorageUnavailableError
 from async_ckpt.core.host import waits
+from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.runs.starts import Tenure
 from async_ckpt.core.saving import story as save_story
 from async_ckpt.core.saving import tiers
+from async_ckpt.core.spans import monotonic
+from async_ckpt.core.storage.bulk import new_pool
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.errors import ConflictError, StorageFullError
 
@@ -86,6 +89,20 @@ def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
     ckpt.wait()
 
 
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[SegmentPool]:
+    """The memory of copies that movers make."""
+    made: list[SegmentPool] = []
+
+    def make() -> SegmentPool:
+        made.append(new_pool())
+        return made[-1]
+
+    monkeypatch.setattr(tiers, "new_pool", make)
+    monkeypatch.setattr(tiers.Mover, "_may_follow", lambda *_: False)
+    return made
+
+
 # --- the way of a save ----------------------------------------------------------------------------------------
 
 
@@ -147,6 +164,41 @@ def test_a_copy_that_fails_is_tried_again_until_the_place_answers(roots, call):
         ckpt.wait()
     assert_holds(roots[1], 1, mib=9)
     assert leftovers(roots[1]) == []
+
+
+def test_copies_that_follow_one_another_use_the_same_memory_which_closing_frees(roots, pools, monkeypatch):
+    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+        assert [pool.num_bytes for pool in pools] == [8 << 20]
+        assert pools[0].max_segments * pools[0].segment_bytes == 128 << 20
+    until(lambda: not pools[0].num_bytes)
+    assert_holds(roots[1], 1, 2, 3)
+
+
+def test_the_memory_of_copies_is_freed_when_none_follows(roots, pools, monkeypatch):
+    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        with monkeypatch.context() as later:
+            later.setattr(tiers, "monotonic", lambda: monotonic() + PATIENCE)
+            ckpt._lineage.tiers.wake()  # there is nothing to copy
+            until(lambda: not pools[0].num_bytes)
+        save(ckpt, 2)
+        assert len(pools) == 2
+        monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", 0.0)
+        save(ckpt, 3)
+        until(lambda: not pools[-1].num_bytes)
+    assert_holds(roots[1], 1, 2, 3)
+
+
+def test_a_copy_after_one_that_failed_has_memory_of_its_own(roots, pools, monkeypatch):
+    """A request of the one that failed may still hold some."""
+    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    with open_run(roots) as ckpt, scripted(ckpt, 1) as far:
+        far.fail("write", error=away())
+        save(ckpt, 1)
+        assert [pool.num_bytes for pool in pools] == [0, 8 << 20]
 
 
 def test_close_sends_the_newest_step_to_every_place_without_a_limit_of_bandwidth(roots):
@@ -510,6 +562,19 @@ def test_a_rollback_reaches_further_places(roots):
             assert last.at(roots[1]).result(PATIENCE) == 5
     assert open_run(roots[0]).steps() == [1, 2, 3, 5]
     assert 4 not in open_run(roots[1]).steps()
+
+
+def test_a_rollback_retires_what_an_overwritten_step_was_at_a_place_that_has_not_got_the_new_one(roots):
+    with open_run(roots, on_rollback="retire", exit_timeout=0.0) as ckpt, scripted(ckpt, 1) as far:
+        save(ckpt, 1, 2, 3)
+        far.fail("create", error=away(), times=None)
+        ckpt.save(state_at(30), step=3, overwrite=True).result()
+        ckpt.save(state_at(20), step=2, overwrite=True).result()
+        assert ckpt.latest() == 2
+    with open_run(roots) as ckpt:
+        assert ckpt.latest() == 2
+        until(lambda: open_run(roots[1]).steps() == [1, 2])
+        assert_is_state(open_run(roots[1]).load(2), 20)
 
 
 def test_a_rollback_whose_own_step_was_passed_over_reaches_further_places(roots):
