@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .core.ranks import rendezvous
     from .core.ranks import world as worlds
     from .core.saving import default as kept_memory
-    from .core.saving import ledger, run_movers
+    from .core.saving import ledger
     from .core.slicing import cover, sharded
     from .core.staging import device
     from .core.staging import guard as guards
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from .core.storage.local import LocalStorage
     from .core.storage.registry import register_storage
     from .core.storage.sequential import Appender
-    from .face import states
+    from .face import run_movers, states
     from .face.around import file_digests, hf_weights, pack
     from .face.around import scratch as scratches
     from .face.around import shards as hf_shards
@@ -90,7 +90,7 @@ else:
         ".core.loading.catch_up": "copy_step",
         ".core.loading.live.optimizer_forms": "another_kind",
         ".core.ranks": "rendezvous worlds=world",
-        ".core.saving": "kept_memory=default ledger run_movers",
+        ".core.saving": "kept_memory=default ledger",
         ".face.around.copy_save": "CopySave",
         ".core.slicing": "cover sharded",
         ".core.staging": "device guards=guard",
@@ -100,7 +100,7 @@ else:
         ".core.storage.local": "LocalStorage",
         ".core.storage.registry": "register_storage",
         ".core.storage.sequential": "Appender",
-        ".face": "states",
+        ".face": "run_movers states",
         ".face.around": "file_digests hf_shards=shards hf_weights pack scratches=scratch",
         ".face.around.torch_file": "write_by_torch",
         ".face.oneoff": "save_within",

@@ -100,23 +100,15 @@ def copy_step(
     committed: list[int] = []
     replaced = target.manifest_to_replace(step)
     manifest = source.manifest(step)
+    again = partial(
+        copy_step, source, target,
+        check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace, pool=pool,
+    )  # fmt: skip
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
-        lender, lent = (
-            target.committed(earlier),
-            {one.archive.name for one in manifest.elsewhere if one.step == earlier},
-        )
+        lent = {one.archive.name for one in manifest.elsewhere if one.step == earlier}
+        lender = target.committed(earlier)
         if mends or lender is None or not lent.issubset(lender.own_names):
-            committed += copy_step(
-                source,
-                target,
-                earlier,
-                check=check,
-                background=background,
-                on_bytes=on_bytes,
-                mends=mends,
-                pace=pace,
-                pool=pool,
-            )
+            committed += again(earlier)
     with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
         parcels, sends, sent = [], [], dict[str, Archive]()

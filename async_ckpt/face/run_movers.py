@@ -15,19 +15,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from ...errors import CheckpointError, StorageUnavailableError
-from ..host.waits import LIVENESS_SECONDS, wait_for
-from ..runs.conflict import Conflict as Conflict
-from ..runs.conflict import conflict_at
-from ..runs.followed import Changes, FollowedRoots
-from ..runs.moving import Moving, Told
-from ..runs.roots import Roots, open_roots
-from ..runs.run import Run
-from ..runs.tiers_file import TiersFile
-from ..spans import monotonic, wall_time
-from ..spec import Keep
-from ..storage.pace import Pace
-from .tiers import CopyStep, Mover
+from ..core.host.waits import LIVENESS_SECONDS, wait_for
+from ..core.runs.conflict import Conflict as Conflict
+from ..core.runs.conflict import conflict_at
+from ..core.runs.moving import Moving, Told
+from ..core.runs.roots import Roots, open_roots
+from ..core.runs.run import Run
+from ..core.runs.tiers_file import TiersFile
+from ..core.saving.tiers import CopyStep, Mover
+from ..core.spans import monotonic, wall_time
+from ..core.spec import Keep
+from ..core.storage.pace import Pace
+from ..errors import CheckpointError, StorageUnavailableError
+from .followed import Changes, FollowedRoots
 
 # How often a place is looked at although nothing has changed at the nearer ones.
 _LOOK_SECONDS: Final = 5.0

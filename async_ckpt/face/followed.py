@@ -12,11 +12,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Final
 
-from ...errors import StorageUnavailableError
-from .naming import JOURNAL
-from .roots import Ahead, Roots
-from .run import Run
-from .starts import Start, about_start
+from ..core.runs.naming import JOURNAL
+from ..core.runs.roots import Ahead, Roots
+from ..core.runs.run import Run
+from ..core.runs.starts import Start, about_start
+from ..errors import StorageUnavailableError
 
 # What the file of a start has of its process.
 _OF_PROCESS: Final = ("host", "pid", "since")
