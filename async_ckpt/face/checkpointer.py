@@ -28,7 +28,6 @@ from ..core.runs.roots import Roots, open_roots
 from ..core.runs.run import Run
 from ..core.saving.admission import Admission, OnOverlap
 from ..core.saving.drain import Writers
-from ..core.saving.finite import NonFinite
 from ..core.saving.handle import SaveHandle
 from ..core.saving.interval import Past, SaveInterval
 from ..core.saving.ledger import Ledger
@@ -39,7 +38,6 @@ from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
 from ..core.saving.tiers import Places
-from ..core.saving.weight_mean import WeightMean
 from ..core.spans import wall_time
 from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, unwrapped
@@ -56,6 +54,8 @@ from .tracking import ExperimentTracker, Tracking
 if TYPE_CHECKING:
     from ..core.host.pool import SegmentPool
     from ..core.loading.load import Verify
+    from ..core.saving.finite import NonFinite
+    from ..core.saving.weight_mean import WeightMean
 
 
 class AsyncCheckpointer(RunReader):
@@ -160,7 +160,7 @@ class AsyncCheckpointer(RunReader):
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
         )
         self.roots, self.root = self._roots.names, self._roots.names[0]
-        self._mean = None if ema is None else WeightMean(ema)
+        self._mean = None if ema is None else _mean_of(ema)
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
             Meeting(ranks, store=store),
@@ -684,8 +684,11 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
     if due is not None and not isinstance(due, Due):
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
-    if check is not None and not isinstance(check, NonFinite):
-        raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
+    if check is not None:
+        from ..core.saving.finite import NonFinite
+
+        if not isinstance(check, NonFinite):
+            raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
     if commit is None:
         return
     if commit != "any":
@@ -694,6 +697,12 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
             "commit= out, and call handle.at(place).result() to wait until a step is at another place"
         )
     warnings.warn('commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3)
+
+
+def _mean_of(ema: Ema) -> WeightMean:
+    from ..core.saving.weight_mean import WeightMean  # only a run with a mean needs it
+
+    return WeightMean(ema)
 
 
 def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]:

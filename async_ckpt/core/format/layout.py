@@ -36,8 +36,7 @@ class Piece(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPlan:
+class SegmentPlan(NamedTuple):
     """One segment of the file image. Its pieces and literals cover every byte."""
 
     number: int
@@ -101,8 +100,7 @@ def slices(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _MemberPlan:
+class _MemberPlan(NamedTuple):
     name: str
     group: str  # the top-level entry of the state that it stores
     offset: int  # of the tar header, from the end of the index

@@ -16,8 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from ...errors import CorruptCheckpointError, FormatVersionError
 from ..fields import count, items, number, parsed, table, text, whole
@@ -70,8 +69,7 @@ def intent_name(step: int, attempt: str) -> str:
     return f"rollback-{step}.{attempt}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(NamedTuple):
     """An object in the step's folder, as the manifest names it: mostly one rank's tar."""
 
     name: str
@@ -79,8 +77,7 @@ class Archive:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLocation:
+class GroupLocation(NamedTuple):
     """A group that is in another archive than its rank's.
 
     The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
@@ -94,16 +91,14 @@ class GroupLocation:
     in_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(NamedTuple):
     """A commit that a rollback retires. `attempt` is empty if its manifest could not be read."""
 
     step: int
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
 
     `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
@@ -117,16 +112,14 @@ class RankFiles:
     per_rank: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTimes:
+class SaveTimes(NamedTuple):
     """How long a save took, of rank 0: from the call until its archives were durable, and what it cost the training."""
 
     seconds: float
     stall_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
@@ -142,7 +135,7 @@ class Manifest:
     created: float
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = {}
     elsewhere: tuple[GroupLocation, ...] = ()
     retires: tuple[Retired, ...] = ()
     ranks: RankFiles | None = None
@@ -186,9 +179,16 @@ class Manifest:
         return of_ranks + sum(archive.num_bytes for archive in (*self.archives, *self.beside))
 
     def dump(self) -> bytes:
-        fields = asdict(replace(self, record={}))  # it would copy every value of the record
         version = VERSION if any(one.in_part for one in self.elsewhere) else 1
-        return seal({"format": "async_ckpt", "version": version, **fields, "record": self.record})
+        return seal({"format": "async_ckpt", "version": version, **_as_json(self)})
+
+
+def _as_json(value: Any) -> Any:
+    """Tables of named tuples, and lists of other tuples."""
+    if isinstance(value, tuple):
+        named = getattr(value, "_asdict", None)
+        return [*map(_as_json, value)] if named is None else {name: _as_json(one) for name, one in named().items()}
+    return value
 
 
 def parse(data: bytes, *, path: str) -> Manifest:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,22 +29,19 @@ from ..ranks.divide import PlannedPart
 from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..staging.device import first_device
-from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped, warn_if_foreign
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
 from ..staging.warm_up import warm_up
 from ..state.capture import capture
-from ..state.captured import Capture
-from ..state.division import RankShare
+from ..state.captured import Capture, RankShare
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
 from ..trace import TraceFile
 from .admission import Admission, Slot
 from .drain import Drain, Writers
 from .exit import note_exit_status
-from .finite import FiniteChecks, NonFinite
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, SavePlan, pool_for
@@ -52,6 +49,10 @@ from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave
 from .target import Target
+
+if TYPE_CHECKING:
+    from ..staging.file_segments import FileFill, FilesImage
+    from .finite import FiniteChecks, NonFinite
 
 
 class Saver:
@@ -76,7 +77,11 @@ class Saver:
         self._trace_file = trace_file
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
         self._keep_warm, self._ranks = keep_warm, ranks
-        self._finite_checks = None if check is None else FiniteChecks(check)
+        self._finite_checks: FiniteChecks | None = None
+        if check is not None:
+            from .finite import FiniteChecks
+
+            self._finite_checks = FiniteChecks(check)
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False
@@ -294,6 +299,8 @@ class Saver:
         """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
         files.
         """
+        from ..staging.file_segments import FileFill  # a training saves no files
+
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, target), loop.background.submit)
         fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)

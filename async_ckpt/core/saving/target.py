@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..host.loop import OffLoop
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..storage.interface import Sink, Storage
-from .finite import FiniteCheck
+
+if TYPE_CHECKING:
+    from .finite import FiniteCheck
 
 
 class SaveOutcome(NamedTuple):
