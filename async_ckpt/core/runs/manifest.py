@@ -25,12 +25,12 @@ from ..format.index import MAX_RANKS
 
 NAME: Final = "manifest.json"
 VERSION: Final = 2  # of a manifest with `in_part`; one without is of version 1
-_INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
-_RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
+_INTENT: Final = r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json"
+_RETIRED: Final = r"manifest\.retired-[0-9a-f]{8}\.json"
 _HEAD: Final = b'{"digest": "'
 _AFTER_DIGEST: Final = b'",\n'
-_ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
-_START: Final = re.compile(r"\d{8,18}\.[0-9a-f]{8}")
+_ATTEMPT: Final = r"[0-9a-f]{8}"
+_START: Final = r"\d{8,18}\.[0-9a-f]{8}"
 
 
 def retired_name() -> str:
@@ -39,7 +39,7 @@ def retired_name() -> str:
 
 
 def is_retired_name(name: str) -> bool:
-    return _RETIRED.fullmatch(name) is not None
+    return re.fullmatch(_RETIRED, name) is not None
 
 
 def retired_attempts(
@@ -60,7 +60,7 @@ def retired_attempts(
 
 def parse_intent(name: str) -> tuple[int, str] | None:
     """The step and the attempt that a name announces; None for any other name."""
-    match = _INTENT.fullmatch(name)
+    match = re.fullmatch(_INTENT, name)
     return (int(match[1]), match[2]) if match else None
 
 
@@ -296,13 +296,13 @@ def _times(raw: object) -> SaveTimes:
 
 
 def _attempt(raw: object) -> str:
-    if not isinstance(raw, str) or not _ATTEMPT.fullmatch(raw):
+    if not isinstance(raw, str) or not re.fullmatch(_ATTEMPT, raw):
         raise ValueError(f"{raw!r:.300} is not an attempt")
     return raw
 
 
 def _start(raw: object) -> str:
-    if not isinstance(raw, str) or (raw and not _START.fullmatch(raw)):
+    if not isinstance(raw, str) or (raw and not re.fullmatch(_START, raw)):
         raise ValueError(f"{raw!r:.300} is not the start of a run")
     return raw
 
