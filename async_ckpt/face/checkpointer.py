@@ -40,7 +40,7 @@ from ..core.saving.signals import Notice
 from ..core.saving.tiers import Places
 from ..core.spans import wall_time
 from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
-from ..core.staging.guard import INHERITED, unwrapped
+from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
 from ..core.storage.pace import Pace
@@ -194,6 +194,8 @@ class AsyncCheckpointer(RunReader):
         self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
         if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
             self._warn_of_owner(is_early=True)
+        if self._guard and ranks in (None, (0, 1)):
+            FirstSteps(self._guard, self._saver.expect)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
