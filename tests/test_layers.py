@@ -448,7 +448,7 @@ MOST_MODULES = 138
 # Parts that a training on one rank, at one place, does without.
 BY_NEED = {
     "core.ranks.agreement", "core.ranks.shared_values", "core.state.division", "core.saving.file_target",
-    "core.saving.finite", "core.saving.weight_mean", "core.staging.file_segments", "core.storage.compressed",
+    "core.saving.weight_mean", "core.staging.file_segments", "core.storage.compressed",
 }  # fmt: skip
 
 

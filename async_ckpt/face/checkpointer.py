@@ -28,6 +28,7 @@ from ..core.runs.roots import Roots, open_roots
 from ..core.runs.run import Run
 from ..core.saving.admission import Admission, OnOverlap
 from ..core.saving.drain import Writers
+from ..core.saving.finite import NonFinite
 from ..core.saving.handle import SaveHandle
 from ..core.saving.interval import Past, SaveInterval
 from ..core.saving.ledger import Ledger
@@ -54,7 +55,6 @@ from .tracking import ExperimentTracker, Tracking
 if TYPE_CHECKING:
     from ..core.host.pool import SegmentPool
     from ..core.loading.load import Verify
-    from ..core.saving.finite import NonFinite
     from ..core.saving.weight_mean import WeightMean
 
 
@@ -686,11 +686,8 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
     if due is not None and not isinstance(due, Due):
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
-    if check is not None:
-        from ..core.saving.finite import NonFinite
-
-        if not isinstance(check, NonFinite):
-            raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
+    if check is not None and not isinstance(check, NonFinite):
+        raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
     if commit is None:
         return
     if commit != "any":

@@ -33,7 +33,7 @@ from .interval import (
     SaveInterval,
     median,
     slower_seconds,
-)
+)  # fmt: skip
 from .process_goodput import ProcessGoodput
 from .signals import Signals, signals_of
 

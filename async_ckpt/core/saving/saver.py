@@ -45,6 +45,7 @@ from ..trace import TraceFile
 from .admission import Admission, Slot
 from .drain import Drain, Writers
 from .exit import note_exit_status
+from .finite import FiniteChecks, NonFinite
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, SavePlan, pool_for
@@ -55,7 +56,6 @@ from .target import Target
 
 if TYPE_CHECKING:
     from ..staging.file_segments import FileFill, FilesImage
-    from .finite import FiniteChecks, NonFinite
 
 
 class Saver:
@@ -80,11 +80,7 @@ class Saver:
         self._trace_file = trace_file
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
         self._keep_warm, self._ranks = keep_warm, ranks
-        self._finite_checks: FiniteChecks | None = None
-        if check is not None:
-            from .finite import FiniteChecks
-
-            self._finite_checks = FiniteChecks(check)
+        self._finite_checks = None if check is None else FiniteChecks(check)
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False

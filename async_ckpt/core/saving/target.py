@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..host.loop import OffLoop
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..storage.interface import Sink, Storage
-
-if TYPE_CHECKING:
-    from .finite import FiniteCheck
+from .finite import FiniteCheck
 
 
 class SaveOutcome(NamedTuple):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ...errors import (
     CheckpointError,
@@ -26,7 +27,6 @@ from ...errors import (
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
-from ..ranks.alone import Alone
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -46,6 +46,49 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("async_ckpt")
+
+
+class Alone:
+    """In place of an `Agreement`. It has nothing to agree on."""
+
+    rank, world_size, has_others, decides = 0, 1, False, True
+    is_apart = fails_elsewhere = is_told = False
+    spread: Final[Mapping[str, Any]] = MappingProxyType({})
+    found = ""
+    lent: Final[Collection[tuple[str, int]]] = ()
+
+    def __init__(self, attempt: str) -> None:
+        self.attempt = attempt
+
+    async def named(self, check: Callable[[], None]) -> None:
+        """Do nothing: the attempt has its name."""
+
+    async def has_room(self, check: Callable[[], None]) -> None:
+        """Do nothing: this process makes room itself."""
+
+    def made_room(self) -> None:
+        """Do nothing: no other rank waits for room."""
+
+    async def agree(self, *_: Any) -> None:
+        """Do nothing: no other rank writes the step."""
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Do nothing: no other rank decides."""
+
+    def claim(self) -> None:
+        """The root is this process's."""
+
+    def committing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def committed(self, manifest: Manifest) -> None:
+        """Do nothing: no other rank waits for the commit."""
+
+    def afterwards(self) -> None:
+        """Do nothing: there are no receipts."""
+
+    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
+        return True
 
 
 class JointTarget(Target):
