@@ -79,7 +79,8 @@ class AsyncCheckpointer(RunReader):
             signals, the checkpointer must be constructed on the main thread.
         ema: `Ema(decay, groups=…)` keeps an exponential mean of weights in the archives, as the group `ema`.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
-            overlaps the next forward and backward, and `step()` waits for the rest of it.
+            overlaps the next forward and backward, and `step()` waits for the rest of it. On one rank, the memory for
+            the first save of them is allocated in the background while the first two steps run.
         host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
             up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
         segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
@@ -194,8 +195,7 @@ class AsyncCheckpointer(RunReader):
         self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
         if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
             self._warn_of_owner(is_early=True)
-        if self._guard and ranks in (None, (0, 1)):
-            FirstSteps(self._guard, self._saver.expect)
+        FirstSteps(self._guard if ranks in (None, (0, 1)) else (), self._saver.expect)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
