@@ -153,8 +153,7 @@ class AsyncCheckpointer(RunReader):
         mesh: Any = None,
         check: NonFinite | None = None,
     ) -> None:
-        _refuse_rules(commit, due, check, on_rollback)
-        due = due or Due()
+        due = _checked_rules(commit, due, check, on_rollback)
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(
@@ -678,9 +677,9 @@ def _wanted_step(step: int | None, marked: str | None) -> int | None:
     return None if step is None else whole_step(step)
 
 
-def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: object) -> None:
-    """Raise TypeError for another type of `due` or `check`, and ValueError for `on_rollback` or `commit`, or warn of
-    `commit`.
+def _checked_rules(commit: str | None, due: Due | None, check: object, on_rollback: object) -> Due:
+    """The rules of `should_save`. Raises TypeError for another type of `due` or `check`, and ValueError for `on_rollback`
+    or `commit`, or warns of `commit`.
     """
     if on_rollback not in (None, "retire"):
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -688,14 +687,16 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
     if check is not None and not isinstance(check, NonFinite):
         raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
-    if commit is None:
-        return
-    if commit != "any":
+    if commit not in (None, "any"):
         raise ValueError(
             f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
             "commit= out, and call handle.at(place).result() to wait until a step is at another place"
         )
-    warnings.warn('commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3)
+    if commit:
+        warnings.warn(
+            'commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3
+        )
+    return due or Due()
 
 
 def _mean_of(ema: Ema) -> WeightMean:
