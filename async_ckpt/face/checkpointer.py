@@ -678,8 +678,8 @@ def _wanted_step(step: int | None, marked: str | None) -> int | None:
 
 
 def _checked_rules(commit: str | None, due: Due | None, check: object, on_rollback: object) -> Due:
-    """The rules of `should_save`. Raises TypeError for another type of `due` or `check`, and ValueError for `on_rollback`
-    or `commit`, or warns of `commit`.
+    """The rules of `should_save`. Raises TypeError for another type of `due` or `check`, and ValueError for
+    `on_rollback` or `commit`, or warns of `commit`.
     """
     if on_rollback not in (None, "retire"):
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')

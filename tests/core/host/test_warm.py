@@ -188,7 +188,7 @@ def test_after_a_restore_the_first_step_takes_no_more_memory(tmp_path, made):
     stepped(optimizer)
     with open_run(tmp_path, guard=optimizer, segment_bytes=4 * MIB) as ckpt:
         ckpt.restore({"optimizer": optimizer, "p": optimizer.param_groups[0]["params"]})
-        until(lambda: ckpt._saver.pool.num_bytes >= 16 * MIB)
+        until(lambda: ckpt._saver.pool.num_bytes >= 20 * MIB)  # with the index of the archive
         num_made = len(made)
         with recorded(ckpt._saver.pool, "reserve") as reserves:
             stepped(optimizer)
