@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import errors
+from .core.collector import no_collection
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -106,7 +107,8 @@ else:
     def __getattr__(name: str) -> object:
         """Import the names that are imported late, and the errors that are not listed above, such as `ClosedError`."""
         if name in _LATER:
-            module = import_module(_LATER[name], __name__)
+            with no_collection():  # all that is made stays, and would set off a full collection of what torch has made
+                module = import_module(_LATER[name], __name__)
             value = globals()[name] = getattr(module, name, module)  # files is the module itself
             return value
         if name.endswith("Error") and hasattr(errors, name):

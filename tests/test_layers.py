@@ -442,6 +442,34 @@ print(*[t.name for t in __import__("threading").enumerate()])
     assert done.stderr == ""
 
 
+# Modules of the library that the checkpointer of a training brings along, each about half a millisecond of its start.
+# The number may only fall.
+MOST_MODULES = 138
+# Parts that a training on one rank, at one place, does without.
+BY_NEED = {
+    "core.ranks.agreement", "core.ranks.shared_values", "core.state.division", "core.saving.file_target",
+    "core.saving.weight_mean", "core.staging.file_segments", "core.storage.compressed",
+}  # fmt: skip
+
+
+def test_the_checkpointer_brings_few_modules_along_and_a_plain_save_few_more(tmp_path):
+    script = f"""
+import sys
+from async_ckpt import AsyncCheckpointer
+brought = {{name for name in sys.modules if name.startswith("async_ckpt")}}
+with AsyncCheckpointer({str(tmp_path / "run")!r}) as ckpt:
+    ckpt.save({{"step": 1}}, step=1).result()
+print(len(brought))
+print(*sorted(name.removeprefix("async_ckpt.") for name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    num_brought, loaded = done.stdout.splitlines()
+    assert int(num_brought) <= MOST_MODULES
+    assert modules().keys() >= BY_NEED
+    assert not BY_NEED & {*loaded.split()}
+
+
 def test_the_way_of_a_plain_save_is_told_with_fifteen_modules():
     text = (HOUSE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     way = text.partition("## The way of `state`")[2].partition("Beside the way")[0]

@@ -39,10 +39,9 @@ from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
 from ..core.saving.tiers import Places
-from ..core.saving.weight_mean import WeightMean
 from ..core.spans import wall_time
 from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
-from ..core.staging.guard import INHERITED, unwrapped
+from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
 from ..core.storage.pace import Pace
@@ -56,6 +55,7 @@ from .tracking import ExperimentTracker, Tracking
 if TYPE_CHECKING:
     from ..core.host.pool import SegmentPool
     from ..core.loading.load import Verify
+    from ..core.saving.weight_mean import WeightMean
 
 
 class AsyncCheckpointer(RunReader):
@@ -79,7 +79,8 @@ class AsyncCheckpointer(RunReader):
             signals, the checkpointer must be constructed on the main thread.
         ema: `Ema(decay, groups=…)` keeps an exponential mean of weights in the archives, as the group `ema`.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
-            overlaps the next forward and backward, and `step()` waits for the rest of it.
+            overlaps the next forward and backward, and `step()` waits for the rest of it. On one rank, the memory for
+            the first save of them is allocated in the background while the first two steps run.
         host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
             up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
         segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
@@ -152,15 +153,14 @@ class AsyncCheckpointer(RunReader):
         mesh: Any = None,
         check: NonFinite | None = None,
     ) -> None:
-        _refuse_rules(commit, due, check, on_rollback)
-        due = due or Due()
+        due = _checked_rules(commit, due, check, on_rollback)
         self._notice = Notice(due.signals)
         self._policy = SavePolicy(due, preempted=self._is_leaving, stall_seconds=self._stall_seconds)
         self._roots = open_roots(
             root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time, max_bandwidth=max_bandwidth
         )
         self.roots, self.root = self._roots.names, self._roots.names[0]
-        self._mean = None if ema is None else WeightMean(ema)
+        self._mean = None if ema is None else _mean_of(ema)
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
             Meeting(ranks, store=store),
@@ -194,6 +194,7 @@ class AsyncCheckpointer(RunReader):
         self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
         if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
             self._warn_of_owner(is_early=True)
+        FirstSteps(self._guard if ranks in (None, (0, 1)) else (), self._saver.expect)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -676,9 +677,9 @@ def _wanted_step(step: int | None, marked: str | None) -> int | None:
     return None if step is None else whole_step(step)
 
 
-def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: object) -> None:
-    """Raise TypeError for another type of `due` or `check`, and ValueError for `on_rollback` or `commit`, or warn of
-    `commit`.
+def _checked_rules(commit: str | None, due: Due | None, check: object, on_rollback: object) -> Due:
+    """The rules of `should_save`. Raises TypeError for another type of `due` or `check`, and ValueError for
+    `on_rollback` or `commit`, or warns of `commit`.
     """
     if on_rollback not in (None, "retire"):
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -686,14 +687,22 @@ def _refuse_rules(commit: str | None, due: object, check: object, on_rollback: o
         raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
     if check is not None and not isinstance(check, NonFinite):
         raise TypeError(f"check must be NonFinite(every=…), or None, got {check!r:.100}")
-    if commit is None:
-        return
-    if commit != "any":
+    if commit not in (None, "any"):
         raise ValueError(
             f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
             "commit= out, and call handle.at(place).result() to wait until a step is at another place"
         )
-    warnings.warn('commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3)
+    if commit:
+        warnings.warn(
+            'commit="any" is how several places commit anyway; leave it out', DeprecationWarning, stacklevel=3
+        )
+    return due or Due()
+
+
+def _mean_of(ema: Ema) -> WeightMean:
+    from ..core.saving.weight_mean import WeightMean  # only a run with a mean needs it
+
+    return WeightMean(ema)
 
 
 def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]:

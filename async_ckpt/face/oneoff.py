@@ -22,11 +22,11 @@ from ..core.ranks.one_off import OneOffFolder
 from ..core.ranks.world import World, warn_of_ranks, world_of_group
 from ..core.report import VerifyReport
 from ..core.saving import default
+from ..core.saving.file_target import Compression, FileTarget
 from ..core.saving.handle import SaveHandle
 from ..core.saving.planner import pool_for
 from ..core.saving.request import FileRequest, FolderRequest
 from ..core.saving.saver import Saver
-from ..core.saving.targets import Compression, FileTarget
 from ..core.spans import monotonic
 from ..core.spec import flag, whole_bytes
 from ..core.staging.guard import unwrapped

@@ -38,7 +38,7 @@ MAX_BYTES: Final = MIB
 PART_BYTES: Final = 64 * KIB
 # What is left for the files that were put away, beside one with the lines of just one more write.
 _COMPRESSED_BYTES: Final = MAX_BYTES - 2 * PART_BYTES
-_PART: Final = re.compile(r"(\d{6})\.jsonl\.gz")
+_PART: Final = r"(\d{6})\.jsonl\.gz"
 # Events that wait to be written. Between two commits there are few, but for skipped saves, which become one.
 _WAITING: Final = 1000
 _TRIES: Final = 3
@@ -138,7 +138,7 @@ class EventLog:
     def _put_away(self) -> None:
         """Compress the file beside the earlier ones, and delete the oldest of these."""
         text = self._content()[0] if self._text is None else self._text
-        sizes = {name: size for name, size in self._storage.sizes(FOLDER).items() if _PART.fullmatch(name)}
+        sizes = {name: size for name, size in self._storage.sizes(FOLDER).items() if re.fullmatch(_PART, name)}
         newest = int(max(sizes, default="000000")[:6]) + 1
         compressor = zlib.compressobj(9, wbits=_GZIP)
         data = compressor.compress(text) + compressor.flush()
@@ -160,7 +160,7 @@ class EventLog:
             return b"", None
 
     def _names(self) -> list[str]:
-        return [name for name in self._storage.names(FOLDER) if _PART.fullmatch(name)]
+        return [name for name in self._storage.names(FOLDER) if re.fullmatch(_PART, name)]
 
     def _parts(self, names: Sequence[str]) -> list[bytes]:
         """The lines that were put away, without files that are damaged, or were deleted meanwhile."""

@@ -12,7 +12,6 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -38,8 +37,7 @@ _Division: TypeAlias = tuple[str, tuple[int, ...], list[_Held], Spread | None]  
 _AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(MAX_DIMS + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One tar entry: `data` is the extent of its payload in the file, which follows its header of 512 bytes."""
 
     name: str
@@ -67,8 +65,7 @@ class Slice(NamedTuple):
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedTensor:
+class IndexedTensor(NamedTuple):
     """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
 
     `shape` is the shape of the whole tensor. `lent` are the slices whose bytes are in archives of earlier steps.
@@ -87,8 +84,7 @@ class IndexedTensor:
         return ".".join(map(str, self.path))
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(NamedTuple):
     """The contents of an archive as its index lists them, after all checks of `parse`."""
 
     step: int | None

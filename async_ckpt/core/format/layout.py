@@ -24,7 +24,7 @@ MAX_TENSORS_PER_MEMBER: Final = 500_000
 _MAX_NAMES_BYTES: Final = 40 * MIB
 MAX_NAME_BYTES: Final = 1024
 # Names that Windows reserves for devices, with any ending.
-_DEVICE: Final = re.compile(r"(?i)con|prn|aux|nul|com[0-9]|lpt[0-9]")
+_DEVICE: Final = r"(?i)con|prn|aux|nul|com[0-9]|lpt[0-9]"
 
 
 class Piece(NamedTuple):
@@ -36,8 +36,7 @@ class Piece(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPlan:
+class SegmentPlan(NamedTuple):
     """One segment of the file image. Its pieces and literals cover every byte."""
 
     number: int
@@ -101,8 +100,7 @@ def slices(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _MemberPlan:
+class _MemberPlan(NamedTuple):
     name: str
     group: str  # the top-level entry of the state that it stores
     offset: int  # of the tar header, from the end of the index
@@ -357,7 +355,7 @@ def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]
 def _safe(key: str) -> str:
     """A file name of up to 80 characters that all shells, archivers and file systems accept."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
-    return f"_{name}" if _DEVICE.fullmatch(name.partition(".")[0]) else name
+    return f"_{name}" if re.fullmatch(_DEVICE, name.partition(".")[0]) else name
 
 
 def _name_inside(spec: TensorSpec) -> str:

@@ -20,7 +20,7 @@ _CODES: Final = {name: code for name, (_, code) in DTYPES.items() if code} | NEW
 _DTYPE_OF: Final = {code: name for name, code in _CODES.items()}
 _PACKED: Final = "float4_e2m1fn_x2"  # torch counts pairs, and safetensors items
 # The names that DCP's writer gives to the files of its ranks, and the key of their metadata about pieces of tensors.
-_OF_RANK: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_OF_RANK: Final = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 _SHARDING: Final = "DCP_SHARDING_INFO"
 _NO_TABLE: Final = "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
 PIECES: Final = (
@@ -96,7 +96,7 @@ def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
 
 def is_of_rank(path: str) -> bool:
     """True if a file of this name holds the shards of one of several ranks."""
-    return _OF_RANK.fullmatch(path.replace("\\", "/").rpartition("/")[2]) is not None
+    return re.fullmatch(_OF_RANK, path.replace("\\", "/").rpartition("/")[2]) is not None
 
 
 def has_pieces(path: str, metadata: Mapping[str, str]) -> bool:

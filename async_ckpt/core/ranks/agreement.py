@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from ...errors import (
@@ -42,49 +41,6 @@ from .shared_root import SharedRoot
 _MANIFEST_LOOKS: Final = 10
 # Ranks whose findings are in a note.
 _RANKS_TOLD: Final = 4
-
-
-class Alone:
-    """The agreement of a process that saves alone, with nothing to agree on."""
-
-    rank, world_size, has_others, decides = 0, 1, False, True
-    is_apart = fails_elsewhere = is_told = False
-    spread: Final[Mapping[str, Any]] = MappingProxyType({})
-    found = ""
-    lent: Final[Collection[tuple[str, int]]] = ()
-
-    def __init__(self, attempt: str) -> None:
-        self.attempt = attempt
-
-    async def named(self, check: Callable[[], None]) -> None:
-        """Do nothing: the attempt has its name."""
-
-    async def has_room(self, check: Callable[[], None]) -> None:
-        """Do nothing: this process makes room itself."""
-
-    def made_room(self) -> None:
-        """Do nothing: no other rank waits for room."""
-
-    async def agree(self, *_: Any) -> None:
-        """Do nothing: no other rank writes the step."""
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Do nothing: no other rank decides."""
-
-    def claim(self) -> None:
-        """The root is this process's."""
-
-    def committing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def committed(self, manifest: Manifest) -> None:
-        """Do nothing: no other rank waits for the commit."""
-
-    def afterwards(self) -> None:
-        """Do nothing: there are no receipts."""
-
-    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
-        return True
 
 
 class Agreement(Rendezvous):

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from ...errors import CheckpointError, ClosedError, PeerFailedError
 from ..host.loop import ask_for_exception, get_loop
@@ -31,12 +31,14 @@ from ..host.waits import DECISION_SECONDS, wait_for
 from ..runs.manifest import Manifest
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..spans import monotonic
-from ..state.division import Structure
 from ..storage.interface import Storage
 from .meeting import Meeting
-from .shared_values import SharedValues
 from .start import LINGER_SECONDS, WorldStart
 from .word_log import Word
+
+if TYPE_CHECKING:
+    from ..state.division import Structure
+    from .shared_values import SharedValues
 
 # Between the calls that delete these, others are made.
 _FORGOTTEN_AT_ONCE: Final = 500
@@ -93,8 +95,7 @@ class AttemptPlace(Protocol):
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPart:
+class OwnPart(NamedTuple):
     """This rank's part in a joint save, as `Divider.divided` plans it."""
 
     structure: Structure  # of its state

@@ -7,7 +7,7 @@ nothing of: archives.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,10 +16,11 @@ from ..slicing.sharded import Slicer, mesh_of
 from ..spec import RankFacts
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
-from ..state.division import StateDivider
 from .calls import JointSave, OwnPart
 from .meeting import Meeting
-from .shared_values import SharedValues
+
+if TYPE_CHECKING:
+    from ..state.division import StateDivider
 
 
 class PlannedPart(NamedTuple):
@@ -55,6 +56,8 @@ class Divider:
         """None without a process group: then no tensor is a shard."""
         world = self._meeting.world
         if self._states is None and (world.has_group or not world.is_one):
+            from ..state.division import StateDivider  # a process that saves alone divides nothing
+
             self._states = StateDivider(world.rank, world.size, self.root_mesh)
         return self._states
 
@@ -86,6 +89,8 @@ class Divider:
         states = self._ranked()
         if states is None:
             return PlannedPart(captured)
+        from .shared_values import SharedValues  # a process that saves alone has none
+
         if joint is None:
             known, own = self._meeting.table.classes, self._own_in(captured)
             mates = known.get(states.structure(captured, own).digest, ()) if known else ()

@@ -38,7 +38,7 @@ from .shared_root import SharedRoot
 from .store import quietly
 
 _LOOK_SECONDS: Final = 0.05
-_MARK: Final = re.compile(r"\.async_ckpt-nodes-[0-9a-f]{16}")
+_MARK: Final = r"\.async_ckpt-nodes-[0-9a-f]{16}"
 
 _log = logging.getLogger("async_ckpt")
 
@@ -254,7 +254,7 @@ def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
     """The nodes whose folders have the steps of another run, and the mark of this one."""
     existing = {HERE: run.storage.existing} | {rank: partial(peer.ask, "existing") for rank, peer in peers.items()}
     names = {HERE: run.storage.names("")} | {rank: peer.ask("names", "") for rank, peer in peers.items()}
-    marks = Counter(name for listed in names.values() for name in listed if _MARK.fullmatch(name))
+    marks = Counter(name for listed in names.values() for name in listed if re.fullmatch(_MARK, name))
     mark = max(marks, key=lambda name: (marks[name], name in names[HERE]), default="")
     strangers = []
     for rank, listed in names.items():

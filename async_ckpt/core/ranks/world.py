@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """All processes that save one state together, and the rank of this process."""
 
     rank: int = 0

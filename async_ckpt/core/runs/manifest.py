@@ -16,8 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from ...errors import CorruptCheckpointError, FormatVersionError
 from ..fields import count, items, number, parsed, table, text, whole
@@ -26,12 +25,12 @@ from ..format.index import MAX_RANKS
 
 NAME: Final = "manifest.json"
 VERSION: Final = 2  # of a manifest with `in_part`; one without is of version 1
-_INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
-_RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
+_INTENT: Final = r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json"
+_RETIRED: Final = r"manifest\.retired-[0-9a-f]{8}\.json"
 _HEAD: Final = b'{"digest": "'
 _AFTER_DIGEST: Final = b'",\n'
-_ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
-_START: Final = re.compile(r"\d{8,18}\.[0-9a-f]{8}")
+_ATTEMPT: Final = r"[0-9a-f]{8}"
+_START: Final = r"\d{8,18}\.[0-9a-f]{8}"
 
 
 def retired_name() -> str:
@@ -40,7 +39,7 @@ def retired_name() -> str:
 
 
 def is_retired_name(name: str) -> bool:
-    return _RETIRED.fullmatch(name) is not None
+    return re.fullmatch(_RETIRED, name) is not None
 
 
 def retired_attempts(
@@ -61,7 +60,7 @@ def retired_attempts(
 
 def parse_intent(name: str) -> tuple[int, str] | None:
     """The step and the attempt that a name announces; None for any other name."""
-    match = _INTENT.fullmatch(name)
+    match = re.fullmatch(_INTENT, name)
     return (int(match[1]), match[2]) if match else None
 
 
@@ -70,8 +69,7 @@ def intent_name(step: int, attempt: str) -> str:
     return f"rollback-{step}.{attempt}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(NamedTuple):
     """An object in the step's folder, as the manifest names it: mostly one rank's tar."""
 
     name: str
@@ -79,8 +77,7 @@ class Archive:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLocation:
+class GroupLocation(NamedTuple):
     """A group that is in another archive than its rank's.
 
     The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
@@ -94,8 +91,7 @@ class GroupLocation:
     in_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(NamedTuple):
     """A commit that a rollback retires. `attempt` is empty if its manifest could not be read.
 
     Of several of a step, as other roots have it in another version, the last one is that of the root.
@@ -105,8 +101,7 @@ class Retired:
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
 
     `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
@@ -120,16 +115,14 @@ class RankFiles:
     per_rank: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTimes:
+class SaveTimes(NamedTuple):
     """How long a save took, of rank 0: from the call until its archives were durable, and what it cost the training."""
 
     seconds: float
     stall_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
@@ -145,7 +138,7 @@ class Manifest:
     created: float
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = {}
     elsewhere: tuple[GroupLocation, ...] = ()
     retires: tuple[Retired, ...] = ()
     ranks: RankFiles | None = None
@@ -189,9 +182,16 @@ class Manifest:
         return of_ranks + sum(archive.num_bytes for archive in (*self.archives, *self.beside))
 
     def dump(self) -> bytes:
-        fields = asdict(replace(self, record={}))  # it would copy every value of the record
         version = VERSION if any(one.in_part for one in self.elsewhere) else 1
-        return seal({"format": "async_ckpt", "version": version, **fields, "record": self.record})
+        return seal({"format": "async_ckpt", "version": version, **_as_json(self)})
+
+
+def _as_json(value: Any) -> Any:
+    """Tables of named tuples, and lists of other tuples."""
+    if isinstance(value, tuple):
+        named = getattr(value, "_asdict", None)
+        return [*map(_as_json, value)] if named is None else {name: _as_json(one) for name, one in named().items()}
+    return value
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
@@ -299,13 +299,13 @@ def _times(raw: object) -> SaveTimes:
 
 
 def _attempt(raw: object) -> str:
-    if not isinstance(raw, str) or not _ATTEMPT.fullmatch(raw):
+    if not isinstance(raw, str) or not re.fullmatch(_ATTEMPT, raw):
         raise ValueError(f"{raw!r:.300} is not an attempt")
     return raw
 
 
 def _start(raw: object) -> str:
-    if not isinstance(raw, str) or (raw and not _START.fullmatch(raw)):
+    if not isinstance(raw, str) or (raw and not re.fullmatch(_START, raw)):
         raise ValueError(f"{raw!r:.300} is not the start of a run")
     return raw
 

@@ -31,7 +31,7 @@ NONE: Final = "none"
 
 # Of characters: a restart reads the note of each mark that it obeys.
 _MAX_NOTE: Final = 4096
-_NAME: Final = re.compile(r"mark-(\d{1,255})\.([0-9a-f]{8})\.(\d{4,9})\.(good|bad|none)\.json")
+_NAME: Final = r"mark-(\d{1,255})\.([0-9a-f]{8})\.(\d{4,9})\.(good|bad|none)\.json"
 # All names of marks sort between these texts.
 _FIRST, _LAST = "mark-", "mark."
 
@@ -102,7 +102,7 @@ def no_good_step(where: str, skipped: Mapping[int, str]) -> NoGoodStepError:
 
 
 def parse_mark(name: str) -> Mark | None:
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     return Mark(int(match[1]), match[2], int(match[3]), match[4]) if match else None
 
 

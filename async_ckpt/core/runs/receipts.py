@@ -72,11 +72,9 @@ NO_TABLE: Final = "0" * 16
 # The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 128
 _RECORD: Final = struct.Struct("<Q16s")
-_ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
-_FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
-_BESIDE: Final = re.compile(
-    r"verdict\.[0-9a-f]{8}\.json|layout\.[0-9a-f]{8}(\.rebuilt)?\.json|archives\.[0-9a-f]{8}\.bin"
-)
+_ALL: Final = r"archives\.([0-9a-f]{8})\.bin"
+_FOLDER: Final = r"receipts\.[0-9a-f]{8}"
+_BESIDE: Final = r"verdict\.[0-9a-f]{8}\.json|layout\.[0-9a-f]{8}(\.rebuilt)?\.json|archives\.[0-9a-f]{8}\.bin"
 
 
 def layout_name(attempt: str) -> str:
@@ -85,17 +83,17 @@ def layout_name(attempt: str) -> str:
 
 def attempt_of_all(name: str) -> str | None:
     """The attempt, if this is the name of a list of the archives of all ranks."""
-    match = _ALL.fullmatch(name)
+    match = re.fullmatch(_ALL, name)
     return match and match[1]
 
 
 def is_receipt_folder(name: str) -> bool:
-    return _FOLDER.fullmatch(name) is not None
+    return re.fullmatch(_FOLDER, name) is not None
 
 
 def is_beside(name: str) -> bool:
     """Whether this is the name of an object of an attempt of several ranks that is not an archive."""
-    return _BESIDE.fullmatch(name) is not None
+    return re.fullmatch(_BESIDE, name) is not None
 
 
 class Receipt(NamedTuple):
@@ -205,7 +203,7 @@ def archives_of(storage: Storage, folder: str, manifest: Manifest) -> tuple[Arch
 
 def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
     """The archives that a manifest names, directly or by the list of the archives of all ranks."""
-    attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
+    attempt = re.fullmatch(_ALL, archives[0].name) if len(archives) == 1 else None
     if attempt is None:
         return tuple(archives)
     data = read_beside(storage, folder, archives[0], named_by)

@@ -24,7 +24,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
@@ -662,14 +661,14 @@ class Run:
         run.
         """
         if retires:
-            manifest = replace(manifest, retires=_in_order(manifest.retires, retires))
+            manifest = manifest._replace(retires=_in_order(manifest.retires, retires))
         listing = self.root.relist()
         if self._start is None:
             refuse_if_alive(self.storage, listing.starts)
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         self.root.finish_rollbacks(listing)
         if self.root.is_gap(listing, manifest):
-            manifest = replace(manifest, start="")  # its order is unknown here
+            manifest = manifest._replace(start="")  # its order is unknown here
         try:
             self._put(manifest, replaces)
         except FileExistsError as error:

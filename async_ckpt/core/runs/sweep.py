@@ -21,30 +21,30 @@ from .marks import Mark
 from .receipts import attempt_of_all, is_beside, is_receipt_folder
 from .root import Root
 
-_ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
-_TEMP: Final = re.compile(rf"\..*\.async_ckpt-tmp|{re.escape(PROBE)}[0-9a-f]+")
-_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,}|\.[0-9a-f]{8})?\.json")
-_OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
+_ARCHIVE: Final = r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar"
+_TEMP: Final = rf"\..*\.async_ckpt-tmp|{re.escape(PROBE)}[0-9a-f]+"
+_CLAIM: Final = r"world\.[0-9a-f]{16}(\.\d{5,}|\.[0-9a-f]{8})?\.json"
+_OF_OTHER_RANK: Final = r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\."
 # How often to look again for a listed manifest that is gone when it is read: more often than others replace it.
 _READ_TRIES: Final = 20
 
 
 def is_library_name(name: str) -> bool:
     """Whether this is a name, in the folder of a step, that this library gives to anything but a commit."""
-    is_file = bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
+    is_file = bool(re.fullmatch(_ARCHIVE, name) or re.fullmatch(_TEMP, name)) or is_retired_name(name)
     return is_file or is_beside(name) or is_receipt_folder(name)
 
 
 def is_claim(name: str) -> bool:
     """Whether this is the name of the claim of ranks to a root, or to the folder of a one-off save."""
-    return _CLAIM.fullmatch(name) is not None
+    return re.fullmatch(_CLAIM, name) is not None
 
 
 def _of_ranks(names: Iterable[str]) -> set[str]:
     """The attempts of several ranks that have objects of these names."""
     attempts = set()
     for name in names:
-        if is_beside(name) or is_receipt_folder(name) or _OF_OTHER_RANK.match(name):
+        if is_beside(name) or is_receipt_folder(name) or re.match(_OF_OTHER_RANK, name):
             attempts.add(attempt_of(name))
     return attempts
 
@@ -89,7 +89,7 @@ class Sweeper:
             named = {name for manifest in manifests.values() for name in manifest.own_names}
             return StepFolder(names, manifests.get(MANIFEST), named, texts.get(MANIFEST))
         # A damaged manifest might name any archive.
-        return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)}, texts.get(MANIFEST))
+        return StepFolder(names, None, {name for name in names if re.fullmatch(_ARCHIVE, name)}, texts.get(MANIFEST))
 
     def _borrowed_names(self, step: int) -> set[str]:
         """The archives of a step that later steps borrow from, even if the step has been overwritten since.
@@ -98,7 +98,7 @@ class Sweeper:
         """
         commits = self._root.view(self._root.relist())
         if any(later > step and later in commits for later in self._root.newer_format):
-            return {name for name in self._storage.names(self._root.folder(step)) if _ARCHIVE.fullmatch(name)}
+            return {name for name in self._storage.names(self._root.folder(step)) if re.fullmatch(_ARCHIVE, name)}
         borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
         lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
         # The list of the archives of all ranks stands for all of these.
@@ -252,11 +252,11 @@ class Sweeper:
             alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
 
-        temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=delete)
-        archives = [n for n in names if _ARCHIVE.fullmatch(n)]
+        temps = dead_of([n for n in names if re.fullmatch(_TEMP, n)], delete=delete)
+        archives = [n for n in names if re.fullmatch(_ARCHIVE, n)]
         dead: list[str] = []
         known = None if step is None else self._root.known.get(step)
-        if known is not None and {*archives} == {name for name in known.own_names if _ARCHIVE.fullmatch(name)}:
+        if known is not None and {*archives} == {name for name in known.own_names if re.fullmatch(_ARCHIVE, name)}:
             archives = []  # all of them are committed
         if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)
@@ -277,7 +277,7 @@ class Sweeper:
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str], *, delete: bool) -> list[str]:
         """Sweep the other objects of attempts of several ranks that have no archives here any more."""
-        living = {attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        living = {attempt_of(n) for n in names if re.fullmatch(_ARCHIVE, n) and n not in dead}
         orphans = [n for n in names if is_beside(n) and attempt_of(n) not in living]
         swept = self._storage.sweep(folder, orphans, delete=delete, decided=True, of_ranks=True)
         attempts = {attempt_of(n) for n in (*swept, *dead)} - living

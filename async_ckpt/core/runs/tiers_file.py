@@ -8,8 +8,8 @@ The file has no secrets: no credentials of URLs, and of options only numbers and
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import asdict, replace
+from typing import Any, Final, NamedTuple
 
 from ...errors import CorruptCheckpointError, FormatVersionError
 from ..fields import count, items, number, table, text
@@ -24,8 +24,7 @@ NAME: Final = "tiers.json"
 VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class TiersFile:
+class TiersFile(NamedTuple):
     """The places of a run with their options, the names of its steps, and the limit of each further place."""
 
     places: tuple[Place, ...]

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -207,8 +207,7 @@ class StateOutline:
         return GroupOutline([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupOutline:
+class GroupOutline(NamedTuple):
     specs: Sequence[TensorSpec]
     marks: Sequence[Mark | None]
     node: Json
@@ -253,14 +252,13 @@ class Driver(NamedTuple):
     groups: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCall:
+class StepCall(NamedTuple):
     """The arguments of one call of `save`, once they are checked."""
 
     step: int
     joint: JointSave | None = None
     overwrite: bool = False
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = {}
     unchanged: Collection[str] = ()
     per_rank: Collection[str] = ()
     driver: Driver | None = None
@@ -273,8 +271,7 @@ class StepCall:
         return Driver(image, digest, tuple(driver))
 
 
-@dataclass(frozen=True, slots=True)
-class StepContents:
+class StepContents(NamedTuple):
     """The contents of one step that is being saved: the call, and what it borrows."""
 
     call: StepCall

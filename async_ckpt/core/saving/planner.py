@@ -6,14 +6,13 @@ In: captured states, a target. Out: layouts, and numbers of segments. Knows noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
-from ..ranks.shared_values import SharedValues
 from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
@@ -24,9 +23,11 @@ from .story import UnchangedIn
 from .taken_over import TakenOver
 from .target import Target
 
+if TYPE_CHECKING:
+    from ..ranks.shared_values import SharedValues
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+
+class SavePlan(NamedTuple):
     """One save, planned from top to bottom before anything of it begins. It keeps the tensors alive."""
 
     step: int | None

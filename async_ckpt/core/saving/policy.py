@@ -19,13 +19,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from ..events.goodput import Goodput
 from ..report import SaveReport
 from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
-from .interval import FIRST_SAVE_SECONDS, NUM_SAVES, AdaptiveInterval, Past, SaveCost, SaveInterval, slower_seconds
+from .interval import (
+    FIRST_SAVE_SECONDS,
+    NUM_SAVES,
+    AdaptiveInterval,
+    Past,
+    SaveCost,
+    SaveInterval,
+    median,
+    slower_seconds,
+)  # fmt: skip
 from .process_goodput import ProcessGoodput
 from .signals import Signals, signals_of
 
@@ -104,8 +112,7 @@ class Due:
             object.__setattr__(self, "signals", signals_of(self.signals))
 
 
-@dataclass(frozen=True, slots=True)
-class SaveStart:
+class SaveStart(NamedTuple):
     """The start of a save, as `follow` notes it."""
 
     step: int

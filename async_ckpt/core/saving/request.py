@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..ranks.calls import JointSave
 from ..ranks.one_off import OneOffFolder
@@ -27,7 +26,9 @@ from .story import UnchangedIn
 from .taken_over import frozen_memory
 from .target import Target
 from .targets import begin_step, folder_target
-from .weight_mean import GROUP, WeightMean
+
+if TYPE_CHECKING:
+    from .weight_mean import WeightMean
 
 MakeTarget: TypeAlias = Callable[[StepContents | None], Target]
 
@@ -214,12 +215,12 @@ class StepRequest(SaveRequest):
         check_entries(state, own, "per_rank")
         if self.mean is not None:
             check_entries(state, self.mean.groups, "Ema(groups=…)")
-            if GROUP in state or GROUP in (driver or ()):
-                raise ValueError(f"ema= adds the entry {GROUP!r} to the state, which has one; rename that")
+            if self.mean.group in {*state, *(driver or ())}:
+                raise ValueError(f"ema= adds the entry {self.mean.group!r} to the state, which has one; rename that")
             if not {*unchanged}.isdisjoint(self.mean.groups):
                 raise ValueError(f"ema= averages {', '.join(self.mean.groups)}; leave that out of unchanged=")
             if not {*own}.isdisjoint(self.mean.groups):
-                own = (*own, GROUP)
+                own = (*own, self.mean.group)
         if driver is not None:
             check_driver(driver, state)
         self._call = StepCall(
@@ -279,7 +280,7 @@ class StepRequest(SaveRequest):
         may_take = not (call.overwrite or lineage.rolled_back or call.step in lineage.damaged)
         frozen = frozen_memory(whole)
         captured, over = lineage.tensors.begin(captured, frozen, self._run, call.step, may_take=may_take)
-        return captured, replace(contents, over=over)
+        return captured, contents._replace(over=over)
 
     def unchanged_in(self, written: Written, contents: StepContents | None) -> UnchangedIn:
         lineage, borrowed = self._lineage, {lent.group for lent in written.borrowed}

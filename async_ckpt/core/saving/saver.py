@@ -15,11 +15,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import ClosedError
+from ..backends import has_plain_bytes
 from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
@@ -27,18 +28,18 @@ from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
 from ..ranks.peers import Ranks
+from ..ranks.world import world_of
 from ..spans import NO_TRACE, Spans, monotonic
 from ..staging.device import first_device
-from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped, warn_if_foreign
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
 from ..staging.warm_up import warm_up
 from ..state.capture import capture
-from ..state.captured import Capture
-from ..state.division import RankShare
+from ..state.captured import Capture, RankShare
 from ..state.names import Select
+from ..state.wrapped import plain_parts
 from ..state.wrappers import StateDictOf, state_dict_of
 from ..trace import TraceFile
 from .admission import Admission, Slot
@@ -52,6 +53,9 @@ from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave
 from .target import Target
+
+if TYPE_CHECKING:
+    from ..staging.file_segments import FileFill, FilesImage
 
 
 class Saver:
@@ -294,6 +298,8 @@ class Saver:
         """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
         files.
         """
+        from ..staging.file_segments import FileFill  # a training saves no files
+
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, target), loop.background.submit)
         fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)
@@ -331,6 +337,20 @@ class Saver:
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
             return whole
         return None
+
+    def expect(self, values: list[Any]) -> None:
+        """Take the memory for the tensors among these values in the background, ahead of a first save that has them.
+
+        Not with several ranks, which divide a state that is not known yet.
+        """
+        if not self.is_closed and self.belongs_here and world_of().is_one:
+            self._in_background(partial(self._take_for, values))
+
+    def _take_for(self, values: list[Any], goes_on: Callable[[], bool]) -> None:
+        tensors = [part for one in values if isinstance(one, torch.Tensor) for part in plain_parts(one)]
+        num_bytes = sum(part.nbytes for part in tensors if has_plain_bytes(part))
+        self.pool.admit(num_bytes, self.admission.max_in_flight, least=0)
+        self.pool.reserve(-(-num_bytes // self.pool.segment_bytes), None, pin=first_device(tensors), goes_on=goes_on)
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
         """Let the pool grow to the size of a save while the save is under way. On the loop's thread.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple, TypeAlias
@@ -229,7 +228,7 @@ class UnchangedTensors:
         over.whole_groups = frozenset({_group(spec.path) for spec in specs if spec.lender is not None}).difference(
             _group(spec.path) for spec in specs if spec.lender is None and spec.alias_of is None and spec.num_bytes
         )
-        return replace(captured, specs=specs, tensors=tensors), over
+        return captured._replace(specs=specs, tensors=tensors), over
 
 
 def frozen_memory(captured: Capture) -> set[int]:

@@ -1,4 +1,4 @@
-"""The targets of saves: one object at a path of the user's choice, or one attempt at a step of a run.
+"""The targets of saves of a run, and of all ranks together: one attempt at a step, or at a folder.
 
 In: places, runs. Out: targets. Knows nothing of: tensors.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ...errors import (
     CheckpointError,
-    IsAFolderError,
     NotAFolderError,
     NotCommittedError,
     StepExistsError,
@@ -27,7 +27,6 @@ from ...errors import (
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
-from ..ranks.agreement import Agreement, Alone
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -36,85 +35,60 @@ from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
 from ..runs.marks import BAD, Mark
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
-from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
 from ..storage.interface import Sink, Storage
-from ..storage.locks import refuse_in_running, temps_of
-from ..storage.place import Place
+from ..storage.locks import refuse_in_running
 from .lineage import Lineage, StepCall, StepContents
 from .target import Target
+
+if TYPE_CHECKING:
+    from ..ranks.agreement import Agreement
 
 T = TypeVar("T")
 
 _log = logging.getLogger("async_ckpt")
 
-Compression = Zstd | Literal["zstd"] | None
 
+class Alone:
+    """In place of an `Agreement`. It has nothing to agree on."""
 
-def _zstd_of(compression: Compression, *, is_named: bool) -> Zstd | None:
-    """The compression that the user gave, or that the name stands for."""
-    if compression is None:
-        return Zstd() if is_named else None
-    if compression == "zstd":
-        return Zstd()
-    if not isinstance(compression, Zstd):
-        raise ValueError(f'compression must be "zstd", a Zstd(…) or None, got {compression!r}')
-    return compression
+    rank, world_size, has_others, decides = 0, 1, False, True
+    is_apart = fails_elsewhere = is_told = False
+    spread: Final[Mapping[str, Any]] = MappingProxyType({})
+    found = ""
+    lent: Final[Collection[tuple[str, int]]] = ()
 
+    def __init__(self, attempt: str) -> None:
+        self.attempt = attempt
 
-class FileTarget(Target):
-    """One object at a path of the user's choice: durable is committed."""
+    async def named(self, check: Callable[[], None]) -> None:
+        """Do nothing: the attempt has its name."""
 
-    @classmethod
-    def at(cls, place: Place, compression: Compression = None, *, may_mislead: bool = False) -> Self:
-        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used.
+    async def has_room(self, check: Callable[[], None]) -> None:
+        """Do nothing: this process makes room itself."""
 
-        With `may_mislead`, a plain archive may have the name of a compressed one.
-        """
-        storage, name = place.object()
-        zstd = _zstd_of(compression, is_named=promises_zstd(name, place.shown, may_mislead=may_mislead))
-        if zstd is not None:
-            refuse_if_missing()
-        return cls(storage, name, zstd)
+    def made_room(self) -> None:
+        """Do nothing: no other rank waits for room."""
 
-    def __init__(self, storage: Storage, name: str, zstd: Zstd | None = None) -> None:
-        """`zstd`: compress on the way."""
-        super().__init__(storage, name)
-        self._zstd = zstd
-        if not self.storage.remote and Path(self.path).is_dir():
-            example = os.path.join(self.path, "checkpoint.ackpt.tar")
-            raise IsAFolderError(f"{self.path} is a folder; give the path of a file, such as {example}")
-        if not self.storage.remote:
-            refuse_in_running(Path(self.path).parent)
+    async def agree(self, *_: Any) -> None:
+        """Do nothing: no other rank writes the step."""
 
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if not self.storage.remote:
-            self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
-        if self._zstd is not None:
-            return ZstdSink(
-                self.storage,
-                self._name,
-                num_bytes=num_bytes,
-                segment_bytes=segment_bytes,
-                settings=self._zstd,
-            )
-        return super().open(num_bytes, segment_bytes, max_segments)
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Do nothing: no other rank decides."""
 
-    def check(self) -> None:
-        self.storage.prove()
+    def claim(self) -> None:
+        """The root is this process's."""
 
-    @property
-    def is_compressed(self) -> bool:
-        return self._zstd is not None
+    def committing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @property
-    def in_order(self) -> bool:
-        return self.storage.in_order or self.is_compressed
+    def committed(self, manifest: Manifest) -> None:
+        """Do nothing: no other rank waits for the commit."""
 
-    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        return 1 if self.is_compressed else self.storage.part_segments(num_bytes, segment_bytes)
+    def afterwards(self) -> None:
+        """Do nothing: there are no receipts."""
 
-    def discard(self) -> None:
-        """Leave the file: it is whole, and may have replaced an older one."""
+    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
+        return True
 
 
 class JointTarget(Target):
@@ -572,6 +546,8 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> tuple[Run, Cal
             joint.place = lineage.tiers.choose()
             joint.follows = lineage.tiers.may_follow(runs[joint.place], call.step)
             joint.makes_room = runs[joint.place].keep.free is not None
+        from ..ranks.agreement import Agreement
+
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])
@@ -591,6 +567,8 @@ def _of_joint(runs: Sequence[Run], joint: JointSave) -> Run:
 
 def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:
     """Begin an attempt at a one-off save of all ranks together. Raises what refuses it."""
+    from ..ranks.agreement import Agreement
+
     ranks.calls.plan(joint)
     return FolderTarget(folder, Agreement(ranks, joint, [folder]))
 

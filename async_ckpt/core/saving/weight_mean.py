@@ -82,6 +82,8 @@ class WeightMean:
     before has copied the mean.
     """
 
+    group: Final = GROUP
+
     def __init__(self, ema: Ema) -> None:
         """Raises TypeError for anything else."""
         if not isinstance(ema, Ema):

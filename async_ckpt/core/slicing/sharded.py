@@ -13,7 +13,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -293,7 +292,7 @@ class Slicer:
         mesh, coordinate = slices.mesh, slices.coordinate
         if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
             return slices
-        return replace(slices, cuts=None, mesh=None, coordinate=None)
+        return slices._replace(cuts=None, mesh=None, coordinate=None)
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
         if spec.mesh not in self._meshes:

@@ -14,7 +14,6 @@ rank for some rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -129,8 +128,7 @@ class Replicas(NamedTuple):
         return self.ranks.size if self.ranks else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
+class Slices(NamedTuple):
     """The slices of one tensor that one rank holds.
 
     Args:

@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Final, Protocol
 
@@ -109,6 +110,33 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
         optimizer.register_step_pre_hook(partial(_untraced_hook(), gate))
         _gates[optimizer] = gate  # last: a gate that is known is registered
     return gate
+
+
+class FirstSteps:
+    """Shows the tensors of guarded optimizers to `see`, a method, before the first steps: most make their state in one.
+
+    The gates own it until it has seen that state. It keeps nothing alive, and never fails a step.
+    """
+
+    def __init__(self, optimizers: Optimizers, see: Callable[[list[Any]], None]) -> None:
+        self._optimizers, self._see = [weakref.ref(one) for one in optimizers], weakref.WeakMethod(see)
+        self._num_left = 2 * len(optimizers)  # some never have a state
+        for one in optimizers:
+            gate_of(one).close(self)
+
+    def hold(self) -> None:
+        """Hold nothing: what is seen is for other threads."""
+        with suppress(Exception):  # whatever it is, a save says it
+            if is_capturing():
+                return
+            see, optimizers = self._see(), [one for ref in self._optimizers if (one := ref()) is not None]
+            self._num_left -= 1
+            if see is None or self._num_left <= 0 or all(one.state for one in optimizers):
+                for one in optimizers:
+                    gate_of(one).open(self)
+            if see is not None:
+                params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+                see([*params, *(v for one in optimizers for state in one.state.values() for v in state.values())])
 
 
 class StepBarrier:

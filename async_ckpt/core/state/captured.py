@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy as shallow_copy
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...errors import ClosedError, UnsupportedStateError
 from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
-from ..spec import Json, TensorSpec, with_article
+from ..spec import Json, RankFacts, TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
 from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, leaves, replaced
 from .wrapped import plain_parts
@@ -30,8 +30,7 @@ from .wrapped import plain_parts
 Mark: TypeAlias = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
+class Capture(NamedTuple):
     """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is
     stored once.
 
@@ -47,16 +46,28 @@ class Capture:
     marks: list[Mark | None]
     completions: tuple[Future[None], ...] = ()
     frozen: frozenset[int] = frozenset()
-    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = MappingProxyType({})
     types: Collection[type] = ()
     slices: Sequence[Slices] = ()
     """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
     per_rank: tuple[str, ...] = ()
     """The names of values that each process has for itself: random generators."""
-    placed: Mapping[int, Placed] = field(default_factory=dict)
+    placed: Mapping[int, Placed] = MappingProxyType({})
     """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
-    notes: Mapping[Path, Mapping[str, Json]] = field(default_factory=dict)
+    notes: Mapping[Path, Mapping[str, Json]] = MappingProxyType({})
     """What a restore compares with the live objects beside their state dicts, by path: see `tree.with_notes`."""
+
+
+class RankShare(NamedTuple):
+    """The part of a state that one rank writes. Made by `StateDivider.divided` for each save."""
+
+    captured: Capture
+    ranks: RankFacts | None
+    """The facts about ranks for the index of its archive; None if the archive has all of the state."""
+    small: Mapping[str, int] = MappingProxyType({})
+    """The specs, by number, of small tensors that every rank writes for itself, by dotted name."""
+    balance: int = 0
+    """The result of `shares.balance`, by which rank 0 sees that the ranks have left nothing out."""
 
 
 def structure_of(captured: Capture) -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ from ..spec import (
     TensorSpec,
     by_tensor,
 )
-from .captured import Capture
+from .captured import Capture, RankShare
 from .names import is_within
 
 T = TypeVar("T")
@@ -69,18 +69,6 @@ class _WriteSource(NamedTuple):
         return whole if self.within is None else whole.detach()[self.within]
 
 
-class RankShare(NamedTuple):
-    """The part of a state that one rank writes. Made by `StateDivider.divided` for each save."""
-
-    captured: Capture
-    ranks: RankFacts | None
-    """The facts about ranks for the index of its archive; None if the archive has all of the state."""
-    small: Mapping[str, int] = MappingProxyType({})
-    """The specs, by number, of small tensors that every rank writes for itself, by dotted name."""
-    balance: int = 0
-    """The result of `shares.balance`, by which rank 0 sees that the ranks have left nothing out."""
-
-
 @dataclass(slots=True)
 class _Inventory:
     """The tensors of a capture and its structure. `specs` and `slices` are those of the last capture equal to it."""
@@ -93,8 +81,7 @@ class _Inventory:
     structure: Structure
 
 
-@dataclass(frozen=True, slots=True)
-class _WritePlan:
+class _WritePlan(NamedTuple):
     """The parts that this rank writes of captures with one inventory."""
 
     inventory: _Inventory
@@ -148,7 +135,7 @@ class StateDivider:
         tensors = [source.tensor(captured.tensors) for source in plan.sources]
         marks = [captured.marks[source.spec] for source in plan.sources]
         frozen = frozenset(n for n, source in enumerate(plan.sources) if source.spec in captured.frozen)
-        written = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
+        written = captured._replace(specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
         return RankShare(written, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:

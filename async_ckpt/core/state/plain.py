@@ -39,7 +39,7 @@ INLINE_BYTES: Final = 4096
 # The time to reduce a fraction grows with the square of its length.
 _MAX_FRACTION_BITS: Final = 4096
 # The name of a time zone is the path of a file below the system's folder of zones, and must not leave it.
-_ZONE: Final = re.compile(r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}")
+_ZONE: Final = r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}"
 _MEMORY_FORMATS: Final = {
     str(value).removeprefix("torch."): value
     for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
@@ -130,7 +130,7 @@ def _zone_node(zone: tzinfo | None) -> Json:
         return {"timezone": [offset.days, offset.seconds, offset.microseconds, *map(scalar_node, name)]}
     if _is_late(type(zone), "zoneinfo.ZoneInfo"):
         key: str | None = zone.key  # type: ignore[attr-defined]
-        if key is not None and _ZONE.fullmatch(key):
+        if key is not None and re.fullmatch(_ZONE, key):
             return {"zone": key}
     raise NotPlainError(zone)
 
@@ -303,7 +303,7 @@ def _timezone(value: Json) -> timezone:
 
 
 def _named_zone(value: Json) -> ZoneInfo:
-    if not isinstance(value, str) or not _ZONE.fullmatch(value):
+    if not isinstance(value, str) or not re.fullmatch(_ZONE, value):
         raise ValueError(f"{value!r:.50} is not the name of a time zone")
     from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 

@@ -18,8 +18,8 @@ from .disk import free_bytes_at
 _MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 # The disks of other machines. Of FUSE, most kinds are those of stores and shared file systems.
-_ELSEWHERE: Final = re.compile(r"nfs\d?|cifs|smb3?|ceph|lustre|gpfs|beegfs|9p|afs|pvfs2|glusterfs|wekafs|fuse\..*")
-_ESCAPED: Final = re.compile(r"\\(\d{3})")
+_ELSEWHERE: Final = r"nfs\d?|cifs|smb3?|ceph|lustre|gpfs|beegfs|9p|afs|pvfs2|glusterfs|wekafs|fuse\..*"
+_ESCAPED: Final = r"\\(\d{3})"
 
 # Of the memory that is free, this much at least is left to the training: a sixteenth, or so many bytes.
 _LEFT_FREE: Final = 16
@@ -56,7 +56,7 @@ def free_bytes_in(folder: Path) -> int | None:
 
 def is_elsewhere(folder: Path) -> bool:
     """Whether a folder, which may not exist yet, lies on disks of other machines."""
-    return _ELSEWHERE.fullmatch(file_system(folder)) is not None
+    return re.fullmatch(_ELSEWHERE, file_system(folder)) is not None
 
 
 def file_system(folder: Path) -> str:
@@ -69,7 +69,7 @@ def file_system(folder: Path) -> str:
     wanted = f"{folder.resolve()}/"
     for line in lines:
         before, _, after = line.partition(" - ")
-        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split(" ", 5)[4]).rstrip("/") + "/"
+        point = re.sub(_ESCAPED, lambda match: chr(int(match[1], 8)), before.split(" ", 5)[4]).rstrip("/") + "/"
         if len(point) >= len(found) and wanted.startswith(point):  # of two at one point, the later one counts
             found, kind = point, after.split(" ", 1)[0]
     return kind

@@ -24,7 +24,7 @@ from ...core.loading.archives.step_archives import Readers
 from ...core.loading.load import check_lent
 from ...core.report import Destination, SaveReport
 from ...core.runs.manifest import NAME as MANIFEST
-from ...core.saving.targets import FileTarget
+from ...core.saving.file_target import FileTarget
 from ...core.spans import monotonic, wall_time
 from ...core.spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
 from ...core.state.capture import pickled

@@ -20,12 +20,12 @@ from ...core.host.threads import running_future
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
 from ...core.saving.default import files_saver
+from ...core.saving.file_target import Compression, FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver
 from ...core.saving.story import Attempt, story
-from ...core.saving.targets import Compression, FileTarget
 from ...core.spans import Spans
 from ...core.staging.file_segments import FileFill, FilesImage, scan
 from ...core.storage.disk import refuse_dangling, translated

@@ -30,9 +30,9 @@ from ...core.ranks.start import WorldStart, start_of
 from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
 from ...core.saving.default import slices_saver
+from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.request import FileRequest
-from ...core.saving.targets import FileTarget
 from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.spec import SEGMENT_BYTES
 from ...core.state.captured import FrozenTensors, SnapshotView

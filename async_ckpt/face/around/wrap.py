@@ -30,10 +30,10 @@ from ...core.host.process import in_forked_child
 from ...core.host.threads import running_future
 from ...core.report import Progress
 from ...core.saving.default import files_saver
+from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.save import new_life
 from ...core.saving.story import Attempt, story
-from ...core.saving.targets import FileTarget
 from ...core.spans import Spans
 from ...core.spec import GIB, MIB, with_article
 from ...core.staging.file_segments import FilesImage, source_of

@@ -36,14 +36,14 @@ from ...core.runs.record import DCP_RECORD
 from ...core.runs.root import Root
 from ...core.runs.sweep import Sweeper
 from ...core.saving import default
+from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
-from ...core.saving.targets import FileTarget
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
 from ...core.slicing.slices import Rectangle, Slices
 from ...core.spans import wall_time
 from ...core.spec import RankFacts, Spread, TensorSpec, flag
 from ...core.state.capture import capture
-from ...core.state.division import RankShare
+from ...core.state.captured import RankShare
 from ...core.state.names import Path, shown
 from ...core.state.per_rank import nested
 from ...core.storage.interface import Storage
@@ -460,7 +460,7 @@ class _PlannedTensors:
         captured = capture(state, slicer=slicer)
         if world_size == 1 and all(slices.cuts is not None for slices in captured.slices):
             plain = [spec._replace(shape=_shape(spec), of=None) for spec in captured.specs]
-            return RankShare(replace(captured, specs=plain), None)
+            return RankShare(captured._replace(specs=plain), None)
         specs = []
         for spec in captured.specs:
             slices = None if spec.of is None else captured.slices[spec.of.number]
@@ -468,7 +468,7 @@ class _PlannedTensors:
                 held = tuple((box.global_offsets, box.sizes) for box in slices.rectangles)
                 spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
-        return RankShare(replace(captured, specs=specs), RankFacts(rank, world_size))
+        return RankShare(captured._replace(specs=specs), RankFacts(rank, world_size))
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -185,5 +185,5 @@ def _read(run: runs.Run, step: int, name: str) -> runs.Manifest | None:
 
 def _put_back(run: runs.Run, step: int, name: str, manifest: runs.Manifest) -> None:
     folder = run.folder(step)
-    run.storage.put_new(f"{folder}/{runs.MANIFEST_NAME}", replace(manifest, start="", retires=()).dump())
+    run.storage.put_new(f"{folder}/{runs.MANIFEST_NAME}", manifest._replace(start="", retires=()).dump())
     run.storage.delete(f"{folder}/{name}")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,9 @@ from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.host.threads import Crew
 from async_ckpt.core.loading import fill
+from async_ckpt.core.saving.saver import Saver
+from async_ckpt.core.staging import guard
+from async_ckpt.core.staging.guard import gate_of
 
 
 def state_of(mib: int) -> dict[str, torch.Tensor]:
@@ -138,6 +145,106 @@ def test_reserving_ends_when_nobody_needs_it_any_more(pool):
     assert pool.num_bytes == 3 * SEGMENT
 
 
+# --- a guard -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recorded(owner: Any, name: str) -> Iterator[list[None]]:
+    """A mark for each call of a method that has returned."""
+    real, calls = getattr(owner, name), list[None]()
+
+    def call(*args: object, **options: object) -> None:
+        real(*args, **options)
+        calls.append(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield calls
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_the_first_steps_of_a_guard_take_the_memory_of_the_first_save(tmp_path, made):
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(8 * MIB // 4))])
+    with open_run(tmp_path, guard=optimizer, segment_bytes=4 * MIB) as ckpt:
+        assert ckpt._saver.pool.num_bytes == 0
+        stepped(optimizer)
+        until(lambda: ckpt._saver.pool.num_bytes >= 8 * MIB)
+        stepped(optimizer)  # which begins with the state that the first one has made
+        until(lambda: ckpt._saver.pool.num_bytes >= 24 * MIB)
+        assert not gate_of(optimizer)._pending
+        num_made = len(made)
+        ckpt.save({"optimizer": optimizer.state_dict()}, step=1).result()
+        assert len(made) <= num_made + 1  # for the scalars, and for the archive's index
+
+
+def test_after_a_restore_the_first_step_takes_no_more_memory(tmp_path, made):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(8 * MIB // 4))], momentum=0.9)
+    stepped(optimizer)
+    with open_run(tmp_path, guard=optimizer, segment_bytes=4 * MIB) as ckpt:
+        ckpt.restore({"optimizer": optimizer, "p": optimizer.param_groups[0]["params"]})
+        until(lambda: ckpt._saver.pool.num_bytes >= 20 * MIB)  # with the index of the archive
+        num_made = len(made)
+        with recorded(ckpt._saver.pool, "reserve") as reserves:
+            stepped(optimizer)
+            until(lambda: reserves)
+        assert not gate_of(optimizer)._pending
+        assert len(made) == num_made
+
+
+def test_a_guard_that_cannot_be_looked_at_steps_and_is_left_alone(tmp_path, monkeypatch):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=1.0)
+    calls = []
+
+    def fails(saver: Saver, values: list[object]) -> None:
+        calls.append(values)
+        raise MemoryError
+
+    monkeypatch.setattr(Saver, "expect", fails)
+    with open_run(tmp_path, guard=optimizer):
+        for _ in range(3):
+            stepped(optimizer)
+
+    assert len(calls) == 2
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-2.0] * 4
+
+
+def test_steps_that_are_captured_into_a_graph_show_nothing(tmp_path, monkeypatch):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(MIB))])
+    with open_run(tmp_path, guard=optimizer) as ckpt:
+        with monkeypatch.context() as capturing:
+            capturing.setattr(guard, "is_capturing", lambda: True)
+            for _ in range(3):
+                stepped(optimizer)
+            assert gate_of(optimizer)._pending
+            assert ckpt._saver.pool.num_bytes == 0
+        stepped(optimizer)
+        until(lambda: ckpt._saver.pool.num_bytes >= 4 * MIB)
+
+
+def test_a_guard_keeps_neither_its_checkpointer_nor_its_optimizers_alive(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))])
+    ckpt = open_run(tmp_path, guard=optimizer)
+    ckpt.close()
+    saver = weakref.ref(ckpt._saver)
+    del ckpt
+    gc.collect()
+    assert saver() is None
+    stepped(optimizer)
+    assert not gate_of(optimizer)._pending
+
+    with open_run(tmp_path, guard=optimizer) as ckpt:
+        gone = weakref.ref(optimizer)
+        del optimizer, ckpt
+    gc.collect()
+    assert gone() is None
+
+
 # --- a restore ---------------------------------------------------------------------------------------------------
 
 
@@ -253,8 +360,6 @@ def test_the_state_is_not_held_by_what_is_done_in_the_background(tmp_path):
         state = state_of(10)
         ckpt.restore(state)
         until(lambda: ckpt._saver.pool.num_bytes >= 10 * MIB)
-        import weakref
-
         tensor = weakref.ref(state["w"])
         del state
 
