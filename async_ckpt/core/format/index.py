@@ -347,7 +347,11 @@ def _tensors(
             if (path, rectangle.offsets) in borrowed:
                 raise _InconsistentError(f"tensor {path!r:.200} is borrowed twice")
             borrowed.add((path, rectangle.offsets))
-        for piece in slices:
+        for piece, (_, _, num_bytes) in zip(slices, held, strict=True):
+            if (length := piece.extent.length) != num_bytes:
+                raise _InconsistentError(
+                    f"tensor {path!r:.200} has {length} bytes, which does not fit its shape and dtype"
+                )
             if (piece.member, piece.name) in names:
                 raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
@@ -421,10 +425,7 @@ def _slice(raw: Json, held: _Held, path: tuple[Any, ...], members: list[Member])
         raise _InconsistentError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
     if path and name == path[-1]:
         name = path[-1]  # one text for both
-    offsets, sizes, num_bytes = held
-    if length != num_bytes:
-        raise _InconsistentError(f"tensor {path!r:.200} has {length} bytes, which does not fit its shape and dtype")
-    return Slice(member, name, Extent(members[member].data.offset + begin, length), offsets, sizes)
+    return Slice(member, name, Extent(members[member].data.offset + begin, length), held[0], held[1])
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
