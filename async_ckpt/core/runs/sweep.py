@@ -109,7 +109,7 @@ class Sweeper:
     def retired_attempts(self, step: int) -> set[str]:
         """The attempts at a step whose manifests a rollback has renamed, and those that these have replaced."""
         folder = self._root.folder(step)
-        attempts = set()
+        attempts: set[str] = set()
         for name in self._storage.names(folder):
             if is_retired_name(name):
                 try:
