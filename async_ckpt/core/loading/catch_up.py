@@ -106,17 +106,8 @@ def copy_step(
             {one.archive.name for one in manifest.elsewhere if one.step == earlier},
         )
         if mends or lender is None or not lent.issubset(lender.own_names):
-            committed += copy_step(
-                source,
-                target,
-                earlier,
-                check=check,
-                background=background,
-                on_bytes=on_bytes,
-                mends=mends,
-                pace=pace,
-                pool=pool,
-            )
+            how = {"check": check, "background": background, "on_bytes": on_bytes, "mends": mends}
+            committed += copy_step(source, target, earlier, pace=pace, pool=pool, **how)  # type: ignore[arg-type]
     with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
         parcels, sends, sent = [], [], dict[str, Archive]()
