@@ -63,8 +63,8 @@ def copy(
 
     `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
     of each finished object, and closes it. With `background`, the processors are left to the training. `pace` limits
-    the bandwidth of the writes. `pool` is the memory of copies that follow one another, by `new_pool`; no other copy may
-    be using it.
+    the bandwidth of the writes. `pool` is the memory of copies that follow one another, made by `new_pool`; no other
+    copy may be using it.
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
     if parcels:
