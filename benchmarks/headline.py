@@ -61,11 +61,11 @@ def _state(candidates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lost_ratio(measured: Mapping[str, Any]) -> float | None:
-    """The median of the ratios of saves that came equally late in one round, as in the comparison's own table."""
+    """The median of the ratios of the medians of each round, as in the comparison's own table."""
     if _BESIDE not in measured:
         return None
     ours, theirs = (
-        [max(save["lost"], NOISE_SECONDS) for result in measured[name]["results"] for save in result["later"]]
+        [max(median(save["lost"] for save in result["later"]), NOISE_SECONDS) for result in measured[name]["results"]]
         for name in ("ours_guarded", _BESIDE)
     )
     return float(median(own / other for own, other in zip(ours, theirs, strict=False)))
