@@ -36,7 +36,7 @@ class Setting:
     """Of everything that is compared, each with processes of its own; fewer than six tell no interval."""
     num_later: int = 3
     """Saves of one process that count as later ones; one more comes before them."""
-    frozen_bytes: int = 512 * MIB
+    frozen_bytes: int = 256 * MIB
     """Of a frozen base, and of a training in which every tensor changes beside it."""
     settle_seconds: float = 3.0
     """Of training, between the warming up and the first save of what starts a process; a quarter for others."""

@@ -43,13 +43,7 @@ class Whole(Saves):
         return self.checkpointer.save(self._state, next(self._steps), unchanged=())
 
 
-def unchanged(setting: Setting) -> dict[str, Row]:
-    with one_thread():
-        here = {**_adapter_alone(setting), **_every_tensor_changes(setting)}
-    return {**_bytes(setting), **_beside_others(setting), **here}
-
-
-def _bytes(setting: Setting) -> dict[str, Row]:
+def bytes_of_ten(setting: Setting) -> dict[str, Row]:
     """Each way keeps ten saves, in a process of its own."""
     names = [name for name in (_OURS, *_PEERS) if not CANDIDATES[name].why_not()]
     kept = {name: result_of(_kept_bytes, name, setting.frozen_bytes, setting.folder / name) for name in names}
@@ -85,7 +79,7 @@ def _kept_bytes(name: str, num_bytes: int, folder: Path) -> tuple[int, int, int]
     return sum(files.values()), subject.base_bytes, adapter
 
 
-def _beside_others(setting: Setting) -> dict[str, Row]:
+def beside_others(setting: Setting) -> dict[str, Row]:
     contenders, noise = measured(setting, "lora_training", [_OURS, *_PEERS], setting.frozen_bytes)
     ours = contenders[_OURS]
     assert ours.results, ours.why_not
@@ -101,7 +95,8 @@ def _beside_others(setting: Setting) -> dict[str, Row]:
     return {**figures, "no_save": noise}
 
 
-def _adapter_alone(setting: Setting) -> dict[str, Row]:
+@one_thread()
+def adapter_alone(setting: Setting) -> dict[str, Row]:
     subject = Lora(setting.frozen_bytes)
     adapter = {"model": subject.adapter, "optimizer": subject.optimizer}
     one = Saves(setting.folder / "auto", subject.state, guard=subject.optimizer)
@@ -122,7 +117,8 @@ def _adapter_alone(setting: Setting) -> dict[str, Row]:
     }
 
 
-def _every_tensor_changes(setting: Setting) -> dict[str, Row]:
+@one_thread()
+def every_tensor_changes(setting: Setting) -> dict[str, Row]:
     subject = Training(setting.frozen_bytes, batch=4)
     one = Saves(setting.folder / "looks", subject.state, guard=subject.optimizer)
     other = Whole(setting.folder / "whole", subject.state, guard=subject.optimizer)
@@ -180,3 +176,12 @@ def _lost(windows: Sequence[tuple[Window, Window]]) -> _Pairs:
 
 def _at_least(pairs: _Pairs) -> _Pairs:
     return [(max(NOISE_SECONDS, one), max(NOISE_SECONDS, other)) for one, other in pairs]
+
+
+MEASURES: Final = {
+    "bytes_of_ten": bytes_of_ten,
+    "adapter_alone": adapter_alone,
+    "every_tensor_changes": every_tensor_changes,
+    "beside_others": beside_others,
+}
+PACKAGES: Final = ("torch_checkpointing", "moonclip")
