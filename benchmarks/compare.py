@@ -115,29 +115,26 @@ VALUES: Final[dict[str, Values]] = {
 
 def comparison(setting: Setting) -> dict[str, Row]:
     """All of them, saving a training of linear layers under AdamW on one thread; and a few, saving GPT-2's."""
-    contenders, noise = measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
+    nothing: list[float] = []
+    contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes, nothing)
+    noise = noise_of(nothing)
     figures = against(contenders, noise)
     gpt2 = _shape("gpt2", setting, (*_few(setting), "limit"))
     return {**figures, "no_save": noise, **contenders, "gpt2": gpt2}
 
 
 def measured(
-    setting: Setting, workload: str, names: Sequence[str], num_bytes: int
-) -> tuple[dict[str, Contender], Noise]:
-    """By name, and the noise. A B C A B C: what else goes on meets all of them; no save is measured before and after."""
+    setting: Setting, workload: str, names: Sequence[str], num_bytes: int, nothing: list[float] | None = None
+) -> dict[str, Contender]:
+    """By name. A B C A B C: what else goes on meets all of them. `nothing` gets what is lost to no save at all, before and
+    after each round.
+    """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
-    nothing: list[float] = []
-
-    def lose_nothing() -> None:
-        folder = setting.folder / f"{workload}-nothing-{len(nothing)}"
-        nothing.append(median(trial.lost_to_nothing(workload, num_bytes, folder, setting)))
-
     for number, name in itertools.product(range(setting.compare_rounds), names):
-        if name == names[0]:
-            lose_nothing()
-        if name == names[-1]:
-            lose_nothing()
+        if nothing is not None and name in (names[0], names[-1]):
+            lost = trial.lost_to_nothing(workload, num_bytes, setting.folder / f"nothing-{len(nothing)}", setting)
+            nothing.append(median(lost))
         if why_not[name] or (number and name not in _IN_EACH_ROUND):
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
@@ -155,9 +152,11 @@ def measured(
     for name in names:
         if CANDIDATES[name].share < 1 and sizes:
             results[name] = [_scaled(result, max(sizes)) for result in results[name]]
-    contenders = {name: Contender(name, [] if why_not[name] else results[name], why_not[name]) for name in names}
-    title = f"training seconds lost in {NO_SAVE_STEPS} steps"
-    return contenders, Noise(title, list(zip(nothing[::2], nothing[1::2], strict=True)))
+    return {name: Contender(name, [] if why_not[name] else results[name], why_not[name]) for name in names}
+
+
+def noise_of(nothing: Sequence[float]) -> Noise:
+    return Noise(f"training seconds lost in {NO_SAVE_STEPS} steps", list(zip(nothing[::2], nothing[1::2], strict=True)))
 
 
 def _scaled(result: Any, num_bytes: int) -> Any:
@@ -274,6 +273,6 @@ def _shape(workload: str, setting: Setting, names: Sequence[str]) -> Shape:
     # Of 100,000 some take minutes for each save.
     num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes_here()
     once = replace(setting, compare_rounds=setting.shape_rounds)
-    contenders, _ = measured(once, workload, names, num_bytes)
+    contenders = measured(once, workload, names, num_bytes)
     sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
     return Shape(_SHAPES[workload], max(sizes, default=0), contenders)

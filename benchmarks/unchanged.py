@@ -17,7 +17,7 @@ from async_ckpt import SaveHandle
 
 from .apart import result_of
 from .candidates import CANDIDATES
-from .compare import Contender, measured, pairs_of
+from .compare import Contender, measured, noise_of, pairs_of
 from .figures import Saves, Window, one_thread, slowed
 from .setting import Setting, side_by_side
 from .table import NOISE_SECONDS, Figure, Row, Target
@@ -29,6 +29,7 @@ _CALLS: Final = 5
 # From one save to the next; the save ends before.
 _STEPS: Final = 8
 _OURS: Final = "ours_keeping"
+_ALL_KEPT: Final = "ours_guarded"  # which keeps all steps, where nobody deletes them
 _PEERS: Final = ("torch_checkpointing", "moonclip")
 # Of what torch_checkpointing loses, and of a save of the adapter alone.
 _MOST_OF: Final = {"torch_checkpointing": Target("≤", 0.1), "moonclip": None}
@@ -45,15 +46,15 @@ class Whole(Saves):
 
 def bytes_of_ten(setting: Setting) -> dict[str, Row]:
     """Each way keeps ten saves, in a process of its own."""
-    names = [name for name in (_OURS, *_PEERS) if not CANDIDATES[name].why_not()]
+    names = [name for name in (_ALL_KEPT, *_PEERS) if not CANDIDATES[name].why_not()]
     kept = {name: result_of(_kept_bytes, name, setting.frozen_bytes, setting.folder / name) for name in names}
-    base, adapter = kept[_OURS][1:]
+    ours, base, adapter = kept[_ALL_KEPT]
     limits = {"the base and ten adapters": base + _NUM_SAVES * adapter}
     limits |= {CANDIDATES[name].title: kept[name][0] for name in names[1:]}
     title = f"bytes on the disk of {_NUM_SAVES} saves {_what(base)}, none deleted"
     return {
         f"unchanged_bytes_{number}" if number else "unchanged_bytes": Figure(
-            title, "MB", name, None if number else Target("≤", 1.1), [(kept[_OURS][0] / 1e6, limit / 1e6)]
+            title, "MB", name, None if number else Target("≤", 1.1), [(ours / 1e6, limit / 1e6)]
         )
         for number, (name, limit) in enumerate(limits.items())
     }
@@ -80,7 +81,9 @@ def _kept_bytes(name: str, num_bytes: int, folder: Path) -> tuple[int, int, int]
 
 
 def beside_others(setting: Setting) -> dict[str, Row]:
-    contenders, noise = measured(setting, "lora_training", [_OURS, *_PEERS], setting.frozen_bytes)
+    nothing: list[float] = []
+    contenders = measured(setting, "lora_training", [_OURS, *_PEERS], setting.frozen_bytes, nothing)
+    noise = noise_of(nothing)
     ours = contenders[_OURS]
     assert ours.results, ours.why_not
     what = f"training seconds lost to one guarded save {_what(setting.frozen_bytes)}"
