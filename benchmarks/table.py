@@ -134,9 +134,9 @@ class Noise:
         return {"title": self.title, **told, "pairs": [list(pair) for pair in self.pairs]}
 
     def cells(self) -> list[str]:
-        first, second = (f"{median(values) * 1e3:.2g}" for values in zip(*self.pairs, strict=True))
-        low, high = interval(self.differences)
-        return [self.title, first, second, f"{median(self.differences) * 1e3:.2g} ({low * 1e3:.2g} - {high * 1e3:.2g})"]
+        first, second = (shown(median(values) * 1e3) for values in zip(*self.pairs, strict=True))
+        low, high = (shown(end * 1e3) for end in interval(self.differences))
+        return [self.title, first, second, f"{shown(median(self.differences) * 1e3)} ({low} - {high})"]
 
 
 class Cost(NamedTuple):
