@@ -129,5 +129,5 @@ def _where(runs: Sequence[Run]) -> str:
 def _range(states: Sequence[Run]) -> str:
     """The median of the ratios of several runs, the least and the greatest."""
     ratios = [state["lost_ratio"] for state in states if state["lost_ratio"] is not None]
-    counted = f"{min(ratios):.2g} to {max(ratios):.2g} in {len(ratios)} runs" if len(ratios) > 1 else "one run"
+    counted = f"{min(ratios):.2g}-{max(ratios):.2g} in {len(ratios)} runs" if len(ratios) > 1 else "one run"
     return f"{median(ratios):.2g} ({_gigabytes(states)}, {counted})"
