@@ -126,7 +126,7 @@ def _finite() -> Table:
 def _unchanged() -> Table:
     from . import unchanged
 
-    return Table({"unchanged": unchanged.unchanged})
+    return Table(unchanged.MEASURES, unchanged.PACKAGES)
 
 
 def _groups() -> Table:

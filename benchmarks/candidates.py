@@ -32,6 +32,8 @@ from .limits import NUM_CPUS, SEGMENT_BYTES, WarmMemory, torch_save, whole_pages
 from .workloads import State, Subject
 
 _GZIP_LEVEL: Final = 6
+NO_SAVE_STEPS: Final = 6
+"""What the slower asynchronous saves of 0.2 GB overlap."""
 
 
 class Candidate:
@@ -475,6 +477,19 @@ class OursGuarded(Ours):
         return {"guard": self.subject.optimizer}
 
 
+class OursKeeping(OursGuarded):
+    title = "async_ckpt, guard=, keep=4"
+    configuration = (
+        "the same, and it deletes old steps itself: a step may need those before, whose frozen parameters it has"
+    )
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "keep": 4}
+
+    def delete(self, number: int) -> None:
+        """Nothing: others may need it."""
+
+
 class OursBudgeted(Ours):
     title = "async_ckpt, host_bytes="
     configuration = "prewarmed, a quarter of the state's size as host memory, 128 MiB at least; the copy is waited for"
@@ -496,6 +511,21 @@ class OursCompressed(Candidate):
 
     def restore(self, number: int, into: State) -> None:
         copy_into(into, async_ckpt.load(self.path(number)))
+
+
+# --- what it is all held against ---------------------------------------------------------------------------------
+
+
+class NoSave(Candidate):
+    title = "no save"
+    configuration = "as many steps as a save overlaps, and nothing else"
+
+    def save(self, _number: int) -> None:
+        self._left = NO_SAVE_STEPS - 1
+
+    def done(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
 
 # --- what no library could do better ---------------------------------------------------------------------------
@@ -536,6 +566,7 @@ class Limit(Candidate):
 CANDIDATES: Final[dict[str, type[Candidate]]] = {
     "ours_guarded": OursGuarded,
     "ours": Ours,
+    "ours_keeping": OursKeeping,
     "ours_budgeted": OursBudgeted,
     "ours_zstd": OursCompressed,
     "torch_checkpointing": TorchCheckpointing,

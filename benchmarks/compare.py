@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 from . import trial
-from .candidates import CANDIDATES, Candidate
+from .candidates import CANDIDATES, NO_SAVE_STEPS, Candidate
 from .setting import Setting
-from .table import NOISE_SECONDS, Figure, Row, Target, shown
+from .table import NOISE_SECONDS, Figure, Noise, Row, Target, shown
 
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 # Of the table of workloads: this library, and the fastest of each kind beside it.
 _FEW: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
-# What no target names is measured in the first round alone.
+# What no figure names is measured in the first round alone.
 _IN_EACH_ROUND: Final = (
-    "ours_guarded", "ours", "torch_checkpointing", "dcp_async", "safetensors", "torch_save", "tar", "limit",
+    "ours_guarded", "ours", "ours_keeping", "torch_checkpointing", "dcp_async", "dcp_async_cached", "moonclip", "safetensors",
+    "torch_save", "tar", "gzip", "limit",
 )  # fmt: skip
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "moonclip", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
@@ -114,15 +115,26 @@ VALUES: Final[dict[str, Values]] = {
 
 def comparison(setting: Setting) -> dict[str, Row]:
     """All of them, saving a training of linear layers under AdamW on one thread; and a few, saving GPT-2's."""
-    contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
-    return {**_against(contenders), **contenders, "gpt2": _shape("gpt2", setting, (*_few(setting), "limit"))}
+    nothing: list[float] = []
+    contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes, nothing)
+    noise = noise_of(nothing)
+    figures = against(contenders, noise)
+    gpt2 = _shape("gpt2", setting, (*_few(setting), "limit"))
+    return {**figures, "no_save": noise, **contenders, "gpt2": gpt2}
 
 
-def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
-    """By name. A B C A B C: what else goes on meets all of them."""
+def measured(
+    setting: Setting, workload: str, names: Sequence[str], num_bytes: int, nothing: list[float] | None = None
+) -> dict[str, Contender]:
+    """By name. A B C A B C: what else goes on meets all of them. `nothing` gets what is lost to no save at all, before and
+    after each round.
+    """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
     for number, name in itertools.product(range(setting.compare_rounds), names):
+        if nothing is not None and name in (names[0], names[-1]):
+            lost = trial.lost_to_nothing(workload, num_bytes, setting.folder / f"nothing-{len(nothing)}", setting)
+            nothing.append(median(lost))
         if why_not[name] or (number and name not in _IN_EACH_ROUND):
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
@@ -143,6 +155,10 @@ def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: i
     return {name: Contender(name, [] if why_not[name] else results[name], why_not[name]) for name in names}
 
 
+def noise_of(nothing: Sequence[float]) -> Noise:
+    return Noise(f"training seconds lost in {NO_SAVE_STEPS} steps", list(zip(nothing[::2], nothing[1::2], strict=True)))
+
+
 def _scaled(result: Any, num_bytes: int) -> Any:
     """Of a part of the state, as if it were all of it; `sample_bytes` says how much was measured."""
     factor = num_bytes / result["num_bytes"]
@@ -157,10 +173,16 @@ def _scaled(result: Any, num_bytes: int) -> Any:
     return {**scale(result), "sample_bytes": result["num_bytes"]}
 
 
-def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
-    """The targets. A pair is of one round, in which both were measured one soon after the other, and of saves that came
-    equally late in it.
+def pairs_of(ours: Contender, other: Contender, value: str) -> list[tuple[float, float]]:
+    """The median of each in one round, in which both were measured one soon after the other: the samples of one process
+    have more in common than those of two.
     """
+    rounds = zip(ours.results, other.results, strict=False)
+    return [(median(VALUES[value](one)), median(VALUES[value](another))) for one, another in rounds]
+
+
+def against(contenders: Mapping[str, Contender], noise: Noise) -> dict[str, Row]:
+    """The targets."""
     others = [name for name, contender in contenders.items() if contender.results]
     peers = [name for name in others if name not in {*_OURS, "limit"}]
     durable = [name for name in peers if CANDIDATES[name].durable]
@@ -169,10 +191,13 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
         return min(names, key=lambda name: contenders[name].medians[value])
 
     def held(title: str, ours: str, other: str, value: str, limit: float | None) -> Figure:
-        both = zip(contenders[ours].values(value), contenders[other].values(value), strict=False)
-        pairs = [tuple(max(one, NOISE_SECONDS) for one in pair) for pair in both]
+        pairs = [
+            (max(one, NOISE_SECONDS), max(another, NOISE_SECONDS))
+            for one, another in pairs_of(contenders[ours], contenders[other], value)
+        ]
         target = None if limit is None else Target("≤", limit)
-        return Figure(title, "s", CANDIDATES[other].title, target, cast("Any", pairs))
+        off = noise.seconds if value == "lost" else 0.0
+        return Figure(title, "s", CANDIDATES[other].title, target, pairs, noise=off)
 
     num_bytes = contenders["ours"].results[0]["num_bytes"]
     lost = f"training seconds lost to a save(guard=) of {num_bytes / _GB:.2f} GB, later ones"
@@ -184,6 +209,7 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
         "lost_tar": held(lost, "ours_guarded", "tar", "lost", 1 / 80),
         "lost_gzip": held(lost, "ours_guarded", "gzip", "lost", 1 / 1000),
         "lost_limit": held(lost, "ours_guarded", "limit", "lost", None),
+        **({"lost_moonclip": held(lost, "ours_guarded", "moonclip", "lost", None)} if "moonclip" in others else {}),
         "durable_best": held(to_durable, "ours", best(durable, "durable"), "durable", 1 / 2),
         "durable_tar": held(to_durable, "ours", "tar", "durable", 1 / 8),
         "durable_gzip": held(to_durable, "ours", "gzip", "durable", 1 / 80),
@@ -194,7 +220,7 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
     guarded = contenders["ours_guarded"].results
     first = [(VALUES["first"](result)[0], 0.1 * result["num_bytes"] / _GB) for result in guarded]
     title = "training seconds lost to the first save(guard=), after prewarm"
-    return {**figures, "lost_first": Figure(title, "s", "0.1 s per GB", Target("≤", 1.0), first)}
+    return {**figures, "lost_first": Figure(title, "s", "0.1 s per GB", Target("≤", 1.0), first, noise=noise.seconds)}
 
 
 def _short(name: str) -> str:

@@ -61,18 +61,18 @@ def _state(candidates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lost_ratio(measured: Mapping[str, Any]) -> float | None:
-    """The median of the ratios of saves that came equally late in one round, as in the comparison's own table."""
+    """The median of the ratios of the medians of each round, as in the comparison's own table."""
     if _BESIDE not in measured:
         return None
     ours, theirs = (
-        [max(save["lost"], NOISE_SECONDS) for result in measured[name]["results"] for save in result["later"]]
+        [max(median(save["lost"] for save in result["later"]), NOISE_SECONDS) for result in measured[name]["results"]]
         for name in ("ours_guarded", _BESIDE)
     )
     return float(median(own / other for own, other in zip(ours, theirs, strict=False)))
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """Markdown: one table with the medians of all runs, and a sentence with the range of the ratios."""
+    """Markdown: one table with the medians of all runs, and a sentence with the median and the range of the ratios."""
     states = list(dict.fromkeys(name for run in runs for name in run["states"]))
     of_state = {name: [run["states"][name] for run in runs if name in run["states"]] for name in states}
     head = [
@@ -127,8 +127,7 @@ def _where(runs: Sequence[Run]) -> str:
 
 
 def _range(states: Sequence[Run]) -> str:
-    """The least and the greatest ratio of several runs."""
+    """The median of the ratios of several runs, the least and the greatest."""
     ratios = [state["lost_ratio"] for state in states if state["lost_ratio"] is not None]
-    each = " to ".join(f"{ratio:.2g}" for ratio in dict.fromkeys((min(ratios), max(ratios))))
-    counted = f"{len(ratios)} runs" if len(ratios) > 1 else "one run"
-    return f"{each} ({_gigabytes(states)}, {counted})"
+    counted = f"{min(ratios):.2g}-{max(ratios):.2g} in {len(ratios)} runs" if len(ratios) > 1 else "one run"
+    return f"{median(ratios):.2g} ({_gigabytes(states)}, {counted})"

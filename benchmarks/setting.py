@@ -32,10 +32,12 @@ class Setting:
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
     compare_bytes: int = 192 * MIB
-    compare_rounds: int = 2
-    """Of everything that is compared; each has saves of its own."""
-    num_later: int = 4
+    compare_rounds: int = 6
+    """Of everything that is compared, each with processes of its own; fewer than six tell no interval."""
+    num_later: int = 3
     """Saves of one process that count as later ones; one more comes before them."""
+    frozen_bytes: int = 256 * MIB
+    """Of a frozen base, and of a training in which every tensor changes beside it."""
     settle_seconds: float = 3.0
     """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
     shape_bytes: int = 1536 * MIB
@@ -100,6 +102,7 @@ class Setting:
             "first_bytes": 96 * MIB,
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
+            "frozen_bytes": 32 * MIB,
             "compare_rounds": 1,
             "shape_bytes": 48 * MIB,
             "growth_bytes": 128 * MIB,

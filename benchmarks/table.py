@@ -4,7 +4,8 @@ In: pairs of samples. Out: ratios, verdicts, a JSON file and markdown tables. Kn
 
 Other work on the machine slows both halves of a pair, so the ratio of each pair is taken first and the median of
 the ratios is the figure. The medians of the halves themselves are shown to make the ratio readable. A verdict needs
-all of the interval that the median is in: a bound inside of it is neither met nor missed.
+all of the interval that the median is in, widened by the noise where that was measured: a bound inside of it is neither
+met nor missed.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Figure:
     note: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     """What the file keeps beside it, and no table shows."""
+    noise: float = 0.0
+    """What the measured value is off by where there is nothing to measure."""
 
     GROUP: ClassVar = "figures"
     HEAD: ClassVar = ["what", "measured", "limit", "ratio (interval)", "target", "met"]
@@ -65,11 +68,15 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None if there is no target, or if the pairs cannot tell."""
+        """None if there is no target, or if the pairs cannot tell: not even with the noise, added or taken away."""
         if not (self.pairs and self.target):
             return None
-        low, high = (self.target.met_by(end) for end in interval(self.ratios))
-        return low if low == high else None
+        verdicts = {
+            self.target.met_by(end)
+            for noise in (-self.noise, self.noise)
+            for end in interval([(measured + noise) / limit for measured, limit in self.pairs])
+        }
+        return verdicts.pop() if len(verdicts) == 1 else None
 
     def as_dict(self) -> dict[str, Any]:
         row: dict[str, Any] = {"title": self.title, "limit": self.limit, "unit": self.unit}
@@ -80,6 +87,7 @@ class Figure:
             row |= {"ratio_median": median(self.ratios), "ratio_interval": [low, high]}
             row["pairs"] = [list(pair) for pair in self.pairs]
         row |= {"target": self._target, "met": self.met, "note": self.note}
+        row |= {"noise": self.noise} if self.noise else {}
         return row | {"details": dict(self.details)} if self.details else row
 
     def cells(self) -> list[str]:
@@ -100,6 +108,35 @@ class Figure:
     @property
     def _target(self) -> str:
         return str(self.target) if self.target else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Nothing, measured as a save is, twice in each round. `pairs` are the seconds that it seems to cost."""
+
+    title: str
+    pairs: Sequence[tuple[float, float]]
+
+    GROUP: ClassVar = "noise"
+    HEAD: ClassVar = ["noise of the machine", "no save, ms", "no save again, ms", "difference, ms (interval)"]
+
+    @property
+    def differences(self) -> list[float]:
+        return [first - second for first, second in self.pairs]
+
+    @property
+    def seconds(self) -> float:
+        """The largest difference that two measurements of the same may have."""
+        return max(map(abs, interval(self.differences)))
+
+    def as_dict(self) -> dict[str, Any]:
+        told = {"difference_median": median(self.differences), "difference_interval": list(interval(self.differences))}
+        return {"title": self.title, **told, "pairs": [list(pair) for pair in self.pairs]}
+
+    def cells(self) -> list[str]:
+        first, second = (shown(median(values) * 1e3) for values in zip(*self.pairs, strict=True))
+        low, high = (shown(end * 1e3) for end in interval(self.differences))
+        return [self.title, first, second, f"{shown(median(self.differences) * 1e3)} ({low} - {high})"]
 
 
 class Cost(NamedTuple):

@@ -118,7 +118,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
     "memory": {"figures": {"memory_committed", "memory_durable", "memory_restored"}},
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "finite": {"figures": {"finite_float32", "finite_float8_e4m3fn", "finite_saves", "finite_saves_cpu"}},
-    "unchanged": {"figures": {"unchanged_bytes", "unchanged_lost", "unchanged_no_use_call"}},
+    "unchanged": {"figures": {"unchanged_bytes", "unchanged_lost", "unchanged_lost_moonclip", "unchanged_no_use_call"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},
 }

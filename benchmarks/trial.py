@@ -23,14 +23,14 @@ import torch
 import xxhash
 
 from .apart import NoAnswerError, result_of
-from .candidates import CANDIDATES, Candidate, num_bytes_of, tensors_of
+from .candidates import CANDIDATES, Candidate, NoSave, num_bytes_of, tensors_of
 from .gpu_bench import here
 from .limits import drop_cache, fill_cache
 from .setting import Setting
 from .workloads import WORKLOADS, State, Subject
 
-# On either side of each save.
-_UNDISTURBED_STEPS: Final = 3
+# On either side of each save, as many as the slower saves overlap: a step's usual time is no better known by fewer.
+_UNDISTURBED_STEPS: Final = 6
 _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
 _NUM_ALONE: Final = 2
@@ -53,6 +53,18 @@ def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting
         return {"failed": str(error)[:300]}
     finally:
         shutil.rmtree(folder)
+
+
+def lost_to_nothing(workload: str, num_bytes: int, folder: Path, setting: Setting) -> list[float]:
+    """The seconds that a training seems to lose to no save at all, in a process of its own; measured like any save."""
+    return result_of(_nothing, workload, num_bytes, folder, setting)  # type: ignore[no-any-return]
+
+
+def _nothing(workload: str, num_bytes: int, folder: Path, setting: Setting) -> list[float]:
+    trial = Trial(NoSave, WORKLOADS[workload](num_bytes), folder)
+    torch.set_num_threads(1)
+    trial.settle(setting.settle_seconds / 4)
+    return [trial.while_training()["lost"] for _ in range(setting.num_later + 2)][2:]
 
 
 def _measured(
@@ -81,14 +93,13 @@ class Trial:
         self.candidate = candidate(folder, subject)
         self.number = 0
         self._undisturbed: list[float] = []  # seconds of the steps since the last save
+        self._processors = os.sched_getaffinity(0)
 
     def measured(self, num_later: int, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         prewarm = _seconds(self.candidate.prewarm)
-        end = perf_counter() + settle_seconds
-        while perf_counter() < end:
-            self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
+        self.settle(settle_seconds)
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
         result["first"] = self.while_training()
         self.while_training()  # the second is often unlike all others: memory and files are taken up once more
@@ -107,6 +118,12 @@ class Trial:
             result["same"] &= result["burst"]["same"]
         self.candidate.close()
         return result
+
+    def settle(self, seconds: float) -> None:
+        """Train alone for so long."""
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
 
     def while_training(self) -> dict[str, Any]:
         """Seconds that steps take longer than others do, until a save is durable; and what the call and its waits took."""
@@ -166,14 +183,27 @@ class Trial:
             os.close(fd)
 
     def _step(self, held: list[float] | None = None) -> None:
-        self.subject.forward_backward()
+        with self._pinned():
+            self.subject.forward_backward()
         begin = perf_counter()
         with self.candidate.stepping():
             if held is not None:
                 held.append(perf_counter() - begin)
-            self.subject.optimizer_step()
+            with self._pinned():
+                self.subject.optimizer_step()
         if self._device is not None:  # else a step would end in the time of another
             self._device.synchronize()
+
+    @contextmanager
+    def _pinned(self) -> Iterator[None]:
+        """This thread keeps to one processor, and to no less of its caches in one step than in the next. The threads of a
+        candidate begin in its calls, and may run anywhere.
+        """
+        os.sched_setaffinity(0, {max(self._processors)})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._processors)
 
     def _peak_bytes(self) -> int:
         """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""

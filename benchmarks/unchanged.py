@@ -5,65 +5,36 @@ In: a setting. Out: figures by name. Knows nothing of: how a tensor is seen to b
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any, Final, TypeAlias
-
-import torch
-from torch import nn
+from typing import Final, TypeAlias
 
 from async_ckpt import SaveHandle
 
-from .figures import Saves, one_thread, slowed
+from .apart import result_of
+from .candidates import CANDIDATES
+from .compare import Contender, measured, noise_of, pairs_of
+from .figures import Saves, Window, one_thread, slowed
 from .setting import Setting, side_by_side
-from .table import NOISE_SECONDS, Figure, Target
-from .workloads import Training
+from .table import NOISE_SECONDS, Figure, Row, Target
+from .workloads import Lora, Training
 
-_WIDTH: Final = 2048
-_RANK: Final = 16
 _NUM_SAVES: Final = 10
 # In each round, of calls that take milliseconds.
 _CALLS: Final = 5
+# From one save to the next; the save ends before.
+_STEPS: Final = 8
+_OURS: Final = "ours_keeping"
+_ALL_KEPT: Final = "ours_guarded"  # which keeps all steps, where nobody deletes them
+_PEERS: Final = ("torch_checkpointing", "moonclip")
+# Of what torch_checkpointing loses, and of a save of the adapter alone.
+_MOST_OF: Final = {"torch_checkpointing": Target("≤", 0.1), "moonclip": None}
 
 _Pairs: TypeAlias = list[tuple[float, float]]
-
-
-class Adapted(nn.Module):
-    """A frozen layer, and an adapter beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(_WIDTH, _WIDTH, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(_WIDTH, _RANK, bias=False), nn.Linear(_RANK, _WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return out
-
-
-class Lora:
-    """A training of adapters over a frozen base of about `num_bytes`."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.model = nn.Sequential(*(Adapted() for _ in range(max(1, num_bytes // (4 * _WIDTH * _WIDTH)))))
-        self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-5, fused=True)
-        self._inputs = torch.randn(32, _WIDTH)
-        self.step()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    @property
-    def adapter(self) -> dict[str, Any]:
-        return {"model": self.parameters, "optimizer": self.optimizer}
-
-    def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-        self.model(self._inputs).square().mean().backward()
-        self.optimizer.step()
 
 
 class Whole(Saves):
@@ -73,58 +44,116 @@ class Whole(Saves):
         return self.checkpointer.save(self._state, next(self._steps), unchanged=())
 
 
-def unchanged(setting: Setting) -> dict[str, Figure]:
-    with one_thread():
-        return {**_lora(setting), **_every_tensor_changes(setting)}
-
-
-def _lora(setting: Setting) -> dict[str, Figure]:
-    subject = Lora(setting.training_bytes)
-    ours = Saves(setting.folder / "auto", subject.state, guard=subject.optimizer)
-    alone = Saves(setting.folder / "adapter", subject.adapter, guard=subject.optimizer)
-    pairs, calls = _beside(setting, subject, ours, alone)
-    base = 4 * _WIDTH * _WIDTH * len(subject.model)
-    what = f"of LoRA over a base of {base / 1e9:.2g} GB"
+def bytes_of_ten(setting: Setting) -> dict[str, Row]:
+    """Each way keeps ten saves, in a process of its own."""
+    names = [name for name in (_ALL_KEPT, *_PEERS) if not CANDIDATES[name].why_not()]
+    kept = {name: result_of(_kept_bytes, name, setting.frozen_bytes, setting.folder / name) for name in names}
+    ours, base, adapter = kept[_ALL_KEPT]
+    limits = {"the base and ten adapters": base + _NUM_SAVES * adapter}
+    limits |= {CANDIDATES[name].title: kept[name][0] for name in names[1:]}
+    title = f"bytes on the disk of {_NUM_SAVES} saves {_what(base)}, none deleted"
     return {
-        "unchanged_bytes": _bytes(setting.folder / "ten", subject, base + _NUM_SAVES * alone.first_bytes, what),
+        f"unchanged_bytes_{number}" if number else "unchanged_bytes": Figure(
+            title, "MB", name, None if number else Target("≤", 1.1), [(ours / 1e6, limit / 1e6)]
+        )
+        for number, (name, limit) in enumerate(limits.items())
+    }
+
+
+def _kept_bytes(name: str, num_bytes: int, folder: Path) -> tuple[int, int, int]:
+    """Of ten saves on the disk; of the base; of the adapter and its optimizer."""
+    folder.mkdir(parents=True)
+    subject = Lora(num_bytes)
+    candidate = CANDIDATES[name](folder, subject)
+    candidate.prewarm()
+    for number in range(1, _NUM_SAVES + 1):
+        subject.forward_backward()
+        with candidate.stepping():
+            subject.optimizer_step()
+        candidate.save(number)
+        candidate.wait()
+    files = {path.stat().st_ino: path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()}
+    candidate.close()
+    shutil.rmtree(folder)
+    moments = (part for state in subject.optimizer.state.values() for part in state.values())
+    adapter = sum(tensor.nbytes for tensor in (*subject.adapter.values(), *moments))
+    return sum(files.values()), subject.base_bytes, adapter
+
+
+def beside_others(setting: Setting) -> dict[str, Row]:
+    nothing: list[float] = []
+    contenders = measured(setting, "lora_training", [_OURS, *_PEERS], setting.frozen_bytes, nothing)
+    noise = noise_of(nothing)
+    ours = contenders[_OURS]
+    assert ours.results, ours.why_not
+    what = f"training seconds lost to one guarded save {_what(setting.frozen_bytes)}"
+
+    def held(name: str, other: Contender) -> Figure:
+        if not other.results:
+            return Figure(what, "s", other.candidate.title, _MOST_OF[name], [], other.why_not)
+        pairs = _at_least(pairs_of(ours, other, "lost"))
+        return Figure(what, "s", other.candidate.title, _MOST_OF[name], pairs, noise=noise.seconds)
+
+    figures = {f"unchanged_lost_{name}": held(name, contenders[name]) for name in _PEERS}
+    return {**figures, "no_save": noise}
+
+
+@one_thread()
+def adapter_alone(setting: Setting) -> dict[str, Row]:
+    subject = Lora(setting.frozen_bytes)
+    adapter = {"model": subject.adapter, "optimizer": subject.optimizer}
+    one = Saves(setting.folder / "auto", subject.state, guard=subject.optimizer)
+    other = Saves(setting.folder / "adapter", adapter, guard=subject.optimizer)
+    with one.checkpointer, other.checkpointer:
+        windows = side_by_side(
+            2 * setting.compare_rounds, partial(slowed, subject, one), partial(slowed, subject, other)
+        )
+        calls = _calls(setting, subject, one, other)
+    noise = median(window.noise for pair in windows for window in pair)
+    what = _what(subject.base_bytes)
+    lost = f"training seconds lost to one guarded save {what}"
+    return {
         "unchanged_lost": Figure(
-            f"training seconds lost to one guarded save {what}", "s", "the adapter alone", Target("≤", 1.3), pairs
+            lost, "s", "the adapter alone", Target("≤", 1.3), _at_least(_lost(windows)), _off(noise), noise=noise
         ),
         "unchanged_call": Figure(f"the call of such a save {what}", "ms", "the adapter alone", None, calls),
     }
 
 
-def _bytes(folder: Path, subject: Lora, limit: int, what: str) -> Figure:
-    saves = Saves(folder, subject.state)
-    with saves.checkpointer:
-        written = saves.first_bytes + sum(saves.run().num_bytes for _ in range(_NUM_SAVES - 1))
-    title = f"bytes of {_NUM_SAVES} saves {what}"
-    return Figure(title, "MB", "the base and ten adapters", Target("≤", 1.1), [(written / 1e6, limit / 1e6)])
-
-
-def _every_tensor_changes(setting: Setting) -> dict[str, Figure]:
-    subject = Training(setting.training_bytes, batch=4)
-    looks = Saves(setting.folder / "looks", subject.state, guard=subject.optimizer)
-    whole = Whole(setting.folder / "whole", subject.state, guard=subject.optimizer)
-    pairs, calls = _beside(setting, subject, looks, whole)
+@one_thread()
+def every_tensor_changes(setting: Setting) -> dict[str, Row]:
+    subject = Training(setting.frozen_bytes, batch=4)
+    one = Saves(setting.folder / "looks", subject.state, guard=subject.optimizer)
+    other = Whole(setting.folder / "whole", subject.state, guard=subject.optimizer)
+    with one.checkpointer, other.checkpointer:
+        pairs = side_by_side(
+            2 * setting.compare_rounds, partial(_seconds, subject, one), partial(_seconds, subject, other)
+        )
+        calls = _calls(setting, subject, one, other)
     what = "of a training in which every tensor changes"
     return {
         "unchanged_no_use": Figure(
-            f"training seconds lost to one guarded save {what}", "s", "unchanged=()", None, pairs
+            f"{_STEPS} steps and a guarded save {what}", "s", "unchanged=()", Target("≤", 1.01), pairs
         ),
         "unchanged_no_use_call": Figure(f"the call of a guarded save {what}", "ms", "unchanged=()", None, calls),
     }
 
 
-def _beside(setting: Setting, subject: Lora | Training, one: Saves, other: Saves) -> tuple[_Pairs, _Pairs]:
-    """The training seconds lost to a save of each, and the milliseconds of its call, in turns."""
-    with one.checkpointer, other.checkpointer:
-        windows = side_by_side(setting.rounds, partial(slowed, subject, one), partial(slowed, subject, other))
-        calls = side_by_side(setting.kept_rounds, partial(_call, one, subject), partial(_call, other, subject))
-    return [(max(NOISE_SECONDS, ours.lost), max(NOISE_SECONDS, limit.lost)) for ours, limit in windows], calls
+def _seconds(subject: Training, saves: Saves) -> float:
+    begin = perf_counter()
+    handle = saves.begin()
+    for _ in range(_STEPS):
+        subject.step()
+    seconds = perf_counter() - begin
+    saves.end(handle)
+    return seconds
 
 
-def _call(saves: Saves, subject: Lora | Training) -> float:
+def _calls(setting: Setting, subject: Training, one: Saves, other: Saves) -> _Pairs:
+    return side_by_side(setting.compare_rounds, partial(_call, one, subject), partial(_call, other, subject))
+
+
+def _call(saves: Saves, subject: Training) -> float:
     """The shortest of a few calls, in ms."""
     shortest = float("inf")
     for _ in range(_CALLS):
@@ -134,3 +163,28 @@ def _call(saves: Saves, subject: Lora | Training) -> float:
         shortest = min(shortest, perf_counter() - begin)
         saves.end(handle)
     return 1e3 * shortest
+
+
+def _what(base_bytes: int) -> str:
+    return f"of LoRA over a base of {base_bytes / 1e9:.2g} GB"
+
+
+def _off(noise: float) -> str:
+    return f"as many steps without a save are off by {noise * 1e3:.0f} ms"
+
+
+def _lost(windows: Sequence[tuple[Window, Window]]) -> _Pairs:
+    return [(ours.lost, other.lost) for ours, other in windows]
+
+
+def _at_least(pairs: _Pairs) -> _Pairs:
+    return [(max(NOISE_SECONDS, one), max(NOISE_SECONDS, other)) for one, other in pairs]
+
+
+MEASURES: Final = {
+    "bytes_of_ten": bytes_of_ten,
+    "adapter_alone": adapter_alone,
+    "every_tensor_changes": every_tensor_changes,
+    "beside_others": beside_others,
+}
+PACKAGES: Final = ("torch_checkpointing", "moonclip")

@@ -16,6 +16,7 @@ State = dict[str, Any]
 
 _WIDTH: Final = 2048
 _TENSOR_BYTES: Final = _WIDTH * _WIDTH * 4
+_RANK: Final = 16
 
 
 def tensors(num_bytes: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -59,6 +60,34 @@ class Training:
         # Gradients keep their memory, as step times should not vary.
         self.optimizer.zero_grad(set_to_none=False)
         self.model(self._inputs).square().mean().backward()
+
+
+class _Adapted(nn.Module):
+    """A frozen layer, and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(_WIDTH, _WIDTH, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(_WIDTH, _RANK, bias=False), nn.Linear(_RANK, _WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+class Lora(Training):
+    """Adapters of rank 16 over a frozen base of about `num_bytes`."""
+
+    def __init__(self, num_bytes: int, *, batch: int = 4) -> None:
+        self.model = nn.Sequential(*(_Adapted() for _ in range(max(1, num_bytes // _TENSOR_BYTES))))
+        self.adapter = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=1e-5, fused=True)
+        self._inputs = torch.randn(batch, _WIDTH)
+        self.step()
+
+    @property
+    def base_bytes(self) -> int:
+        return _TENSOR_BYTES * len(self.model)  # type: ignore[arg-type]
 
 
 class Subject(Protocol):
@@ -206,6 +235,7 @@ WORKLOADS: Final[dict[str, Callable[[int], Subject]]] = {
     "gpt2": lambda num_bytes: Gpt2(num_bytes),
     "rank_of_8b": rank_of_8b,
     "lora": lora,
+    "lora_training": Lora,
     "small": lambda num_bytes: Still({"model": small_tensors(num_bytes // 1024)}),
     "huge": huge,
 }
