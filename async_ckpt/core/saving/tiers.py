@@ -42,7 +42,6 @@ from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
 from ..runs.tiers_file import NAME as TIERS
 from ..spans import monotonic
-from ..storage.bulk import new_pool
 from ..storage.interface import Storage
 from ..storage.node_folders import OneOfNodes
 from ..storage.pace import Pace
@@ -800,6 +799,8 @@ class Mover:
         with self._of(step):
             if self._roots.are_taken:
                 self._roots.take(self.run, step)
+            from ..storage.bulk import new_pool  # most runs have one place
+
             self._pool = self._pool or new_pool()
             errors: list[CheckpointError] = []
             for source in holders:
