@@ -271,7 +271,9 @@ OF_CUDA_ALONE = [
     Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
     # --- captures and streams
     Mutant(
-        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
+        "a captured step takes an event into its graph",
+        "            if is_capturing():\n                self.completion",
+        "            if False:\n                self.completion",
     ),
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
