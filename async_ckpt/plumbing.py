@@ -14,13 +14,13 @@ are loaded when they are first asked for. They may change with each minor versio
   `write_by_torch` calls torch.save, `pack` makes a tar of a folder.
 - The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
   `memory` and `shared_memory`, `loops` for the loop in the background, `operations` for what listens.
-- Words: `spans` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
+- Words: `timing` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
 - Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` copies a step.
 - What is stored: `find` opens what is at a path, `contents` is what was opened, `fill` reads it into memory,
   `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
 - States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
   and dtypes, `wrappers` and `optimizer_parts` see through what is around a model or an optimizer, `another_kind`
-  compares two of those, and `loaders` two loaders of data. `guards` hold steps back; `sharded` and `cover` are the
+  compares two of those, and `loaders` two loaders of data. `guards` hold steps back; `sharded` and `boxes` are the
   geometry of shards; `backends` and `device` know tensors of devices.
 - Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
 - Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
@@ -35,17 +35,70 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "Reader", "Sink", "Storage", "another_kind", "backends",
-    "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk", "events",
-    "fields", "file_digests", "fill", "find", "guards", "hf_shards", "hf_weights", "kept_memory", "leaf_names",
-    "ledger", "limits", "loaders", "locks", "loops", "memory", "operations", "optimizer_parts", "pack", "places",
-    "process", "register_storage", "rendezvous", "reports", "run_movers", "runs", "safetensors", "save_within",
-    "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads", "urls",
-    "verification", "waits", "worlds", "wrappers", "write_by_torch",
+    "Appender",
+    "CopySave",
+    "LocalStorage",
+    "MemoryLoan",
+    "Reader",
+    "Sink",
+    "Storage",
+    "another_kind",
+    "backends",
+    "boxes",
+    "bulk",
+    "capture",
+    "captured",
+    "compressed",
+    "contents",
+    "copy_step",
+    "device",
+    "disk",
+    "events",
+    "fields",
+    "file_digests",
+    "fill",
+    "find",
+    "guards",
+    "hf_shards",
+    "hf_weights",
+    "kept_memory",
+    "leaf_names",
+    "ledger",
+    "limits",
+    "loaders",
+    "locks",
+    "loops",
+    "memory",
+    "operations",
+    "optimizer_parts",
+    "pack",
+    "places",
+    "process",
+    "register_storage",
+    "rendezvous",
+    "reports",
+    "run_movers",
+    "runs",
+    "safetensors",
+    "save_within",
+    "scratches",
+    "sharded",
+    "shared_memory",
+    "spec",
+    "states",
+    "store_facts",
+    "threads",
+    "timing",
+    "urls",
+    "verification",
+    "waits",
+    "worlds",
+    "wrappers",
+    "write_by_torch",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from .core import backends, events, fields, runs, spans, spec
+    from .core import backends, events, fields, runs, spec, timing
     from .core import report as reports
     from .core.format import safetensors
     from .core.host import limits, memory, operations, process, shared_memory, threads, waits
@@ -59,7 +112,7 @@ if TYPE_CHECKING:
     from .core.ranks import world as worlds
     from .core.saving import default as kept_memory
     from .core.saving import ledger
-    from .core.slicing import cover, sharded
+    from .core.slicing import boxes, sharded
     from .core.staging import device
     from .core.staging import guard as guards
     from .core.state import capture, captured, loaders, wrappers
@@ -82,7 +135,7 @@ if TYPE_CHECKING:
 else:
     # The names in each package or module; "new=old" where plumbing has another name for it.
     _NAMES = {
-        ".core": "backends events fields reports=report runs spans spec",
+        ".core": "backends events fields reports=report runs spec timing",
         ".core.format": "safetensors",
         ".core.host": "limits loops=loop memory operations process shared_memory threads waits",
         ".core.loading": "fill verification=verify",
@@ -92,7 +145,7 @@ else:
         ".core.ranks": "rendezvous worlds=world",
         ".core.saving": "kept_memory=default ledger",
         ".face.around.copy_save": "CopySave",
-        ".core.slicing": "cover sharded",
+        ".core.slicing": "boxes sharded",
         ".core.staging": "device guards=guard",
         ".core.state": "capture captured leaf_names=names loaders optimizer_parts=optimizers wrappers",
         ".core.storage": "bulk compressed disk locks places=place store_facts urls=url",

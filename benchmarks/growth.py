@@ -22,7 +22,7 @@ from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.core.host.limits import free_memory_bytes
 from async_ckpt.core.runs.manifest import NAME as MANIFEST
 from async_ckpt.core.runs.manifest import Archive, Manifest
-from async_ckpt.core.spans import monotonic
+from async_ckpt.core.timing import monotonic
 from async_ckpt.stores.s3.store import ObjectStorage
 from async_ckpt.testing import FaultyProxy
 

@@ -17,8 +17,8 @@ import torch
 
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.core.events.log import FOLDER, MAX_BYTES, NAME, EventLog
-from async_ckpt.core.spans import monotonic, wall_time
 from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.core.timing import monotonic, wall_time
 from async_ckpt.testing import FaultyProxy
 
 from .setting import Setting

@@ -38,7 +38,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("core.pickles",),  # programs
     ("core.backends",),  # devices
     (
-        "core.spec", "core.fields", "core.report", "errors", "core.spans", "core.trace", "core.collector", "core.notebooks",
+        "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.collector", "core.notebooks",
     ),  # words
 ]  # fmt: skip
 # What imports from another room on its own floor, or, on first use, from one above.
@@ -46,7 +46,7 @@ NEIGHBOURS = {
     "__init__": {"face", "files", "weights"},
     "__main__": {"tools"},
     "core.report": {"core.notebooks"},
-    "core.trace": {"core.spans"},
+    "core.trace": {"core.timing"},
     "files": {"face"},
 }
 # What stands at the top: the names that users import, plumbing, the core, and the wings.
@@ -306,7 +306,7 @@ def test_only_the_backends_know_where_a_tensor_is():
 
 def test_the_clock_is_only_in_spans():
     for name in modules():
-        if name != "core.spans":
+        if name != "core.timing":
             allowed = {"datetime"} if name == "core.state.plain" else set()  # a state may hold dates
             assert not foreign(name) & ({"time", "datetime"} - allowed), name
     asked = {node.attr for node in ast.walk(modules()["core.state.plain"]) if isinstance(node, ast.Attribute)}

@@ -15,7 +15,7 @@ from scripted_disk import scripted
 from states import assert_is_state, state_at
 
 from async_ckpt import AsyncCheckpointer, StorageFullError
-from async_ckpt.core.spans import NO_TRACE, Spans, Trace
+from async_ckpt.core.timing import NO_TRACE, Spans, Trace
 from async_ckpt.core.trace import TraceFile
 
 NUM_SEGMENTS = 3  # of an archive of 9 MiB in segments of 4

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from .spans import Clock, Trace, monotonic
+from .timing import Clock, Trace, monotonic
 
 _END: Final = b"\n]\n"
 

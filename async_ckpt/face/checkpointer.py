@@ -39,13 +39,13 @@ from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
 from ..core.saving.tiers import Places
-from ..core.spans import wall_time
 from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
 from ..core.storage.interface import Storage
 from ..core.storage.pace import Pace
 from ..core.storage.place import Anywhere, local_place
+from ..core.timing import wall_time
 from ..core.trace import TraceFile
 from ..errors import CheckpointError, StorageUnavailableError
 from .run_history import events_at

@@ -27,7 +27,6 @@ from ..core.saving.handle import SaveHandle
 from ..core.saving.planner import pool_for
 from ..core.saving.request import FileRequest, FolderRequest
 from ..core.saving.saver import Saver
-from ..core.spans import monotonic
 from ..core.spec import flag, whole_bytes
 from ..core.staging.guard import unwrapped
 from ..core.staging.held_snapshot import HeldSnapshot, begin
@@ -35,6 +34,7 @@ from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, Place, storage_at, written_at
+from ..core.timing import monotonic
 
 # The wing that verifies published versions, imported when something is verified.
 _VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"

@@ -24,9 +24,9 @@ from ..core.runs.manifest import Manifest
 from ..core.runs.root import formats_at
 from ..core.runs.roots import Roots
 from ..core.runs.run import Run
-from ..core.spans import shown_time, wall_time
 from ..core.storage.interface import Storage
 from ..core.storage.place import Anywhere, storage_at
+from ..core.timing import shown_time, wall_time
 from ..errors import StorageUnavailableError
 
 _COLUMNS: Final = ("time", "kind", "step", "")

@@ -23,9 +23,9 @@ from ..core.runs.roots import Roots, open_roots
 from ..core.runs.run import Run
 from ..core.runs.tiers_file import TiersFile
 from ..core.saving.tiers import CopyStep, Mover
-from ..core.spans import monotonic, wall_time
 from ..core.spec import Keep
 from ..core.storage.pace import Pace
+from ..core.timing import monotonic, wall_time
 from ..errors import CheckpointError, StorageUnavailableError
 from .followed import Changes, FollowedRoots
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import PeerFailedError
-from ..plumbing import captured, spans, waits
+from ..plumbing import captured, timing, waits
 from .common.frameworks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 
@@ -113,7 +113,7 @@ def update(
 
     server._bind_zmq_socket = bind_watched
     try:
-        server.update(name, watched.ask, timeout=spans.duration(timeout_seconds), ranks=ranks)
+        server.update(name, watched.ask, timeout=timing.duration(timeout_seconds), ranks=ranks)
     finally:
         server._bind_zmq_socket = bind
     if watched.error is not None:
@@ -156,9 +156,9 @@ class _WatchedEngine:
         self._socket.send_pyobj(value)
 
     def _await(self, event: int) -> None:
-        deadline = spans.TIMEKEEPER.now() + self._timeout_seconds
+        deadline = timing.TIMEKEEPER.now() + self._timeout_seconds
         while not self._socket.poll(1000 * waits.LIVENESS_SECONDS, event):
-            if self.error is not None or spans.TIMEKEEPER.now() > deadline:
+            if self.error is not None or timing.TIMEKEEPER.now() > deadline:
                 raise self.gave_up() from self.error
 
     def gave_up(self) -> PeerFailedError:

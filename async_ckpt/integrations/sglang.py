@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..plumbing import backends, captured, spans, spec
+from ..plumbing import backends, captured, spec, timing
 from ..weights.following.web import EngineError, HttpClient
 from .common.frameworks import require, require_names
 from .common.held_weights import SnapshotWeights
@@ -156,7 +156,7 @@ class HttpEngine:
 
     def _post(self, route: str, body: dict[str, Any]) -> Any:
         try:
-            reply = self._client.post(f"/{route}", body, deadline=spans.TIMEKEEPER.now() + self._timeout_seconds)
+            reply = self._client.post(f"/{route}", body, deadline=timing.TIMEKEEPER.now() + self._timeout_seconds)
         except EngineError as error:
             raise ConnectionError(
                 f"the engine has not answered ({error}); if it was in the middle of an update, it has a mix of old "

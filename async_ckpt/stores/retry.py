@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..plumbing import spans
+from ..plumbing import timing
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -33,7 +33,7 @@ def persist(
     deadline_seconds: float,
     since: Callable[[], float] | None = None,
     on_retry: Callable[[BaseException], None] = lambda _: None,
-    timer: spans.Timekeeper = spans.TIMEKEEPER,
+    timer: timing.Timekeeper = timing.TIMEKEEPER,
     sleep: Callable[[float], None] | None = None,
 ) -> T:
     """Repeat `call` until it succeeds, fails for good, or has failed for `deadline_seconds`; then raise its last error.

@@ -132,7 +132,7 @@ def test_a_save_is_counted_and_measured_as_its_report_says(tmp_path, scraped):
 
 
 def test_the_recovery_point_is_the_call_of_the_newest_save_that_is_committed(tmp_path, scraped):
-    run, before = str(tmp_path), async_ckpt.core.spans.wall_time()
+    run, before = str(tmp_path), async_ckpt.core.timing.wall_time()
     with open_run(run) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         first = scraped.value("async_ckpt_recovery_point_timestamp_seconds", run=run)
@@ -141,7 +141,7 @@ def test_the_recovery_point_is_the_call_of_the_newest_save_that_is_committed(tmp
         unchanged = scraped.value("async_ckpt_recovery_point_timestamp_seconds", run=run)
         stop = disk.stop("write")
         third = ckpt.save(state_at(3), step=3)
-        called = async_ckpt.core.spans.wall_time()
+        called = async_ckpt.core.timing.wall_time()
         stop.release()
         third.result()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_ckpt.core.host.threads import Crew
-from async_ckpt.core.spans import Timekeeper, monotonic
+from async_ckpt.core.timing import Timekeeper, monotonic
 
 # Long enough for any machine; reached only when a test fails.
 PATIENCE = 60.0

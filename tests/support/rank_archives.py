@@ -23,7 +23,7 @@ from async_ckpt.core.loading.restore import RestoreOptions, restore_state
 from async_ckpt.core.runs import layouts
 from async_ckpt.core.runs.manifest import GroupLocation, Manifest, RankFiles, parse
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt, Table
-from async_ckpt.core.slicing.cover import Box
+from async_ckpt.core.slicing.boxes import Box
 from async_ckpt.core.slicing.locator import ShardLocator, StepLayout, name_of
 from async_ckpt.core.slicing.slices import Mesh
 from async_ckpt.core.spec import RankFacts

@@ -25,9 +25,9 @@ from functools import partial
 from typing import Any, Final
 
 from ..host.threads import run_together
-from ..spans import Clock
 from ..spec import KIB, MIB
 from ..storage.interface import Storage
+from ..timing import Clock
 from .shapes import Event, dump, event, parse
 
 NAME: Final = "history.jsonl"

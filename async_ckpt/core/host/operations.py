@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ..report import PullReport, SaveReport
-from ..spans import TIMEKEEPER, Interval, Spans, wall_time
+from ..timing import TIMEKEEPER, Interval, Spans, wall_time
 from .process import in_forked_child
 from .threads import start_thread
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from ..spans import TIMEKEEPER
+from ..timing import TIMEKEEPER
 from .threads import is_library_thread
 
 # The sleep of a waiting thread before it checks again that the end of its wait can still come.

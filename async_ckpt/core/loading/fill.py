@@ -24,7 +24,7 @@ from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
 from ..host.threads import Crew, run_together
-from ..slicing.cover import Box, StridedCopy, strided_copies
+from ..slicing.boxes import Box, StridedCopy, strided_copies
 from ..slicing.slices import Ints
 from ..spec import BLOCK_BYTES, DTYPES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import INTEGERS, as_integers, flat_bytes, host_pointer, memmove

@@ -17,11 +17,11 @@ import torch
 
 from ...errors import CorruptCheckpointError, StateMismatchError
 from ..host.pool import SegmentPool
-from ..spans import Spans
 from ..spec import with_article
 from ..state.generators import is_generator
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record, method_of
+from ..timing import Spans
 from .archives.contents import Contents, Part, raise_unless_any
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping

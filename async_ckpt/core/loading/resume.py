@@ -17,7 +17,7 @@ from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.answers import in_words
 from ..ranks.meeting import Talk
 from ..runs.roots import Roots
-from ..spans import TIMEKEEPER, monotonic
+from ..timing import TIMEKEEPER, monotonic
 from .archives.contents import Part
 from .archives.find import PassedOver, from_newest, from_step
 from .archives.step_archives import Readers

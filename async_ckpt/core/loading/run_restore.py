@@ -13,9 +13,9 @@ from typing import Any
 from ..host.pool import SegmentPool
 from ..ranks.peers import Ranks
 from ..runs.roots import NOT_GOOD, Roots
-from ..spans import Spans
 from ..spec import flag
 from ..state.rng import RngState
+from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers

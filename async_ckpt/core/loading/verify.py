@@ -25,12 +25,12 @@ from ..report import VerifyReport
 from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import TRACKERS, parse_step_name
 from ..runs.root import TRIES, overtaken_error
-from ..spans import Clock, monotonic
 from ..spec import Extent
 from ..state.names import shown
 from ..storage.compressed import open_decompressed
 from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
+from ..timing import Clock, monotonic
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
 from .archives.find import (

@@ -29,7 +29,7 @@ from ..host.loop import OffLoop
 from ..host.waits import PEER_SECONDS, SHARED_SECONDS, wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
-from ..spans import monotonic
+from ..timing import monotonic
 from .answers import in_words
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison

@@ -30,8 +30,8 @@ from ..host.threads import Life, running_future
 from ..host.waits import DECISION_SECONDS, wait_for
 from ..runs.manifest import Manifest
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
-from ..spans import monotonic
 from ..storage.interface import Storage
+from ..timing import monotonic
 from .meeting import Meeting
 from .start import LINGER_SECONDS, WorldStart
 from .word_log import Word

@@ -20,8 +20,8 @@ from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
-from ..spans import TIMEKEEPER, monotonic
 from ..spec import DTYPES
+from ..timing import TIMEKEEPER, monotonic
 from .calls import AttemptPlace, JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of

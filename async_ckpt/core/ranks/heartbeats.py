@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from ..host.loop import get_loop
 from ..host.process import has_ended
 from ..host.waits import SILENCE_SECONDS, growing_pauses
-from ..spans import monotonic
+from ..timing import monotonic
 from .store import Connection
 
 # Between two heartbeats, and how many ranks of a start give one in a second.

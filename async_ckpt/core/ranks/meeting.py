@@ -21,7 +21,7 @@ from ...errors import PeerFailedError
 from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait, wait_for
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
-from ..spans import TIMEKEEPER, monotonic
+from ..timing import TIMEKEEPER, monotonic
 from .start import WorldStart, start_of
 from .store import Words, quietly
 from .world import World, refuse_if_changed, world_of

@@ -27,11 +27,11 @@ from ..runs.manifest import parse as parse_manifest
 from ..runs.receipts import broken_folders
 from ..runs.roots import Roots
 from ..runs.run import Run
-from ..spans import TIMEKEEPER, monotonic
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.node_folders import HERE, AllNodes, NodeFolder, OneOfNodes
 from ..storage.served_folders import NodeServer, Peer, own_hosts
+from ..timing import TIMEKEEPER, monotonic
 from .answers import in_words
 from .meeting import Meeting
 from .shared_root import SharedRoot

@@ -21,8 +21,8 @@ from ..runs.manifest import Manifest, RankFiles, SaveTimes, archive_name, parse
 from ..runs.naming import JOURNAL, parse_step_name
 from ..runs.receipts import is_receipt_folder
 from ..runs.sweep import is_claim, is_library_name
-from ..spans import wall_time
 from ..storage.interface import Storage
+from ..timing import wall_time
 
 # The number of the step in the manifest.
 STEP: Final = 0

@@ -26,7 +26,7 @@ from ..host.loop import ask_for_exception, get_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
-from ..spans import TIMEKEEPER, monotonic
+from ..timing import TIMEKEEPER, monotonic
 from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, wait_for_rank_0

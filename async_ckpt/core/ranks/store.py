@@ -20,7 +20,7 @@ from ...errors import ClosedError, PeerFailedError
 from ..host.loop import get_loop
 from ..host.threads import Crew, running_future
 from ..host.waits import SILENCE_SECONDS, growing_pauses, wait_for
-from ..spans import duration, monotonic
+from ..timing import duration, monotonic
 
 T = TypeVar("T")
 Ask = Callable[[Any], T]

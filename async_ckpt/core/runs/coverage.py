@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ...errors import UnsupportedStateError
-from ..slicing.cover import Box, cover
+from ..slicing.boxes import Box, cover
 from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
 from ..state.names import is_within
 

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 from ...errors import StorageUnavailableError
 from ..fields import count, table, text
 from ..host.process import has_ended, own_process
-from ..spans import monotonic
 from ..storage.interface import Storage
+from ..timing import monotonic
 from .manifest import seal, unseal
 
 NAME: Final = "moving.json"

@@ -24,11 +24,11 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.shapes import shortened
-from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.node_folders import AllNodes
 from ..storage.place import Anywhere, Place, place_of
+from ..timing import Clock
 from .manifest import Manifest, Retired
 from .marks import BAD, GOOD, Mark, MarkKind, kind_of, marked_bad, marks_of, newest_of, note_of, read_note
 from .naming import Naming

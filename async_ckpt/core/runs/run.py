@@ -39,9 +39,9 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.log import EventLog
-from ..spans import TIMEKEEPER, Clock
 from ..spec import Keep
 from ..storage.interface import Storage
+from ..timing import TIMEKEEPER, Clock
 from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import NAME as MANIFEST

@@ -40,8 +40,8 @@ from typing import Final, NamedTuple
 from ...errors import CheckpointError, RunTakenError
 from ..fields import count, entries, items, number, row, table, text
 from ..host.process import in_forked_child
-from ..spans import shown_time, wall_time
 from ..storage.interface import Storage
+from ..timing import shown_time, wall_time
 from .manifest import Manifest, seal, unseal
 from .receipts import as_ranges
 

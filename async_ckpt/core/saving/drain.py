@@ -35,9 +35,9 @@ from ..host.loop import get_loop
 from ..host.pool import Lease
 from ..host.threads import Task, running_future
 from ..report import Progress
-from ..spans import NO_TRACE, Trace
 from ..storage.interface import Sink, Storage
 from ..storage.pace import Pace
+from ..timing import NO_TRACE, Trace
 from .block_digests import BlockDigests, BlockReader
 
 Submit = Callable[[Task], None]

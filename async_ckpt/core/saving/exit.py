@@ -19,7 +19,7 @@ from ..host.loop import Loop, existing_loop
 from ..host.operations import flush_all
 from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..ranks.start import answer_the_last
-from ..spans import monotonic
+from ..timing import monotonic
 from .handle import SaveHandle, name_of, progress_of
 from .ledger import abandon, all_saves
 from .save import Save, SaveState

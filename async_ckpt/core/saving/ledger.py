@@ -28,8 +28,8 @@ from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
 from ..report import SaveReport
-from ..spans import Spans
 from ..spec import flag, seconds_or_none
+from ..timing import Spans
 from .handle import Bars, SaveHandle, name_of
 from .handle import progress_of as progress_of
 from .save import Save, wait_for_decisions

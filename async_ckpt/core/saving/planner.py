@@ -13,11 +13,11 @@ import torch
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
-from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
+from ..timing import wall_time
 from .block_digests import BlockDigests, GroupDigests, Groups
 from .story import UnchangedIn
 from .taken_over import TakenOver

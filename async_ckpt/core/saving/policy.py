@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ..events.goodput import Goodput
 from ..report import SaveReport
-from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
+from ..timing import Clock, Moment, epoch_seconds, monotonic, wall_time
 from .interval import (
     FIRST_SAVE_SECONDS,
     NUM_SAVES,

@@ -27,7 +27,7 @@ from ..host.operations import Kind
 from ..host.threads import Life, running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
-from ..spans import Spans
+from ..timing import Spans
 from .handle import SaveHandle, name_of, progress_of
 
 

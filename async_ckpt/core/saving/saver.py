@@ -29,18 +29,18 @@ from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
 from ..ranks.peers import Ranks
 from ..ranks.world import world_of
-from ..spans import NO_TRACE, Spans, monotonic
 from ..staging.device import first_device
+from ..staging.device_warm_up import warm_up
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped, warn_if_foreign
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
-from ..staging.warm_up import warm_up
 from ..state.capture import capture
 from ..state.captured import Capture, RankShare
 from ..state.names import Select
 from ..state.wrapped import plain_parts
 from ..state.wrappers import StateDictOf, state_dict_of
+from ..timing import NO_TRACE, Spans, monotonic
 from ..trace import TraceFile
 from .admission import Admission, Slot
 from .drain import Drain, Writers

@@ -23,9 +23,9 @@ from ..host.threads import Life, running_future
 from ..host.waits import END_SECONDS, OPEN_SECONDS, PROGRESS_SECONDS
 from ..report import Destination, SaveReport
 from ..runs.manifest import Archive, SaveTimes
-from ..spans import Spans
 from ..staging.snapshot import Snapshot
 from ..storage.interface import Sink, Storage
+from ..timing import Spans
 from .block_digests import GroupDigest, GroupDigests
 from .drain import Drain, Lane, Writers
 from .save import Save, SaveState

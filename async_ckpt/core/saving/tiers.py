@@ -41,12 +41,12 @@ from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
 from ..runs.tiers_file import NAME as TIERS
-from ..spans import monotonic
 from ..storage.interface import Storage
 from ..storage.node_folders import OneOfNodes
 from ..storage.pace import Pace
 from ..storage.place import Anywhere, place_of
 from ..storage.store_facts import PROBE
+from ..timing import monotonic
 
 if TYPE_CHECKING:
     from ..host.pool import SegmentPool

@@ -23,7 +23,6 @@ import torch
 from ...errors import UnsupportedStateError
 from ..host.loop import get_loop
 from ..host.threads import running_future
-from ..spans import monotonic
 from ..spec import Ema
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import HeldSnapshot
@@ -34,6 +33,7 @@ from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, part_of, structure_of, tree_of
 from ..state.tree import StoredLeaf, inner_tensors, leaves
 from ..state.wrappers import StateDictOf, state_dict_of
+from ..timing import monotonic
 
 GROUP: Final = "ema"
 # Torch divides longer operations among the threads of the training (at::internal::GRAIN_SIZE).

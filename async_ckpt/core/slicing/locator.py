@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import fields
 from ..spec import DTYPES, MAX_DIMS
-from .cover import Box, cover
+from .boxes import Box, cover
 from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
 

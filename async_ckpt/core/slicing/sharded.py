@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ...errors import UnsupportedStateError
-from .cover import Box
+from .boxes import Box
 from .slices import Cut, Ints, Mesh, Rectangle, Slices, cuts_of, flat_range
 
 _DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

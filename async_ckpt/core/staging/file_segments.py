@@ -23,8 +23,8 @@ from ..format.tarball import TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
-from ..spans import Clock
 from ..spec import BLOCK_BYTES, GIB
+from ..timing import Clock
 
 _MAX_READERS: Final = 8
 # The map of a sparse member is read as a whole, like a header. One with 8 GiB of data or more would need two sizes

@@ -24,8 +24,8 @@ from ..host.pool import Lease, SegmentLender, SegmentReceiver
 from ..host.threads import TaskQueue
 from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
-from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB
+from ..timing import NO_TRACE, Clock, Trace
 from .device import Device
 from .tensors import SourceTensors
 

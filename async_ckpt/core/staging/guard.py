@@ -22,10 +22,10 @@ import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
-from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.optimizers import all_of
 from ..state.wrapped import plain_parts
+from ..timing import Clock, Trace
 
 # The copy of a smaller tensor costs less than the account of it.
 DEFERRED_BYTES: Final = MIB

@@ -9,9 +9,9 @@ import weakref
 from typing import Any, Self
 
 from ..host.threads import Crew
-from ..spans import Clock
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, structure_of
+from ..timing import Clock
 from .guard import Optimizers
 from .host_copy import BufferPool, HostCopy
 from .tensors import Wording

@@ -31,8 +31,8 @@ from ..host.pool import Lease
 from ..host.threads import Crew, is_library_thread
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
-from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
+from ..timing import Clock
 from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable

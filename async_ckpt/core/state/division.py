@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 
 from ...errors import UnsupportedStateError
-from ..slicing.cover import Box
+from ..slicing.boxes import Box
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
 from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers

@@ -26,8 +26,8 @@ from typing import Final
 from ...errors import StorageUnavailableError
 from ..host.process import in_forked_child
 from ..host.waits import REQUEST_SECONDS, growing_pauses
-from ..spans import TIMEKEEPER
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
+from ..timing import TIMEKEEPER
 from .disk import (
     address,
     close_quietly,

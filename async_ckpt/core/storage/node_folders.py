@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from ...errors import StorageUnavailableError
 from ..host.threads import run_together, running_future, start_thread
-from ..spans import TIMEKEEPER
+from ..timing import TIMEKEEPER
 from .interface import Reader, Storage
 from .local import LocalStorage
 from .served_folders import Peer, PeerReader, SilentPeerError

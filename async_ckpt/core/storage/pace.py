@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..report import sized
-from ..spans import Clock, monotonic
+from ..timing import Clock, monotonic
 
 _LOOK_SECONDS: Final = 0.2
 

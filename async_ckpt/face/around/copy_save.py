@@ -20,12 +20,12 @@ from ...core.report import Destination, Progress, SaveReport
 from ...core.saving.default import files_saver, host_memory
 from ...core.saving.handle import SaveHandle
 from ...core.saving.save import Save, SaveState
-from ...core.spans import Spans, monotonic
 from ...core.staging.guard import Optimizers
 from ...core.staging.host_copy import HostCopy
 from ...core.staging.tensors import Wording
 from ...core.storage.interface import Storage
 from ...core.storage.sequential import Appender
+from ...core.timing import Spans, monotonic
 from .scratch import Scratch
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ...core.host.threads import running_future
 from ...core.saving.handle import SaveHandle
-from ...core.spans import Spans
 from ...core.staging.guard import refuse_guard, unwrapped
 from ...core.state.captured import SnapshotView
 from ...core.storage.compressed import refuse_archive_name
@@ -21,6 +20,7 @@ from ...core.storage.disk import refuse_dangling
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import Anywhere, local_place, written_at
+from ...core.timing import Spans
 from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import Weights, files_of, weights_of

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from ...core.host.loop import OffLoop
 from ...core.report import Progress
-from ...core.spans import Spans
 from ...core.staging.guard import Optimizers
 from ...core.state.captured import SnapshotView
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
+from ...core.timing import Spans
 from ...errors import OccupiedError
 from .copy_save import CopySave
 from .hf_weights import ADAPTER_CONFIG, Weights

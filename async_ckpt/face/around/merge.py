@@ -25,7 +25,6 @@ from ...core.loading.load import check_lent
 from ...core.report import Destination, SaveReport
 from ...core.runs.manifest import NAME as MANIFEST
 from ...core.saving.file_target import FileTarget
-from ...core.spans import monotonic, wall_time
 from ...core.spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
 from ...core.state.capture import pickled
 from ...core.state.names import shown
@@ -35,6 +34,7 @@ from ...core.storage.disk import make_folder
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
 from ...core.storage.sequential import Appender
+from ...core.timing import monotonic, wall_time
 from ...errors import StateMismatchError
 from .ranges import Range, read_ranges
 

@@ -26,10 +26,10 @@ from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver
 from ...core.saving.story import Attempt, story
-from ...core.spans import Spans
 from ...core.staging.file_segments import FileFill, FilesImage, scan
 from ...core.storage.disk import refuse_dangling, translated
 from ...core.storage.place import Anywhere, local_place, written_at
+from ...core.timing import Spans
 from ...errors import ClosedError, NotAFolderError, NothingWrittenError, StorageUnavailableError, UsageError
 from .scratch import Scratch
 

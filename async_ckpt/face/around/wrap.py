@@ -34,7 +34,6 @@ from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.save import new_life
 from ...core.saving.story import Attempt, story
-from ...core.spans import Spans
 from ...core.spec import GIB, MIB, with_article
 from ...core.staging.file_segments import FilesImage, source_of
 from ...core.staging.guard import Optimizers, refuse_guard, unwrapped
@@ -43,6 +42,7 @@ from ...core.storage.disk import translated
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import local_place, place_of
 from ...core.storage.sequential import Appender, AppenderFile
+from ...core.timing import Spans
 from ...errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .arguments import closure_of, deep_copied, tensors_in
 from .copy_save import CopySave

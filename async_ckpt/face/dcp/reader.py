@@ -28,7 +28,7 @@ from ...core.loading.archives.contents import CPU, Contents, Part
 from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import check_from_ranks
 from ...core.loading.fill import Wanted, fill, planned
-from ...core.slicing.cover import Box
+from ...core.slicing.boxes import Box
 from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.slicing.slices import Rectangle
 from ...core.spec import flag

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from ...core.host.loop import get_loop
 from ...core.host.threads import running_future
-from ...core.spans import monotonic
 from ...core.spec import whole_bytes
 from ...core.staging.guard import unwrapped
 from ...core.staging.host_copy import BufferPool, HostCopy
 from ...core.staging.tensors import Wording
 from ...core.state.capture import why_not
 from ...core.state.names import Path, shown
+from ...core.timing import monotonic
 from ...errors import UnsupportedStateError
 from ..around.arguments import deep_copy
 

@@ -40,7 +40,6 @@ from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
 from ...core.slicing.slices import Rectangle, Slices
-from ...core.spans import wall_time
 from ...core.spec import RankFacts, Spread, TensorSpec, flag
 from ...core.state.capture import capture
 from ...core.state.captured import RankShare
@@ -48,6 +47,7 @@ from ...core.state.names import Path, shown
 from ...core.state.per_rank import nested
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, Place, place_of, written_at
+from ...core.timing import wall_time
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from .fqn import metadata_to_keep, path_of
 from .metadata import layout_of

@@ -28,7 +28,7 @@ from ...core.host.threads import run_together
 from ...core.loading.archives.contents import Contents, Groups, Source
 from ...core.pickles import saved_objects
 from ...core.pickles.object_digests import object_digest
-from ...core.slicing.cover import Box, cover
+from ...core.slicing.boxes import Box, cover
 from ...core.spec import DTYPES, Extent, Spread
 from ...core.state.names import Path, Select, dtype_named, shown
 from ...core.state.per_rank import nested

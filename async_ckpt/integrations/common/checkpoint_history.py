@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ... import SaveHandle, SaveReport
-from ...plumbing import events, places, runs, spans, threads
+from ...plumbing import events, places, runs, threads, timing
 from .frameworks import LOGGED_AS
 
 
@@ -77,4 +77,4 @@ def note_closed(folder: places.Anywhere) -> None:
 
 def _log_at(folder: places.Anywhere) -> tuple[events.EventLog, Any]:
     storage = places.storage_at(folder)
-    return events.EventLog(storage, spans.wall_time), storage
+    return events.EventLog(storage, timing.wall_time), storage

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from ...errors import RunTakenError
-from ...plumbing import LocalStorage, disk, locks, process, scratches, spans
+from ...plumbing import LocalStorage, disk, locks, process, scratches, timing
 
 _LOCK: Final = ".async_ckpt.lock"
 _RETIRED: Final = ".retired"
@@ -53,7 +53,7 @@ class FolderHold:
         if fd is None:
             raise self._taken()
         self._fd = fd
-        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": spans.wall_time()}
+        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": timing.wall_time()}
         os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
         return self
 

@@ -25,7 +25,7 @@ import torch
 
 from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
-from ...plumbing import disk, file_digests, ledger, places, spans, threads, waits, write_by_torch
+from ...plumbing import disk, file_digests, ledger, places, threads, timing, waits, write_by_torch
 from ..common.checkpoint_history import note_closed, note_failed, note_saved
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
@@ -167,7 +167,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         Raises the error of the save before it, and then saves nothing; RunTakenError while another process saves to the
         folder; ValueError for a URL, but for archives; and, on all ranks, what the copy raises on any.
         """
-        began, engine = spans.monotonic(), self._engine
+        began, engine = timing.monotonic(), self._engine
         folder = self._folder_of(save_dir, tag, save_latest)
         handle: SaveHandle | None = None
 
@@ -193,7 +193,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             self._remove_left()
             raise
         ended: Future[None] = threads.running_future()
-        self._pending = _TagSave(folder, handle, engine.global_steps, spans.monotonic() - began, ended)
+        self._pending = _TagSave(folder, handle, engine.global_steps, timing.monotonic() - began, ended)
         follow = partial(_follow, self._pending, notes=engine.global_rank == 0 and not self._is_part)
         self._follower.submit(follow, ended.set_exception)
         return True

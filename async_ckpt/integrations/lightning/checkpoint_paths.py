@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import disk, locks, runs, scratches, spans
+from ...plumbing import disk, locks, runs, scratches, timing
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.
@@ -128,8 +128,8 @@ def publish_when_heard(hidden: Path, path: Path, world_size: int, twin: Path | N
     it before the commit made it anew.
     """
     marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
-    deadline, pause = spans.monotonic() + _HEARD_SECONDS, threading.Event()
-    while not all(mark.exists() for mark in marks) and spans.monotonic() < deadline:
+    deadline, pause = timing.monotonic() + _HEARD_SECONDS, threading.Event()
+    while not all(mark.exists() for mark in marks) and timing.monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)
     for mark in marks:
         mark.unlink(missing_ok=True)

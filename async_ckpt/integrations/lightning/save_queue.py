@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ... import SaveHandle, SaveReport
-from ...plumbing import ledger, spans, threads, waits
+from ...plumbing import ledger, threads, timing, waits
 from ..common.checkpoint_history import note_failed, note_saved
 from .checkpoint_paths import path_key
 
@@ -63,11 +63,11 @@ class SaveQueue:
 
     def admit(self, path: Any) -> float:
         """Wait until nothing concerns this path, and few enough saves are under way. Returns for how many seconds."""
-        begin = spans.monotonic()
+        begin = timing.monotonic()
         self.wait(path)
         while len(saves := self._saves_under_way()) >= self._max_in_flight:
             _wait_for(saves[0])
-        return spans.monotonic() - begin
+        return timing.monotonic() - begin
 
     def add(
         self,

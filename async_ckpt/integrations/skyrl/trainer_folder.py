@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from ...plumbing import file_digests, ledger, places, scratches, spans, threads, waits
+from ...plumbing import file_digests, ledger, places, scratches, threads, timing, waits
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
@@ -135,7 +135,7 @@ class _FolderSave:
 
     def __init__(self, root: Path, name: str, workers: WorkerCalls) -> None:
         self.target: Final = root / name
-        self.limit, self._began = -1, spans.monotonic()
+        self.limit, self._began = -1, timing.monotonic()
         self._workers, self._call_seconds = workers, 0.0
         self._scratch = scratches.Scratch(root, name)
         self.hidden: Final = self._scratch.folder
@@ -159,7 +159,7 @@ class _FolderSave:
 
     def note_call(self) -> None:
         """Note the end of the trainer's call, which held the training."""
-        self._call_seconds = spans.monotonic() - self._began
+        self._call_seconds = timing.monotonic() - self._began
 
     def give_up(self) -> None:
         """Remove what has been written, once no worker writes any more."""
@@ -184,7 +184,7 @@ class _FolderSave:
                 self.give_up()
             ended.set_exception(error)
             return
-        seconds = {"stall_seconds": self._call_seconds, "total_seconds": spans.monotonic() - self._began}
+        seconds = {"stall_seconds": self._call_seconds, "total_seconds": timing.monotonic() - self._began}
         note_saved(self.target.parent, self.target.name, self._step, seconds)
         with suppress(Exception):  # the checkpoint exists; the next save tries again
             self._retire()
@@ -199,7 +199,7 @@ class _FolderSave:
         """Wait until the workers of a model are done, without holding their other work. Raises their error."""
         pauses = waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._workers.have_pending_save(model):
-            spans.TIMEKEEPER.sleep(next(pauses))
+            timing.TIMEKEEPER.sleep(next(pauses))
         self._workers.finalize(model)
 
     def _retire(self) -> None:

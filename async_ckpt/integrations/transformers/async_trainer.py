@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_work_dir
-from ...plumbing import sharded, spans
+from ...plumbing import sharded, timing
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, require, require_names
@@ -322,7 +322,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         since they may make their slices together; when each has its snapshot; when the folder is ready; and when all is
         begun.
         """
-        began = spans.monotonic()
+        began = timing.monotonic()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir, name = self._get_output_dir(trial=trial), f"{_PREFIX}-{self.state.global_step}"

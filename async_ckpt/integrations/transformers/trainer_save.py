@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
-from ...plumbing import disk, file_digests, spans, write_by_torch
+from ...plumbing import disk, file_digests, timing, write_by_torch
 from ..common.checkpoint_history import note_when_done
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp1_state import plain_of
@@ -72,7 +72,7 @@ class TrainerSave:
         record = {key: value for row in rows for key, value in row.items() if key != "step"}
         self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
         self.epoch = {} if state.epoch is None else {"epoch": state.epoch}
-        self._call_seconds = spans.monotonic() - self._began
+        self._call_seconds = timing.monotonic() - self._began
         if trainer.args.should_save and not trainer.args.push_to_hub:  # which would push the history, too
             self.noted = note_when_done(
                 self.handle, self.run.place(""), self.name, self.step, self.report, {**record, **self.epoch}

@@ -23,7 +23,7 @@ import torch
 
 from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
 from ...errors import NotCommittedError
-from ...plumbing import ledger, spans, threads, waits
+from ...plumbing import ledger, threads, timing, waits
 from ..common import fsdp1_state
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.frameworks import require, require_names
@@ -135,7 +135,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
         """
-        began = spans.monotonic()
+        began = timing.monotonic()
         if local_path is None:
             self.wait()
             return
@@ -163,7 +163,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 handle.exception()  # this save is none, whatever has come of its parts
             raise
         self._pending = _PartSave(
-            folder, handles, files, global_step, max_ckpt_to_keep, spans.monotonic() - began, names_step=is_async
+            folder, handles, files, global_step, max_ckpt_to_keep, timing.monotonic() - began, names_step=is_async
         )
         self._follower.submit(partial(self._follow, self._pending), self._pending.ended.set_exception)
         if not is_async:

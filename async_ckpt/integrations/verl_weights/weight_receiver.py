@@ -28,11 +28,11 @@ from ...errors import (
     PeerFailedError,
     StorageUnavailableError,
 )
-from ...plumbing import backends, disk, spans
+from ...plumbing import backends, disk, timing
 from ...weights.confined import ConfinedFolder
 from ...weights.publishing.in_memory.borrow import PublisherMemory
+from ...weights.publishing.live_weights import new_crew
 from ...weights.publishing.notes import LOCK, Notes
-from ...weights.publishing.replica import new_crew
 from ...weights.publishing.subscriber import Subscriber
 from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
@@ -162,9 +162,9 @@ class WeightReceiver:
         """Keep pulls of other processes away from the folder. The system gives the lock back if this process dies."""
         fd = ConfinedFolder(folder).open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
         try:
-            deadline = spans.TIMEKEEPER.now() + self._timeout_seconds
+            deadline = timing.TIMEKEEPER.now() + self._timeout_seconds
             while not _try_lock(folder, fd):
-                if spans.TIMEKEEPER.now() > deadline:
+                if timing.TIMEKEEPER.now() > deadline:
                     raise TimeoutError(
                         f"another process has been pulling into {folder} for {self._timeout_seconds:g} s; see "
                         "what it does"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from ... import Place, SaveHandle
-from ...plumbing import shared_memory, spans
+from ...plumbing import shared_memory, timing
 from ...weights.publishing.publisher import Publisher
 from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
@@ -58,10 +58,10 @@ class WeightSender:
 
         Returns when a receiver on this host can read the version; if `durably`, when all others can.
         """
-        begun = spans.monotonic()
+        begun = timing.monotonic()
         try:
             gathered = await self._gather(weights)
-            gathered_at = spans.monotonic()
+            gathered_at = timing.monotonic()
             async with asyncio.timeout(timeout_seconds):
                 handle = await self._publish(address, gathered, version, timeout_seconds)
                 if durably:
@@ -79,7 +79,7 @@ class WeightSender:
         return {
             "async_ckpt/num_bytes": float(gathered.num_bytes),
             "async_ckpt/gather_seconds": gathered_at - begun,
-            "async_ckpt/publish_seconds": spans.monotonic() - gathered_at,
+            "async_ckpt/publish_seconds": timing.monotonic() - gathered_at,
         }
 
     async def _gather(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> GatheredWeights:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 from ...plumbing import process, urls
-from ..s3.azure_google import adlfs_options, gcsfs_options
+from ..s3.azure_google_settings import adlfs_options, gcsfs_options
 from .refusals import InheritedError, chain
 
 # Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).

@@ -14,10 +14,10 @@ from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import MemoryLoan
-from .bucket import Body, Bucket
 from .file_tree import Draft, FileTree
 from .info import Info
 from .refusals import codes_of
+from .s3fs_bucket import Body, Bucket
 
 Translate = Callable[..., AbstractContextManager[None]]
 

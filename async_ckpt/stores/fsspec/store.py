@@ -18,10 +18,10 @@ from ...plumbing import Reader, Storage, bulk, store_facts, urls, waits
 from ..proven.known import ClientFacts, identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
-from .bucket import Bucket
 from .file_tree import FileTree
 from .info import Moment, ReplacedError
 from .refusals import advice_on, chain, secrets_in
+from .s3fs_bucket import Bucket
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translate
 

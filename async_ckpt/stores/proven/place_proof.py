@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import Storage, spans, store_facts
+from ...plumbing import Storage, store_facts, timing
 from .known import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
@@ -23,7 +23,7 @@ _PART: Final = (5, 23)
 _LISTING_WAITS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
-def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: spans.Timekeeper = spans.TIMEKEEPER) -> None:
+def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.Timekeeper = timing.TIMEKEEPER) -> None:
     """Prove, once in a process, that a place can be saved to.
 
     A place for single objects must let a part of one be read. A place for a run must also let a small object be
@@ -72,7 +72,7 @@ def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
         raise _useless(storage, "reading a part of an object returns other bytes")
 
 
-def _prove_listing(storage: Storage, name: str, timer: spans.Timekeeper) -> None:
+def _prove_listing(storage: Storage, name: str, timer: timing.Timekeeper) -> None:
     """List the probe. Raises StorageUnavailableError if it is not shown in time."""
     for seconds in _LISTING_WAITS:
         if name in storage.names(""):

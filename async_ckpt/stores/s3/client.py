@@ -14,12 +14,12 @@ from posixpath import basename, commonpath, dirname
 from typing import IO, Any, Final, TypeVar
 
 from ...errors import StorageUnavailableError
-from ...plumbing import spans, spec, store_facts, threads, waits
+from ...plumbing import spec, store_facts, threads, timing, waits
 from .. import retry
 from ..proven.known import known_of
 from ..watched_calls import StuckError, WatchedCall
 from . import refusals, runtime
-from .connections import Connections
+from .bucket_clients import Connections
 from .segments import GivenUpError
 from .settings import BucketSettings, Kind
 
@@ -43,7 +43,7 @@ class Client:
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, timer: spans.Timekeeper = spans.TIMEKEEPER
+        self, url: str, options: Mapping[str, Any] | None = None, timer: timing.Timekeeper = timing.TIMEKEEPER
     ) -> None:
         self.timer = timer
         self.settings = BucketSettings(url, options)
@@ -329,7 +329,7 @@ class Client:
             with suppress(ImportError, StorageUnavailableError):
                 from ..fsspec.store import abort_stale_uploads
 
-                limit = spans.from_now(store_facts.ORPHAN_SECONDS)
+                limit = timing.from_now(store_facts.ORPHAN_SECONDS)
                 options = {**self.settings.options, "deadline_seconds": waits.ABORT_SECONDS}
                 abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ...plumbing import MemoryLoan, spans, threads
+from ...plumbing import MemoryLoan, threads, timing
 from ..watched_calls import WatchedCall
 
 
@@ -57,7 +57,7 @@ class SegmentQueue:
     is requested while every segment is in use, the next one that has been sent is released.
     """
 
-    def __init__(self, num_bytes: int, segment_bytes: int, timer: spans.Timekeeper) -> None:
+    def __init__(self, num_bytes: int, segment_bytes: int, timer: timing.Timekeeper) -> None:
         self.changed = threading.Condition()
         # Under `changed`, like all below:
         self.life = threads.Life(_SUCCESSORS)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import StorageUnavailableError
-from ...plumbing import spans, store_facts, urls, waits
+from ...plumbing import store_facts, timing, urls, waits
 from ..proven.known import identity_of
-from .aws import AwsSetup
-from .azure_google import azure_config, google_config
+from .aws_settings import AwsSetup
+from .azure_google_settings import azure_config, google_config
 
 # Clients for small requests, for parts, for the deletion of many objects, and for objects of any size.
 Kind: TypeAlias = Literal["small", "part", "many", "whole"]
@@ -97,7 +97,7 @@ class BucketSettings:
         # obstore retries the requests of a part by itself; all others are retried by `retry`.
         retries: dict[str, Any] = {"max_retries": 0}
         if kind == "part":
-            retries = {"max_retries": 10, "retry_timeout": spans.duration(seconds)} | self._retry_config
+            retries = {"max_retries": 10, "retry_timeout": timing.duration(seconds)} | self._retry_config
         provider = self._credential_provider or (self.aws.provider if self.aws else None)
         # Not all servers know the deletion of many objects by one request.
         one_by_one = {"aws_disable_bulk_delete": True} if self.aws and kind != "many" else {}

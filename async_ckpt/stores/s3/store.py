@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import Storage, bulk, spans, store_facts, threads, urls
+from ...plumbing import Storage, bulk, store_facts, threads, timing, urls
 from ..conditions import Conditions, Form
 from ..proven.place_proof import prove
 from ..watched_calls import WatchedCall
@@ -41,7 +41,7 @@ class ObjectStorage(Storage):
     in_order = True
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, timer: spans.Timekeeper = spans.TIMEKEEPER
+        self, url: str, options: Mapping[str, Any] | None = None, timer: timing.Timekeeper = timing.TIMEKEEPER
     ) -> None:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
@@ -210,7 +210,7 @@ class ObjectStorage(Storage):
     ) -> list[str]:
         if not decided or not names:
             return []
-        limit = spans.before(self._client.now(), store_facts.ORPHAN_SECONDS)
+        limit = timing.before(self._client.now(), store_facts.ORPHAN_SECONDS)
         written = {
             meta["path"].rpartition("/")[2]: meta["last_modified"] for meta in self._client.list(folder)["objects"]
         }
@@ -226,7 +226,7 @@ class ObjectStorage(Storage):
         try:
             from ..fsspec.store import abort_stale_uploads
 
-            limit = spans.before(self._client.now(), store_facts.ORPHAN_SECONDS)
+            limit = timing.before(self._client.now(), store_facts.ORPHAN_SECONDS)
             prefix = self._client.settings.prefix and f"{self._client.settings.prefix}/"
             return abort_stale_uploads(
                 self._client.settings.bucket, prefix, older_than=limit, options=self._client.settings.options

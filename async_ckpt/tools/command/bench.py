@@ -29,7 +29,7 @@ import torch
 
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
-from ...plumbing import bulk, disk, limits, places, reports, spans, spec, threads
+from ...plumbing import bulk, disk, limits, places, reports, spec, threads, timing
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
 from .where import place_below
 
@@ -170,13 +170,13 @@ def _interrupt(number: int, _: object) -> None:
 
 def _measured(request: BenchRequest, root: Place) -> list[Measured]:
     candidates = _Candidates(request, root)
-    begin = spans.monotonic()
+    begin = timing.monotonic()
     with progress("bench", _NUM_ROUNDS * len(candidates.all)) as advance, candidates:
         for _ in range(_NUM_ROUNDS):
             for candidate in candidates.all:
                 candidate()
                 advance(1)
-            if spans.monotonic() - begin > _SECONDS:
+            if timing.monotonic() - begin > _SECONDS:
                 break
     return [row for row in candidates.rows if row.seconds]
 
@@ -300,9 +300,9 @@ class _Candidates:
         if self._folder is not None:
             for archive in self._folder.glob("run/*/*.tar"):
                 _drop_cache(archive)
-        begin = spans.monotonic()
+        begin = timing.monotonic()
         step = self._checkpointer.restore(self._state)
-        self._restore.seconds.append(spans.monotonic() - begin)
+        self._restore.seconds.append(timing.monotonic() - begin)
         assert step == self._step
 
     def _torch_save(self) -> None:
@@ -329,17 +329,17 @@ def _random_piece() -> mmap.mmap:
 
 
 def _time(row: Measured, action: Callable[[], None]) -> None:
-    begin = spans.monotonic()
+    begin = timing.monotonic()
     action()
-    row.seconds.append(spans.monotonic() - begin)
+    row.seconds.append(timing.monotonic() - begin)
 
 
 def _time_small(row: Measured, action: Callable[[int], object]) -> None:
     times = []
     for number in range(_NUM_SMALL):
-        begin = spans.monotonic()
+        begin = timing.monotonic()
         action(number)
-        times.append(spans.monotonic() - begin)
+        times.append(timing.monotonic() - begin)
     row.seconds.append(statistics.median(times))
 
 

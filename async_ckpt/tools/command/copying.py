@@ -20,7 +20,7 @@ import typer
 
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
-from ...plumbing import Storage, compressed, copy_step, find, reports, runs, spans, verification
+from ...plumbing import Storage, compressed, copy_step, find, reports, runs, timing, verification
 from .lookup import own_kind, trainer_of
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
@@ -82,13 +82,13 @@ def show(
     found = runs_at(source)
     _refuse_inside(source, found[0].run.storage, target)
     chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in found]
-    begin = spans.monotonic()
+    begin = timing.monotonic()
     rows = [
         row
         for one, steps in chosen
         for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
     ]
-    _tell(rows, source, target, spans.monotonic() - begin, as_json=as_json)
+    _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
 
@@ -100,11 +100,11 @@ def _copy_checkpoints(
     if name and which:
         raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
     rows = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
-    begin, is_whole = spans.monotonic(), not (name or which)
+    begin, is_whole = timing.monotonic(), not (name or which)
     with progress("copy", sum(row.num_bytes or 0 for row in rows)) as advance:
         outcomes = copy_checkpoints(root, target, rows, advance, overwrite=overwrite, is_whole=is_whole)
     copied = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in rows]
-    _tell(copied, source, target, spans.monotonic() - begin, as_json=as_json)
+    _tell(copied, source, target, timing.monotonic() - begin, as_json=as_json)
 
 
 def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 import typer
 
 from ... import Place
-from ...plumbing import limits, reports, spans, urls
+from ...plumbing import limits, reports, timing, urls
 from .screen import NO, escaped, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
@@ -210,13 +210,13 @@ def _clock(root: Place) -> Iterator[Finding]:
     if endpoint is None:
         return
     try:
-        begin = spans.wall_time()
+        begin = timing.wall_time()
         try:
             answer = urllib.request.urlopen(endpoint, timeout=_CLOCK_SECONDS)  # the user's endpoint  # nosec B310
             date = answer.headers["Date"]
         except urllib.error.HTTPError as refused:  # it is not a question that needs an answer
             date = refused.headers["Date"]
-        middle = (begin + spans.wall_time()) / 2
+        middle = (begin + timing.wall_time()) / 2
         skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the store leaves out what is below a second
     except (OSError, ValueError, TypeError) as error:
         yield Finding("note", "clock", f"{endpoint} does not say its time ({error})")
@@ -237,7 +237,7 @@ def _endpoint(root: Place) -> str | None:
     if scheme in ("gs", "gcs"):
         return "https://storage.googleapis.com"
     if scheme == "s3":
-        from ...stores.s3.aws import AwsSetup
+        from ...stores.s3.aws_settings import AwsSetup
 
         options = {key: value for key, value in (root.options or {}).items() if value is not None}
         setup = AwsSetup(options)

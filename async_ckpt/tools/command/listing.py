@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ... import Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, reports, runs, spans, threads, urls
+from ...plumbing import Storage, reports, runs, threads, timing, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces
@@ -134,7 +134,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
     if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
-            _print_steps(place, steps_of(storage, names, clock=spans.wall_time), as_json=False)
+            _print_steps(place, steps_of(storage, names, clock=timing.wall_time), as_json=False)
     elif kind == "runs":
         below = walk(place)
         _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
@@ -144,9 +144,9 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
         if kind == "trainer":
             rows = checkpoints_of(place, names)
         else:
-            events = run_events.EventLog(storage, spans.wall_time).read()
+            events = run_events.EventLog(storage, timing.wall_time).read()
             spent = run_events.goodput_of(events)
-            rows = steps_of(storage, names, clock=spans.wall_time, events=events, with_all=with_all, check=check)
+            rows = steps_of(storage, names, clock=timing.wall_time, events=events, with_all=with_all, check=check)
             everywhere = RunPlaces(place)
             statuses = everywhere.look()
             rows = _with_places(rows, everywhere.places, statuses)
@@ -168,7 +168,7 @@ def steps_of(
     storage: Storage,
     names: list[str],
     *,
-    clock: spans.Clock,
+    clock: timing.Clock,
     events: Sequence[run_events.Event] | None = None,
     with_all: bool = False,
     check: bool = False,
@@ -197,7 +197,7 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
     for place, status in zip(places, statuses, strict=True):
         if missing := {*status.steps} - known:
             storage = place.storage()
-            others = steps_of(storage, storage.names(""), clock=spans.wall_time)
+            others = steps_of(storage, storage.names(""), clock=timing.wall_time)
             rows += [row for row in others if row.step in missing]
             known |= missing
     for row in rows:
@@ -269,7 +269,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         names = storage.names("")
         of_run = one.kind == "run"
         check = check or place.is_local  # a store has a request for each step
-        rows = steps_of(storage, names, clock=spans.wall_time, check=check) if of_run else checkpoints_of(place, names)
+        rows = steps_of(storage, names, clock=timing.wall_time, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
@@ -423,7 +423,7 @@ def _marks_of(run: runs.Run) -> dict[int, str]:
 def _runs_at(storage: Storage) -> Iterator[runs.Run]:
     """The run at a place, once for each of its namings."""
     for step_format in runs.formats_at(storage):
-        yield runs.Run(storage, clock=spans.wall_time, step_format=step_format, tracker=None)
+        yield runs.Run(storage, clock=timing.wall_time, step_format=step_format, tracker=None)
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
@@ -521,7 +521,7 @@ def _print_runs(
         document = {"place": place.shown, "runs": [row.as_json() for row in rows], "not_looked_into": [*unseen]}
         print_json("runs", document)
         return
-    now = spans.wall_time()
+    now = timing.wall_time()
     metric = escaped(parse_best(best)[0]) if best is not None else "best"
     print_table(
         ("name", "kind", "steps", "latest", "age", "size", metric, "at step", "broken"),
@@ -566,7 +566,7 @@ def _print_steps(
             document["goodput"] = spent.as_dict()
         print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))
         return
-    now = spans.wall_time()
+    now = timing.wall_time()
     counts = Counter(
         key
         for row in rows

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import typer
 
 from ... import Keep, Place
-from ...plumbing import reports, runs, spans
+from ...plumbing import reports, runs, timing
 from .listing import broken_steps, parse_best
 from .lookup import kind_of
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
@@ -149,7 +149,7 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     about = runs.about_start(run.storage, newest)
     host, pid, since = about.get("host"), about.get("pid"), about.get("since")
     writer = f"process {pid!r:.20} on {host!a:.100}" if pid and host else "a process that left no name"
-    when = f", which began at {spans.shown_time(float(since))}" if isinstance(since, int | float) else ""
+    when = f", which began at {timing.shown_time(float(since))}" if isinstance(since, int | float) else ""
     if host == socket.gethostname() and isinstance(pid, int) and runs.lives(pid):
         raise Answer(
             f"{run.storage.locate('')}: {writer}{when}, is alive on this machine and saves there; end it first, or "

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ... import Place
 from ...errors import CheckpointError, ConflictError
 from ...plumbing import events as run_events
-from ...plumbing import runs, spans, urls
+from ...plumbing import runs, timing, urls
 from .where import DEADLINE_SECONDS, place_below
 
 # How durable a step is, by what it outlives at the best of its places, which comes last.
@@ -95,7 +95,7 @@ class RunPlaces:
             []
             if told is None
             else [
-                runs.Run(one.storage(), clock=spans.wall_time, step_format=told.naming.step_format, tracker=None)
+                runs.Run(one.storage(), clock=timing.wall_time, step_format=told.naming.step_format, tracker=None)
                 for one in self.places
             ]
         )
@@ -103,7 +103,7 @@ class RunPlaces:
     def look(self) -> list[PlaceStatus]:
         """The status of each place, from near to far; none for a run of one place."""
         found: list[PlaceStatus] = []
-        events = run_events.EventLog(self._runs[0].storage, spans.wall_time).read() if self._runs else []
+        events = run_events.EventLog(self._runs[0].storage, timing.wall_time).read() if self._runs else []
         for number, (place, run) in enumerate(zip(self.places, self._runs, strict=True)):
             status = PlaceStatus(place.shown, place.outlives)
             try:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...plumbing import reports, spans
+from ...plumbing import reports, timing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -221,7 +221,7 @@ def age(created: float, now: float) -> str:
     """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
     seconds = now - created
     if seconds < 0 or seconds > 30 * 86400:
-        return spans.shown_time(created)
+        return timing.shown_time(created)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

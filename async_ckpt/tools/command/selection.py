@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ... import Keep, Naming, Place
 from ...errors import CheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import Storage, runs, spans, urls
+from ...plumbing import Storage, runs, timing, urls
 from .listing import StepRow, best_of, checkpoints_of, parse_best
 from .lookup import beside_versions, kind_of, nothing_at
 from .screen import USAGE, Answer
@@ -139,7 +139,7 @@ def _unread_error(run: runs.Run, step: int) -> CheckpointError | None:
 
 
 def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs.Run:
-    return runs.Run(storage, clock=spans.wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
+    return runs.Run(storage, clock=timing.wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
 
 
 def usual_tracker(step_format: str) -> tuple[str, str] | str | None:

@@ -25,7 +25,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, file_digests, reports, runs, spans, urls
+from ...plumbing import Reader, Storage, file_digests, reports, runs, timing, urls
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
@@ -171,9 +171,9 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
 
 
 def _timed(find: Callable[[], Soundness]) -> Soundness:
-    begin = spans.monotonic()
+    begin = timing.monotonic()
     found = find()
-    found.seconds = spans.monotonic() - begin
+    found.seconds = timing.monotonic() - begin
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ... import Keep, Place
 from ...errors import RunTakenError
-from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, spans, urls
+from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, timing, urls
 from .listing import StepRow, checkpoints_of
 from .screen import Answer
 from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, trackers_in
@@ -88,7 +88,7 @@ class ShownCheckpoints:
             }
         )
         named = {row.step for row in self.checkpoints if len(row.marks) > 1}
-        self.going = {*runs.deletable_steps(keep, self.commits, now=spans.wall_time(), protected=named)}
+        self.going = {*runs.deletable_steps(keep, self.commits, now=timing.wall_time(), protected=named)}
 
     def rows(self) -> list[PruneRow]:
         return [PruneRow(row.step, row.num_bytes, row.step in self.going, row.folder) for row in self.checkpoints]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ... import Place
-from ...plumbing import Storage, events, runs, spans, threads, urls
+from ...plumbing import Storage, events, runs, threads, timing, urls
 
 _OF_TORCH: Final = "torch.distributed.checkpoint"
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
@@ -107,7 +107,7 @@ def is_mark(path: str) -> bool:
 
 def log_at(place: Place) -> events.EventLog:
     """The history beside the checkpoints of a trainer."""
-    return events.EventLog(place.storage(), spans.wall_time)
+    return events.EventLog(place.storage(), timing.wall_time)
 
 
 def events_at(place: Place) -> list[events.Event]:

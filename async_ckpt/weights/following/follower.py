@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ...plumbing import places, spans, waits
+from ...plumbing import places, waits
+from ...plumbing import timing as clock
 from ..publishing.subscriber import Subscriber
 from .health import Event, Health, Say
 from .rollout_engines import Engine, Loading, engine_of
@@ -129,12 +130,12 @@ class _Retries:
         self._num_failures, self._at = 0, 0.0
 
     def is_due(self, subject: Hashable) -> bool:
-        return subject != self._subject or spans.TIMEKEEPER.now() >= self._at
+        return subject != self._subject or clock.TIMEKEEPER.now() >= self._at
 
     def failed(self, subject: Hashable) -> None:
         self._num_failures = self._num_failures + 1 if subject == self._subject else 1
         self._subject = subject
-        self._at = spans.TIMEKEEPER.now() + min(2.0 ** (self._num_failures - 1), _MAX_RETRY_SECONDS)
+        self._at = clock.TIMEKEEPER.now() + min(2.0 ** (self._num_failures - 1), _MAX_RETRY_SECONDS)
 
     def succeeded(self) -> None:
         self._subject, self._num_failures = None, 0
@@ -148,7 +149,7 @@ class Sidecar:
     ) -> None:
         self._subscriber, self._folder, self._engine = subscriber, folder, engine
         self._health, self._timing = health, timing
-        self._seen_at = spans.TIMEKEEPER.now()  # when the root had a version, or its beginning
+        self._seen_at = clock.TIMEKEEPER.now()  # when the root had a version, or its beginning
         self._pulled: tuple[int, str] | None = None  # the version of the root that the folder was brought to
         self._held: Held | None = None  # the version that the folder was found to have after that
         self._pulls, self._loads = _Retries(), _Retries()
@@ -197,8 +198,8 @@ class Sidecar:
             self._health.works("root")
         self._health.sees(newest and newest[0])
         if newest is not None:
-            self._seen_at = spans.TIMEKEEPER.now()
-        elif spans.TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
+            self._seen_at = clock.TIMEKEEPER.now()
+        elif clock.TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
             reason = "there is no version" if error is None else f"{error}"
             root = self._subscriber.root
             raise StorageUnavailableError(
@@ -235,7 +236,7 @@ class Sidecar:
             self._health.pulled(report)
             self._pulls.succeeded()
         finally:
-            self._seen_at = spans.TIMEKEEPER.now()
+            self._seen_at = clock.TIMEKEEPER.now()
 
     def _load(self) -> None:
         """Have the engine load what is in the folder, and note that it has."""
@@ -247,7 +248,7 @@ class Sidecar:
                 self._pulled = self._held = None
                 self._note(Record())
                 return
-            self._held, begin = held, spans.TIMEKEEPER.now()
+            self._held, begin = held, clock.TIMEKEEPER.now()
             try:
                 self._folder.note_loading(held, self._engine.answer_seconds)
                 with self._health.doing("load", held.version):
@@ -258,10 +259,10 @@ class Sidecar:
             else:
                 self._note(Record(held))
                 self._health.works("engine")
-                self._health.told(held.version, spans.TIMEKEEPER.now() - begin)
+                self._health.told(held.version, clock.TIMEKEEPER.now() - begin)
                 self._loads.succeeded()
-                self._next_check = spans.TIMEKEEPER.now() + _CHECK_SECONDS
-        self._seen_at = spans.TIMEKEEPER.now()
+                self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
+        self._seen_at = clock.TIMEKEEPER.now()
 
     def _answers(self, subject: Held | None) -> bool:
         """Whether the engine answers, which is found out before the folder is locked for it."""
@@ -298,9 +299,9 @@ class Sidecar:
     def _check(self) -> None:
         """Ask the engine now and then whether it still has what it has taken."""
         told = self._folder.record.told
-        if told is None or spans.TIMEKEEPER.now() < self._next_check:
+        if told is None or clock.TIMEKEEPER.now() < self._next_check:
             return
-        self._next_check = spans.TIMEKEEPER.now() + _CHECK_SECONDS
+        self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
         try:
             said = self._engine.version()
         except EngineError as error:
@@ -312,6 +313,6 @@ class Sidecar:
             self._note(Record())
 
     def _sleep(self, seconds: float) -> None:
-        deadline = spans.TIMEKEEPER.now() + seconds
-        while (left := deadline - spans.TIMEKEEPER.now()) > 0 and not self._timing.stop():
+        deadline = clock.TIMEKEEPER.now() + seconds
+        while (left := deadline - clock.TIMEKEEPER.now()) > 0 and not self._timing.stop():
             threading.Event().wait(min(left, waits.LIVENESS_SECONDS))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ... import PullReport
-from ...plumbing import spans
+from ...plumbing import timing
 
 # The time between two health lines, and before an error is told again that has not changed.
 _LINE_SECONDS: Final = 60.0
@@ -50,7 +50,7 @@ class Health:
         self._said: dict[str, float] = {}  # when each of these errors was said last
         self._last_error: dict[str, Any] | None = None
         self._doing: dict[str, Any] | None = None
-        self._next_line = spans.TIMEKEEPER.now() + _LINE_SECONDS
+        self._next_line = timing.TIMEKEEPER.now() + _LINE_SECONDS
         if file is not None:
             self._write(file)
 
@@ -71,7 +71,7 @@ class Health:
             self._say(Event("pulled", f"pulled {report}", facts))
 
     def told(self, version: int, seconds: float) -> None:
-        self._version, self._told_at = version, spans.wall_time()
+        self._version, self._told_at = version, timing.wall_time()
         engine = self._facts["engine"]
         if engine:
             line = f"version {version} loaded by {engine} in {seconds:.2f} s"
@@ -85,8 +85,8 @@ class Health:
 
     def failed(self, part: str, error: BaseException) -> None:
         """Note an error of a part, and say it if it is new, or has not been said for a while."""
-        text, now = f"{error}" or type(error).__name__, spans.TIMEKEEPER.now()
-        self._last_error = {"part": part, "error": text, "at": spans.wall_time()}
+        text, now = f"{error}" or type(error).__name__, timing.TIMEKEEPER.now()
+        self._last_error = {"part": part, "error": text, "at": timing.wall_time()}
         if self._errors.get(part) == text and now < self._said[part] + _LINE_SECONDS:
             return
         self._errors[part], self._said[part] = text, now
@@ -98,7 +98,7 @@ class Health:
     @contextmanager
     def doing(self, part: str, version: int) -> Iterator[None]:
         """A block in which the status says that this is done. The file is not written again before its end."""
-        self._doing = {"part": part, "weight_version": version, "since": spans.wall_time()}
+        self._doing = {"part": part, "weight_version": version, "since": timing.wall_time()}
         self._write_status()
         try:
             yield
@@ -108,8 +108,8 @@ class Health:
     def beat(self) -> None:
         """Write the status file, and now and then a health line."""
         self._write_status()
-        if spans.TIMEKEEPER.now() >= self._next_line:
-            self._next_line = spans.TIMEKEEPER.now() + _LINE_SECONDS
+        if timing.TIMEKEEPER.now() >= self._next_line:
+            self._next_line = timing.TIMEKEEPER.now() + _LINE_SECONDS
             self._say(Event("health", self._line(), self._status()))
 
     def ended(self) -> None:
@@ -125,7 +125,7 @@ class Health:
         return f"{line}; {status['error'] or 'no error'}"
 
     def _status(self) -> dict[str, Any]:
-        now = spans.wall_time()
+        now = timing.wall_time()
         age = None if self._told_at is None else max(0.0, now - self._told_at)
         return {
             **self._facts,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from ...plumbing import hf_weights, spans
+from ...plumbing import hf_weights, timing
 from .web import EngineError, HttpClient, refusal
 
 # The time for an answer that takes an engine no work.
@@ -222,7 +222,7 @@ class Program:
         except OSError as error:
             raise EngineError(f"{self._words[0]} cannot be run: {error.strerror or error}") from error
         try:
-            status = child.wait(max(0.0, deadline - spans.TIMEKEEPER.now()))
+            status = child.wait(max(0.0, deadline - timing.TIMEKEEPER.now()))
         except subprocess.TimeoutExpired:
             raise EngineError(f"{self._words[0]} was killed because it took too long") from None
         finally:
@@ -285,7 +285,7 @@ def _nothing(folder: Path, version: int) -> None:
 
 def _version_in(client: HttpClient, path: str, advice: str) -> str:
     """The version that a server says it has. Raises EngineError if it says none."""
-    reply = client.get(path, deadline=spans.TIMEKEEPER.now() + _PROBE_SECONDS)
+    reply = client.get(path, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
     if not reply.is_fine:
         raise refusal(f"{client.url}{path}", reply, advice if reply.status == 404 else "")
     version = reply.fields().get("weight_version")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...errors import DestinationBusyError, StorageUnavailableError
-from ...plumbing import disk, spans, waits
+from ...plumbing import disk, timing, waits
 from ...plumbing import fields as json_fields
 from ..confined import ConfinedFolder
 from ..publishing.folder_replica import FolderReplica, boot_id
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
     def is_loading(self) -> bool:
         """Whether the engine may still be loading: not after its time, nor after a restart of the machine."""
-        is_in_time = self.at <= spans.wall_time() < self.at + self.seconds
+        is_in_time = self.at <= timing.wall_time() < self.at + self.seconds
         return self.loading is not None and is_in_time and self.boot == boot_id()
 
     def outlives_its_sidecar(self) -> bool:
@@ -92,8 +92,8 @@ class SharedFolder:
         """Be the only sidecar of this engine here. Raises DestinationBusyError if another process is."""
         with self._opened(_lock_of(self._id)) as fd:
             # The one before may be about to end.
-            deadline = spans.TIMEKEEPER.now() + _CLAIM_SECONDS
-            if not self._wait(lambda: _lock(fd, alone=True), lambda: spans.TIMEKEEPER.now() > deadline):
+            deadline = timing.TIMEKEEPER.now() + _CLAIM_SECONDS
+            if not self._wait(lambda: _lock(fd, alone=True), lambda: timing.TIMEKEEPER.now() > deadline):
                 raise DestinationBusyError(
                     f"another sidecar follows for {self._engine} with {self.path}; end it, or give another folder",
                     path=str(self.path),
@@ -153,7 +153,7 @@ class SharedFolder:
 
     def note_loading(self, held: Held, seconds: float) -> None:
         """Record that the engine is about to load this version, which may take so many seconds."""
-        self.note(Record(None, held, spans.wall_time(), seconds, address=self._address))
+        self.note(Record(None, held, timing.wall_time(), seconds, address=self._address))
 
     def _others_load(self) -> bool:
         """Whether another engine may be loading, by the records: its sidecar may have been killed, and hold no lock."""

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ...plumbing import fields as json_fields
-from ...plumbing import spans
+from ...plumbing import timing
 
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20
@@ -137,7 +137,7 @@ class _TimedHTTPS(_TimedHTTP, HTTPSConnection):
 
 def _left(deadline: float) -> float:
     """The seconds until the deadline. Raises TimeoutError if it has passed."""
-    left = deadline - spans.TIMEKEEPER.now()
+    left = deadline - timing.TIMEKEEPER.now()
     if left <= 0:
         raise TimeoutError
     return left

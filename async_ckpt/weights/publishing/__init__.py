@@ -5,7 +5,7 @@
   bytes.
 - `versions.py`: the versions at a root, and which publisher owns it; `source.py`: the files of one version;
   `version_checks.py`: which of them are sound.
-- `subscriber.py`: `Subscriber`, which an engine calls; `replica.py` applies versions to weights in memory,
+- `subscriber.py`: `Subscriber`, which an engine calls; `live_weights.py` applies versions to weights in memory,
   `folder_replica.py` to those in a folder (with `notes.py`), `module.py` to a module.
 - `of_ranks/`: versions of a model that is spread over ranks.
 - `in_memory/`: the newest version of a publisher, or of all ranks, lent to processes of their host.

@@ -16,7 +16,7 @@ import torch
 from ...errors import CheckpointError
 from ...plumbing import kept_memory, leaf_names, limits, loops, threads
 from ..delta import Encoding, VersionIndex
-from .replica import MemoryReplica, update_replica
+from .live_weights import MemoryReplica, update_replica
 from .source import TensorLocation, WeightsState
 from .versions import Versions
 

@@ -27,9 +27,9 @@ from ...plumbing import device, disk, hf_shards, hf_weights, leaf_names, safeten
 from ..confined import ConfinedFolder, read_at, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
+from .live_weights import DamagedReplicaError, other_model
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
-from .replica import DamagedReplicaError, other_model
 from .source import Anchor, TensorPart, VersionSource, WeightsState
 
 try:

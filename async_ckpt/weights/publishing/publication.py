@@ -45,7 +45,7 @@ from ...plumbing import (
     spec,
     threads,
 )
-from ...plumbing import spans as clock
+from ...plumbing import timing as clock
 from ..delta import (
     INDEX,
     DeltaFields,
@@ -61,7 +61,7 @@ from ..delta import (
 )
 from .difference import checksum_of, encode, overwritten_bytes
 from .in_memory.offer import OfferedWeights
-from .replica import MemoryReplica
+from .live_weights import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
 from .versions import UNFINISHED_VERSION

@@ -32,7 +32,7 @@ from ...plumbing import (
     waits,
     worlds,
 )
-from ...plumbing import spans as clock
+from ...plumbing import timing as clock
 from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy

@@ -29,11 +29,11 @@ from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .in_memory.borrow import PublisherMemory
+from .live_weights import MemoryReplica, PullResult, Replica, new_crew, update_replica
 from .module import Kinds, fill, refuse_misfit
 from .of_ranks.pieces import PiecedTensor
 from .of_ranks.rank_replicas import RankReplicas
 from .of_ranks.rank_versions import RankVersions, identity_of_ranks
-from .replica import MemoryReplica, PullResult, Replica, new_crew, update_replica
 from .source import Anchor
 from .versions import Versions
 

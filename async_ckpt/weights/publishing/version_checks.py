@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 from ... import Place, VerifyReport
 from ...errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import places, spans, threads, verification
+from ...plumbing import places, threads, timing, verification
 from ..delta import folder_of, version_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
+from .live_weights import new_crew, update_replica
 from .of_ranks.rank_versions import RankVersions, folder_of_rank, worlds_in
-from .replica import new_crew, update_replica
 from .versions import Versions
 
 
 def verify_root(
-    path: places.Anywhere, *, base: str | os.PathLike[str] | None = None, clock: spans.Clock = spans.monotonic
+    path: places.Anywhere, *, base: str | os.PathLike[str] | None = None, clock: timing.Clock = timing.monotonic
 ) -> VerifyReport:
     """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
 
@@ -74,7 +74,7 @@ def verify_root(
     return report
 
 
-def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: spans.Clock) -> VerifyReport:
+def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: timing.Clock) -> VerifyReport:
     """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
     begin, root = clock(), place.storage().locate("")
     checked = check_versions(place, base=None if base is None else places.local_place(base))

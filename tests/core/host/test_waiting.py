@@ -339,7 +339,7 @@ import signal, sys
 import async_ckpt
 from async_ckpt.core.host import waits
 from async_ckpt.core.saving.exit import say_on_stderr
-from async_ckpt.core.spans import Timekeeper
+from async_ckpt.core.timing import Timekeeper
 from children import hold_writes
 from states import open_run, state_at
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from async_ckpt.core.host.memory import Segment
 from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.loading.fill import _copy_rows, _FillTarget
-from async_ckpt.core.slicing.cover import StridedCopy
+from async_ckpt.core.slicing.boxes import StridedCopy
 from async_ckpt.core.spec import MIB
 
 

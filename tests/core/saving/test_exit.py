@@ -17,7 +17,7 @@ from states import assert_is_state, leftovers, names_below, open_run
 import async_ckpt
 from async_ckpt.core.host import waits
 from async_ckpt.core.saving import ledger
-from async_ckpt.core.spans import Timekeeper
+from async_ckpt.core.timing import Timekeeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 

@@ -22,9 +22,9 @@ from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.runs.starts import Tenure
 from async_ckpt.core.saving import story as save_story
 from async_ckpt.core.saving import tiers
-from async_ckpt.core.spans import monotonic
 from async_ckpt.core.storage.bulk import new_pool
 from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.core.timing import monotonic
 from async_ckpt.errors import ConflictError, StorageFullError
 
 

@@ -24,7 +24,6 @@ from async_ckpt.core.format.layout import cut, slices
 from async_ckpt.core.host import pool
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew
-from async_ckpt.core.spans import monotonic
 from async_ckpt.core.spec import TensorSpec
 from async_ckpt.core.staging import device as device_module
 from async_ckpt.core.staging.filler import StagingHost
@@ -32,6 +31,7 @@ from async_ckpt.core.staging.guard import deferrable
 from async_ckpt.core.staging.host_copy import BufferPool, HostCopy
 from async_ckpt.core.staging.snapshot import Snapshot
 from async_ckpt.core.staging.tensors import SourceTensors
+from async_ckpt.core.timing import monotonic
 
 # The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
 LARGE_MIB = 36

@@ -15,10 +15,10 @@ from states import MIB, bits_of
 
 from async_ckpt import TornSnapshotError
 from async_ckpt.core.host.threads import Crew
-from async_ckpt.core.spans import monotonic
 from async_ckpt.core.spec import DTYPES
 from async_ckpt.core.staging.guard import deferrable
 from async_ckpt.core.staging.host_copy import BufferPool, HostCopy
+from async_ckpt.core.timing import monotonic
 
 
 @pytest.fixture

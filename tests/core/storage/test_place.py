@@ -405,7 +405,7 @@ def test_an_endpoint_is_found_under_each_of_its_names_and_may_do_without_tls(url
 
 
 def test_keys_are_sent_to_google_without_tls_only_if_they_are_given(monkeypatch):
-    from async_ckpt.stores.s3.azure_google import google_config
+    from async_ckpt.stores.s3.azure_google_settings import google_config
 
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     plain = {"endpoint": "http://127.0.0.1:1"}

@@ -36,8 +36,8 @@ from async_ckpt import (
 from async_ckpt.core.format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew
-from async_ckpt.core.spans import monotonic
 from async_ckpt.core.staging.file_segments import FileFill, FilesImage, FileSource, scan
+from async_ckpt.core.timing import monotonic
 from async_ckpt.files import extract, pack_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")

@@ -29,9 +29,9 @@ _KILLED = """
 import io
 from children import die_at
 from deepspeed_runs import *
-from async_ckpt.core import spans
+from async_ckpt.core import timing
 
-real_save, real_clock, num_looks = torch.save, spans.monotonic, 0
+real_save, real_clock, num_looks = torch.save, timing.monotonic, 0
 def save(content, file, **options):
     if not isinstance(file, str):
         return real_save(content, file, **options)
@@ -46,7 +46,7 @@ def clock():  # nobody waits half an hour for the dead
     global num_looks
     num_looks += is_alone()
     return real_clock() + 1e6 * num_looks
-torch.save, spans.monotonic = save, clock
+torch.save, timing.monotonic = save, clock
 here.expire(is_alone)
 
 count = die_at({number} if here.rank == {rank} else 10**9, here.die)

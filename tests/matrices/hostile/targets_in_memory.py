@@ -17,7 +17,7 @@ from async_ckpt.core.format import digests, index, safetensors, tar, zstd
 from async_ckpt.core.format.digests import block_digest
 from async_ckpt.core.pickles import saved_objects
 from async_ckpt.core.runs import foreign_entries, journal, layouts, manifest, naming, receipts, starts
-from async_ckpt.core.slicing.cover import Box
+from async_ckpt.core.slicing.boxes import Box
 from async_ckpt.core.slicing.locator import ShardLocator
 from async_ckpt.errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
 from async_ckpt.face.foreign import dcp_metadata

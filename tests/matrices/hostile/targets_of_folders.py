@@ -23,10 +23,10 @@ from async_ckpt.core.events.log import FOLDER, NAME, EventLog
 from async_ckpt.core.ranks.shared_root import SharedRoot
 from async_ckpt.core.ranks.world import World
 from async_ckpt.core.runs import starts
-from async_ckpt.core.spans import wall_time
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.storage.place import Place
 from async_ckpt.core.storage.url import parent_and_name, place_and_name, shown, split_bucket, without_secrets
+from async_ckpt.core.timing import wall_time
 from async_ckpt.errors import CheckpointError, StorageUnavailableError
 from async_ckpt.files import extract
 from async_ckpt.tools.command.main import app, status_of

@@ -18,7 +18,7 @@ from buckets import bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from racing import until
 
-from async_ckpt.core.spans import wall_time
+from async_ckpt.core.timing import wall_time
 from async_ckpt.tools.command.bench import Measured, advice_for
 
 SMALL = ("--size", "8MB", "--tensors", "10")

@@ -14,7 +14,7 @@ from published import flip
 from states import open_run
 
 import async_ckpt
-from async_ckpt.core import spans
+from async_ckpt.core import timing
 from async_ckpt.core.events.log import EventLog
 from async_ckpt.core.storage.local import LocalStorage
 
@@ -163,7 +163,7 @@ def test_watch_has_a_line_for_each_run_and_knows_those_that_have_ended(folder: P
 def test_a_run_that_goes_on_has_not_ended_and_may_be_too_old(tmp_path: Path) -> None:
     saved(tmp_path, [1.0])
     assert "ended" in run_command("watch", tmp_path, "--once", "--older", "0s").stdout
-    log = EventLog(LocalStorage(tmp_path), spans.wall_time)
+    log = EventLog(LocalStorage(tmp_path), timing.wall_time)
     log.note("restore", 1)
     log.write()
 
@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_has_not_ended_and_may_be_too_old(tmp_path: Path) -> 
 def test_a_pipe_gets_whole_lines_with_the_reason_before_the_path(tmp_path: Path) -> None:
     saved(tmp_path, [1.0])
     path = "/a" * 200
-    log = EventLog(LocalStorage(tmp_path), spans.wall_time)
+    log = EventLog(LocalStorage(tmp_path), timing.wall_time)
     log.note("failed", 2, error="StorageFullError", message=f"{path}: 4 bytes needed, 1 free")
     log.write()
 

@@ -9,7 +9,7 @@ from commands import documented, run_command
 from states import everywhere, open_run, state_at
 
 from async_ckpt import Place
-from async_ckpt.core.spans import wall_time
+from async_ckpt.core.timing import wall_time
 from async_ckpt.tools.command.live.run_status import RunWatch
 
 

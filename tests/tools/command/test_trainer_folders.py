@@ -20,7 +20,7 @@ from published import flip
 from states import open_run
 
 import async_ckpt
-from async_ckpt.core import spans
+from async_ckpt.core import timing
 from async_ckpt.core.events.log import EventLog
 from async_ckpt.core.storage.local import LocalStorage
 
@@ -105,7 +105,7 @@ def test_one_checkpoint_is_no_run_and_what_shows_it_is_said(words: tuple[str, ..
 def copy_of(second: Path, target: Path) -> None:
     """A copy by a training whose history says that both were saved at one step."""
     shutil.copyfile(target, second)
-    log = EventLog(LocalStorage(target.parent), spans.wall_time)
+    log = EventLog(LocalStorage(target.parent), timing.wall_time)
     for name in (target.name, second.name):
         log.note("save", 8, name=name, record={"loss": 0.5})
     log.note("closed", None)
@@ -141,7 +141,7 @@ def test_the_checkpoints_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
         return tmp_path / name
 
     def with_history(folder: Path, *steps: int) -> Path:
-        log = EventLog(LocalStorage(folder), spans.wall_time)
+        log = EventLog(LocalStorage(folder), timing.wall_time)
         for step in steps:
             log.note("save", step, name=f"checkpoint-{step}")
         log.write()
@@ -212,7 +212,7 @@ def test_a_folder_of_which_nothing_says_that_its_training_has_ended_is_pruned_un
     ended = run_command("prune", folder, "--keep", "last=1", "--yes")
     assert (ended.returncode, ended.stdout, "--unattended" in ended.stderr) == (1, "", True)
     assert run_command("prune", folder, "--keep", "last=1", "--dry-run").returncode == 0
-    log = EventLog(LocalStorage(folder), spans.wall_time)
+    log = EventLog(LocalStorage(folder), timing.wall_time)
     log.note("closed", None)
     log.write()
     assert run_command("prune", folder, "--keep", "last=1", "--yes").returncode == 0

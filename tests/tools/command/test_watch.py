@@ -16,7 +16,7 @@ from commands import documented, in_terminal, run_command
 from states import open_run, state_at
 
 from async_ckpt import Place, StorageUnavailableError
-from async_ckpt.core import spans
+from async_ckpt.core import timing
 from async_ckpt.core.events.log import NAME, EventLog
 from async_ckpt.core.runs.manifest import Archive, Manifest
 from async_ckpt.core.storage.local import LocalStorage
@@ -292,7 +292,7 @@ def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy: FaultyProxy,
         for step in range(3):
             ckpt.save(state_at(step), step=step).result()
     looks = Looks(5)
-    monkeypatch.setattr(spans, "TIMEKEEPER", looks)
+    monkeypatch.setattr(timing, "TIMEKEEPER", looks)
     before = []
     look = RunWatch.look
 
@@ -336,7 +336,7 @@ def test_the_usual_time_is_that_between_saves_for_which_the_clock_went_on(tmp_pa
 
 def test_a_storage_that_stops_answering_is_a_warning_and_the_last_status_stays(tmp_path, monkeypatch, capsys):
     write_run(tmp_path, 2)
-    monkeypatch.setattr(spans, "TIMEKEEPER", Looks(3))
+    monkeypatch.setattr(timing, "TIMEKEEPER", Looks(3))
     look, times = RunWatch.look, []
 
     def failing(self: RunWatch) -> RunStatus:

@@ -24,14 +24,14 @@ from async_ckpt import (
     Subscriber,
     UnsupportedStateError,
 )
-from async_ckpt.core.slicing.cover import Box
+from async_ckpt.core.slicing.boxes import Box
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.face.around.hf_weights import Weights
 from async_ckpt.weights.delta import INDEX, SliceOf
+from async_ckpt.weights.publishing.live_weights import PullResult
 from async_ckpt.weights.publishing.of_ranks import rank_replicas, rank_versions
 from async_ckpt.weights.publishing.of_ranks.own_slices import own_slices
 from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
-from async_ckpt.weights.publishing.replica import PullResult
 from async_ckpt.weights.publishing.source import WeightsState
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")

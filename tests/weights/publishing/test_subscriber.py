@@ -626,7 +626,7 @@ def test_two_pulls_of_one_subscriber_at_once_are_refused_and_a_closed_one(line, 
 
 PULLS = """
 import sys, async_ckpt, children
-from async_ckpt.weights.publishing import replica
+from async_ckpt.weights.publishing import live_weights
 root, local, disk_call, change = sys.argv[1:]
 subscriber = async_ckpt.Subscriber(root)
 subscriber.pull(local, 2)

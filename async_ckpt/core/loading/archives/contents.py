@@ -21,7 +21,7 @@ from ...format.index import VERSION, Index, IndexedTensor, Slice
 from ...host.memory import advise_huge_pages
 from ...runs.manifest import Manifest
 from ...runs.record import DCP_RECORD
-from ...slicing.cover import Box, Cover, cover, strided_copies
+from ...slicing.boxes import Box, Cover, cover, strided_copies
 from ...spec import BLOCK_BYTES, DTYPES, Extent
 from ...state.names import Path, Select, Selector, dtype_named, selector, shown
 from ...state.tree import InnerTensors, decode, top_keys

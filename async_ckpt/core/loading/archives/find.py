@@ -25,11 +25,11 @@ from ...runs.receipts import archives_in, archives_of, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
-from ...spans import wall_time
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
+from ...timing import wall_time
 from .contents import Part
 from .copies import Holders
 from .merged_archives import MergedArchives

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from ....errors import CorruptCheckpointError
 from ...format import digests
 from ...format.index import Index, IndexedTensor, Member
-from ...slicing.cover import Box
+from ...slicing.boxes import Box
 from ...slicing.locator import StepItem, name_of
 from ...slicing.slices import Cut, Mesh, Slices
 from ...spec import Extent

@@ -20,7 +20,7 @@ from ....errors import CorruptCheckpointError, StorageUnavailableError
 from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, missing_error
-from ...slicing.cover import Box
+from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...state.names import Path, Select, selector, shown
 from ...state.skeletons import UnknownChoiceError

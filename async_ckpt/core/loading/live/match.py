@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from ....errors import UnsupportedStateError
-from ...slicing.cover import Box
+from ...slicing.boxes import Box
 from ...slicing.sharded import (
     Placed,
     Slicer,

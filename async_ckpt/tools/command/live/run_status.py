@@ -20,7 +20,7 @@ from typing import Any, Final
 from .... import Place
 from ....errors import CheckpointError
 from ....plumbing import events as run_events
-from ....plumbing import reports, runs, spans, threads
+from ....plumbing import reports, runs, threads, timing
 from ..listing import checkpoints_of, marks_at
 from ..lookup import USUAL_NAMINGS
 from ..run_places import PlaceStatus, RunPlaces
@@ -90,7 +90,7 @@ class TrainerWatch:
     A save under way has no name there yet, so it is not seen.
     """
 
-    def __init__(self, place: Place, clock: spans.Clock, late_seconds: float | None = None) -> None:
+    def __init__(self, place: Place, clock: timing.Clock, late_seconds: float | None = None) -> None:
         self._place, self._clock, self._late_seconds = place, clock, late_seconds
 
     def look(self) -> RunStatus:
@@ -109,7 +109,7 @@ class RunWatch:
     `late_seconds` is the age of the newest step that is worth a warning; None if that depends on the usual interval.
     """
 
-    def __init__(self, place: Place, clock: spans.Clock, late_seconds: float | None = None) -> None:
+    def __init__(self, place: Place, clock: timing.Clock, late_seconds: float | None = None) -> None:
         self._place, self._storage, self._clock = place, place.storage(), clock
         self._late_seconds = late_seconds
         self._log = run_events.EventLog(self._storage, clock)

@@ -21,7 +21,7 @@ import typer
 
 from .... import Place
 from ....errors import StorageUnavailableError
-from ....plumbing import events, reports, runs, spans
+from ....plumbing import events, reports, runs, timing
 from ..lookup import kind_of, nothing_at
 from ..run_places import durable_steps
 from ..screen import (
@@ -61,7 +61,7 @@ def show(
     watches: list[RunWatch | TrainerWatch] = []
     for place, _ in targets:
         kind = _kind_of_run(place, once=once)
-        watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, spans.wall_time, late_seconds))
+        watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, timing.wall_time, late_seconds))
     statuses = [watch.look() for watch in watches]
     if once:
         _print_document(statuses, indent=1 if len(statuses) == 1 else None) if as_json else _print(statuses)
@@ -76,7 +76,7 @@ def show(
         while True:
             draw(statuses)
             num_requests = sum(status.num_requests for status in statuses)
-            spans.TIMEKEEPER.sleep(max(interval, num_requests / _REQUESTS_PER_SECOND if is_remote else 0))
+            timing.TIMEKEEPER.sleep(max(interval, num_requests / _REQUESTS_PER_SECOND if is_remote else 0))
             statuses = [*map(_looked_again, watches, statuses)]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....plumbing import events as run_events
-from ....plumbing import spans
+from ....plumbing import timing
 from ..run_places import durable_steps
 from ..screen import counted, shown_hours
 from .columns import RunColumns, Value, listed
@@ -73,7 +73,7 @@ def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>The checkpoints of a training at {escape(spans.shown_time(now))}.</p>
+<p>The checkpoints of a training at {escape(timing.shown_time(now))}.</p>
 </header>
 <main>
 <noscript><p>The pictures and their tables need JavaScript. The facts and sentences do without.</p></noscript>
@@ -128,7 +128,7 @@ def _goodput(run: RunColumns, level: int) -> str:
     starts = [one for one in spent.starts if one.total_seconds]
     bars = "".join(_bar(one) for one in starts[-_STARTS:])
     key = "".join(f"<li><i class={part}>■</i>{name}</li>" for part, name in PARTS.items())
-    rows = "".join(_spent_row(one, escape(spans.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
+    rows = "".join(_spent_row(one, escape(timing.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
     rows += _spent_row(spent, "all")
     told = [one["interval"] for one in run.events if one.get("interval")]
     interval = f" The last interval between saves was {escape(told[-1])}." if told else ""

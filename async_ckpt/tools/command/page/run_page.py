@@ -11,7 +11,7 @@ from typing import Final
 
 from .... import Place, history
 from ....errors import NotCommittedError
-from ....plumbing import spans
+from ....plumbing import timing
 from ..listing import broken_at, marks_at, parse_best
 from ..lookup import RUNS, targets_of
 from ..run_places import RunPlaces
@@ -37,7 +37,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     for one in chosen:
         if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
             raise Answer(f"no record of these runs has the metric {one.metric!r}")
-    page = page_of(runs, spans.wall_time(), chosen)
+    page = page_of(runs, timing.wall_time(), chosen)
     storage.replace(name, page)
     if as_json:
         told = [{"name": run.name, "num_events": len(run.events), "num_saves": len(run.saves)} for run in runs]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Final
 
 from ....plumbing import events as run_events
-from ....plumbing import reports, spans
+from ....plumbing import reports, timing
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
 
@@ -75,7 +75,7 @@ def losses_of(run: RunColumns) -> list[Loss]:
 
 
 def _loss(one: Mapping[str, Any], about: str) -> Loss:
-    return Loss(spans.shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
+    return Loss(timing.shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
 
 
 def title_of(runs: Sequence[RunColumns]) -> str:

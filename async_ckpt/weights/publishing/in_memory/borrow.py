@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 import torch
 
 from ....errors import CorruptCheckpointError
-from ....plumbing import hf_shards, leaf_names, shared_memory, spans, threads, waits
+from ....plumbing import hf_shards, leaf_names, shared_memory, threads, timing, waits
 from ...delta import checksum
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of
+from ..live_weights import PullResult
 from ..of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
 from ..of_ranks.rank_versions import identity_of_ranks
-from ..replica import PullResult
 from .fd_passing import received
 
 # Ranks publish within moments of each other, unless one of them still writes the version before.
@@ -133,17 +133,17 @@ class PublisherMemory:
         None if it lends none, or another than the wanted one, or what cannot be used.
         """
         deadline, pauses = (
-            spans.TIMEKEEPER.now() + AGREEMENT_SECONDS,
+            timing.TIMEKEEPER.now() + AGREEMENT_SECONDS,
             waits.growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS),
         )
         while True:
             with _loans(token) as loans:
                 newest = max((notice.version for notice, _ in loans), default=None)
                 is_coming = bool(loans) and _version_of(loans) is None and version in (None, newest)
-                if not is_coming or spans.TIMEKEEPER.now() > deadline:
+                if not is_coming or timing.TIMEKEEPER.now() > deadline:
                     yield self._found(loans, version)
                     return
-            spans.TIMEKEEPER.sleep(next(pauses))
+            timing.TIMEKEEPER.sleep(next(pauses))
 
     def _found(self, loans: Sequence[_ReceivedLoan], version: int | None) -> BorrowedVersion | None:
         agreed = _version_of(loans)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ....errors import UnsupportedStateError
-from ....plumbing import cover, hf_weights, leaf_names, sharded
+from ....plumbing import boxes, hf_weights, leaf_names, sharded
 from ...delta import SliceOf
 
 
@@ -41,9 +41,9 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
         if sliced.slices.replicas().number:
             continue
         shape, dtype = sliced.slices.global_shape, leaf_names.dtype_name(tensor.dtype)
-        held = list(zip(map(cover.Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
+        held = list(zip(map(boxes.Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
-            held = [(cover.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+            held = [(boxes.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
             tensors[key] = part.detach()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....plumbing import cover, device
+from ....plumbing import boxes, device
 from ...delta import SliceOf
 
 
@@ -21,7 +21,7 @@ class SlicedTensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    slices: list[tuple[int, str, cover.Box]]
+    slices: list[tuple[int, str, boxes.Box]]
 
 
 def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, SlicedTensor]:
@@ -35,9 +35,9 @@ def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, Slice
             tensor = tensors.setdefault(part.name, SlicedTensor(part.dtype, part.global_shape, []))
             if (tensor.dtype, tensor.shape) != (part.dtype, part.global_shape):
                 raise ValueError(f"ranks have {part.name!a} of other dtypes or shapes")
-            tensor.slices.append((rank, key, cover.Box(part.offsets, part.sizes)))
+            tensor.slices.append((rank, key, boxes.Box(part.offsets, part.sizes)))
     for name, tensor in tensors.items():
-        covered = cover.cover(tensor.shape, [box for _, _, box in tensor.slices])
+        covered = boxes.cover(tensor.shape, [box for _, _, box in tensor.slices])
         if covered.missing:
             raise ValueError(f"no rank has published {name}{covered.missing[0]}")
         tensor.slices[:] = [tensor.slices[number] for number in sorted({number for number, _ in covered.taken})]
@@ -47,7 +47,7 @@ def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, Slice
 class TensorPiece(NamedTuple):
     """The values of one box of a tensor; `checksum` is that of their bytes, or empty if it is not known."""
 
-    box: cover.Box
+    box: boxes.Box
     values: torch.Tensor
     checksum: str = ""
 
@@ -63,7 +63,7 @@ class PiecedTensor(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> PiecedTensor:
         """A tensor in one piece."""
         shape = tuple(tensor.shape)
-        return cls(tensor.dtype, shape, [TensorPiece(cover.Box.whole(shape), tensor)])
+        return cls(tensor.dtype, shape, [TensorPiece(boxes.Box.whole(shape), tensor)])
 
     @property
     def num_bytes(self) -> int:
@@ -90,5 +90,5 @@ class PiecedTensor(NamedTuple):
 
     @property
     def _in_one_piece(self) -> torch.Tensor | None:
-        is_one = len(self.pieces) == 1 and self.pieces[0].box == cover.Box.whole(self.shape)
+        is_one = len(self.pieces) == 1 and self.pieces[0].box == boxes.Box.whole(self.shape)
         return self.pieces[0].values if is_one else None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ....plumbing import leaf_names, threads
-from ..replica import MemoryReplica, PullResult, update_replica
+from ..live_weights import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
 from .pieces import PiecedTensor, TensorPiece
 from .rank_versions import RankVersions, WholeVersion

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slices import examples
 
-from async_ckpt.core.slicing.cover import Box, cover, strided_copies
+from async_ckpt.core.slicing.boxes import Box, cover, strided_copies
 from async_ckpt.core.slicing.locator import ShardLocator, StepLayout
 
 Ints = tuple[int, ...]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from ...plumbing import spans
+from ...plumbing import timing
 
 # How long keys are used before they are looked up again; botocore returns none that expire sooner.
 _KEYS_SECONDS: Final = 300.0
@@ -89,7 +89,7 @@ class AwsSetup:
             "access_key_id": keys["access_key_id"],
             "secret_access_key": keys.get("secret_access_key", ""),
             "token": keys.get("session_token"),
-            "expires_at": None if self.given_keys else spans.from_now(_KEYS_SECONDS),
+            "expires_at": None if self.given_keys else timing.from_now(_KEYS_SECONDS),
         }
 
     def renew(self) -> None:
