@@ -686,7 +686,8 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nurs
     from states import open_run, state_at
 
     def count():
-        maps = open("/proc/self/maps").read().count("\\n")
+        # Not the parts of the heap: advice on huge pages for tensors that a load makes there divides it, more or less often.
+        maps = sum("[heap]" not in line for line in open("/proc/self/maps"))
         # The reserve of Python 3.12.0 and 3.12.1 is filled once, and has nothing to do with the number of saves.
         working = [one for one in threading.enumerate() if not one.name.startswith("async_ckpt-reserve")]
         return len(os.listdir("/proc/self/fd")), len(working), maps, threading.active_count()

@@ -22,6 +22,7 @@ from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.runs.starts import Tenure
 from async_ckpt.core.saving import story as save_story
 from async_ckpt.core.saving import tiers
+from async_ckpt.core.storage import bulk
 from async_ckpt.core.storage.bulk import new_pool
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.timing import monotonic
@@ -98,7 +99,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[SegmentPool]:
         made.append(new_pool())
         return made[-1]
 
-    monkeypatch.setattr(tiers, "new_pool", make)
+    monkeypatch.setattr(bulk, "new_pool", make)
     monkeypatch.setattr(tiers.Mover, "_may_follow", lambda *_: False)
     return made
 

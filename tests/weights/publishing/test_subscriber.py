@@ -631,14 +631,14 @@ root, local, disk_call, change = sys.argv[1:]
 subscriber = async_ckpt.Subscriber(root)
 subscriber.pull(local, 2)
 print("pulled", flush=True)
-count, real, changes = children.die_at(int(disk_call)), replica.apply, []
+count, real, changes = children.die_at(int(disk_call)), live_weights.apply, []
 def apply(*arguments):
     if len(changes) == int(change):
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
     changes.append(arguments)
     return real(*arguments)
-replica.apply = apply
+live_weights.apply = apply
 subscriber.pull(local)
 subscriber.pull(local, 1)
 print("calls", count(), "changes", len(changes))
