@@ -22,7 +22,7 @@ from states import MIB, open_run, state_at
 
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.core.storage import store_facts
-from async_ckpt.stores.s3 import aws
+from async_ckpt.stores.s3 import aws_settings
 from async_ckpt.stores.s3.refusals import translate
 from async_ckpt.stores.s3.settings import BucketSettings
 from async_ckpt.stores.s3.store import ObjectStorage
@@ -532,7 +532,7 @@ def keys_sent(proxy) -> list[str]:
 @pytest.mark.parametrize("botocore", [True, False])
 def test_keys_and_places_come_from_options_then_environment_then_files(bare, monkeypatch, proxy, bucket, botocore):
     if not botocore:
-        monkeypatch.setattr(aws, "_botocore_session", lambda: None)
+        monkeypatch.setattr(aws_settings, "_botocore_session", lambda: None)
     (bare / "config").write_text(f"[profile lab]\nregion = eu-north-1\nendpoint_url = {proxy.endpoint}\n")
     (bare / "credentials").write_text("[lab]\naws_access_key_id = of-file\naws_secret_access_key = s1\n")
     monkeypatch.setenv("AWS_PROFILE", "lab")
