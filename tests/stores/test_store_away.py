@@ -165,7 +165,9 @@ def test_a_day_without_the_store_takes_no_more_memory_or_disk_than_an_hour_and_t
         assert last.at(far).result(PATIENCE) == 98
         ckpt.wait()
     with obstore.direct.run() as alone:
-        assert alone.steps() in ([1, 98], [97, 98])
+        before, newest = alone.steps()
+        assert before in (1, 96, 97)  # where the store comes back, the copy of one before may have begun
+        assert newest == 98
         assert_is_state(alone.load(), 98)
     assert open_run(tmp_path).steps() == [97, 98]
 
