@@ -196,8 +196,8 @@ class Trial:
 
     @contextmanager
     def _pinned(self) -> Iterator[None]:
-        """This thread keeps to one processor, and to no less of its caches in one step than in the next. The threads of a
-        candidate begin in its calls, and may run anywhere.
+        """Keep this thread on one processor, so that each step finds the same caches. The threads of a candidate begin in
+        its own calls, outside of this, and may run anywhere.
         """
         os.sched_setaffinity(0, {max(self._processors)})
         try:

@@ -38,10 +38,10 @@ thread: Final = _ThreadRole()
 
 
 class StreamEvent:
-    """A point in a stream: an event of torch, of which every process keeps the list.
+    """A point in a stream: an event of torch, and an entry in the list of this process's events.
 
-    The list has weak references to these objects: those to the events of torch 2.11 on CUDA are not told when the event
-    ends, and the process crashes where it next looks at one.
+    The list refers weakly to this object, not to torch's: with torch 2.11 on CUDA, weak references to an event are not
+    cleared when the event ends, and the process crashes at the next use of one.
     """
 
     __slots__ = ("__weakref__", "_event")

@@ -370,8 +370,8 @@ class SegmentPool:
         wait for all of them. `goes_on` is called before each.
         """
         outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        num_new = min(num_segments, self._max_segments) - self._num_segments
-        num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
+        num_runs = -(-(min(num_segments, self._max_segments) - self._num_segments) // (self.max_run if pin else 1))
+        num_threads = 1 if crew is None else max(0, min(num_runs, crew.max_threads, _MAX_MAKERS))
 
         def make() -> None:
             error: BaseException | None = None

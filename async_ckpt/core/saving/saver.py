@@ -271,7 +271,7 @@ class Saver:
         )
 
     def _has_memory(self, num_segments: int) -> bool:
-        return self.pool.num_bytes >= num_segments * self.pool.segment_bytes
+        return self.pool.num_bytes >= min(num_segments, self.pool.max_segments) * self.pool.segment_bytes
 
     def take_on(self, save: Save) -> SaveHandle:
         """Begin a save that stages by itself. No call waits; such saves commit one after the other.

@@ -49,7 +49,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Alone:
-    """In place of an `Agreement`. It has nothing to agree on."""
+    """Stands for the `Agreement` of a process that saves alone, and has nothing to agree on."""
 
     rank, world_size, has_others, decides = 0, 1, False, True
     is_apart = fails_elsewhere = is_told = False

@@ -795,12 +795,12 @@ class Mover:
         return self._first
 
     def _move(self, step: int, ahead: Ahead, num_wants: int) -> None:
+        from ..storage.bulk import new_pool  # most runs have one place
+
         begun, holders = monotonic(), [run for run in ahead.holders[step] if run is not self.run]
         with self._of(step):
             if self._roots.are_taken:
                 self._roots.take(self.run, step)
-            from ..storage.bulk import new_pool  # most runs have one place
-
             self._pool = self._pool or new_pool()
             errors: list[CheckpointError] = []
             for source in holders:

@@ -113,9 +113,9 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
 
 
 class FirstSteps:
-    """Shows the tensors of guarded optimizers to `see`, a method, before the first steps: most make their state in one.
+    """Shows `see`, a method, the tensors of guarded optimizers before their first steps: most make their state in one.
 
-    The gates own it until it has seen that state. It keeps nothing alive, and never fails a step.
+    The gates own this object until it has shown that state. It keeps no optimizer alive, and never fails a step.
     """
 
     def __init__(self, optimizers: Optimizers, see: Callable[[list[Any]], None]) -> None:
@@ -125,7 +125,7 @@ class FirstSteps:
             gate_of(one).close(self)
 
     def hold(self) -> None:
-        """Hold nothing: what is seen is for other threads."""
+        """Show the tensors. The step is not held: what `see` does with them is done by other threads."""
         with suppress(Exception):  # whatever it is, a save says it
             if is_capturing():
                 return

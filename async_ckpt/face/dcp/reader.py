@@ -150,9 +150,10 @@ class TarStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the plan's targets. Returns once they are filled."""
         self._names |= {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values())
-        (parts, self._parts), (entries, self._entries) = (self._parts, ()), (self._entries, None)
+        parts, entries = self._parts, self._entries
+        self._parts, self._entries = (), None
 
-        def use(parts: Sequence[Part]) -> None:
+        def use(parts: Sequence[Part], entries: Mapping[str, SavedItem] | None = None) -> None:
             if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
@@ -165,9 +166,8 @@ class TarStorageReader(StorageReader):
         # An archive that was not open yet may be missing, if the step was replaced: then the error is that of `use`.
         with self._stack, suppress(CorruptCheckpointError, StorageUnavailableError):
             if parts:
-                use(parts)
+                use(parts, entries)
                 return done
-        entries = None
         self._read(use)
         return done
 

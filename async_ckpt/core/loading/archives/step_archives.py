@@ -38,10 +38,10 @@ _MANY: Final = 8  # names in a message
 class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
-    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read, none as
-    long as that is not known; None is for all of them. For the names in `wrapping`, a rank of a world of another size
-    takes the value of the rank with its own number modulo the saved world. Archives stay open until `kept` is closed;
-    without it, until they have been used.
+    With `reads_all`, it opens all archives. `wants` chooses, of all paths in the state, those that it will read, or no
+    path while that is unknown; without `wants` it reads all. For the names in `wrapping`, a rank of a world of another
+    size takes the value of the rank with its own number modulo the saved world. Archives stay open until `kept` is
+    closed; without `kept`, until they have been used.
     """
 
     ranks: tuple[int, int] | None = None
