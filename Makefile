@@ -1,4 +1,4 @@
-# The words of CI: `.ci/run` is `make check test test-all bench-check test-cuda`, and the tests of some frameworks.
+# The words of CI: `.ci/run` is `make check test`, the rest of the tests, `make bench-check test-cuda`, and some frameworks.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

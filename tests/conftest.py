@@ -74,6 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the fast lane: of each long file a part, which changes with the commit, and no frameworks",
     )
+    parser.addoption("--rest", action="store_true", help="what --fast leaves out at this commit")
     if find_spec("pytest_asyncio") is None:  # pytest would refuse its settings
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
             parser.addini(name, "a setting of pytest-asyncio, which is not installed")
@@ -101,11 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     strays = {item.path.name for item in items if item.get_closest_marker("gpu") and not _is_for_gpus(item.path.name)}
     if strays:
         raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
-    if config.option.fast:
-        kept = durations.fast_ones(items)
-        chosen = {*kept}
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = kept
+    if config.option.fast or config.option.rest:
+        fast = {*durations.fast_ones(items)}
+        config.hook.pytest_deselected(items=[item for item in items if (item in fast) is config.option.rest])
+        items[:] = [item for item in items if (item in fast) is not config.option.rest]
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
         durations.longest_first(items)
 

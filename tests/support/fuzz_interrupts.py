@@ -28,16 +28,16 @@ class Interrupt:
 
     def __init__(self, number: int | None) -> None:
         self.number = number
-        self.count = 0
+        self.files: list[str] = []  # of each line
         self.where = ""
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(OURS):
             return self._trace if event == "call" else None  # it may call us
         if event == "line":
-            self.count += 1
-            if self.count == self.number:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.files.append(frame.f_code.co_filename)
+            if len(self.files) == self.number:
+                self.where = f"{self.files[-1]}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._trace
 
@@ -108,7 +108,7 @@ def main(num_saves: int) -> None:
     for guarded in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             training = Training(Path(folder), guarded=guarded)
-            num_lines = training.interrupted_save(None).count
+            num_lines = len(training.interrupted_save(None).files)
             places: dict[str, int] = {}
             for number in range(num_saves // 2):
                 interrupt = training.interrupted_save(chooser.randint(1, num_lines))

@@ -119,12 +119,10 @@ class Saver:
             is_short = save.snapshot.defers
             if not is_short:
                 get_loop().soon(begin)
-            try:
-                with self._trace.span("snapshot", step=step):
-                    save.snapshot.begin()
-            finally:
-                if is_short:
-                    get_loop().soon(begin)
+            with self._trace.span("snapshot", step=step):
+                save.snapshot.begin()
+            if is_short:
+                get_loop().soon(begin)
             save.called.set_result(spans.called())
             return save.handle
         except BaseException as error:
@@ -223,7 +221,7 @@ class Saver:
                 self.admission.leave(slot)
             else:
                 save.handle.looked_at = True  # the caller of `save` knows
-                save.attempt.drain.fail(error)
+            save.attempt.drain.fail(error)
             save.life.go(SaveState.ABANDONED)
             if not save.called.done():
                 save.called.set_result(0.0)
