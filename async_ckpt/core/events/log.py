@@ -167,11 +167,9 @@ class EventLog:
         parts = dict.fromkeys(names, b"")
 
         def read(name: str) -> None:
-            try:
+            with suppress(FileNotFoundError, zlib.error):
                 data = self._storage.read(f"{FOLDER}/{name}")[0]
                 parts[name] = zlib.decompressobj(wbits=_GZIP).decompress(data, _MOST_DECOMPRESSED)
-            except (FileNotFoundError, zlib.error):
-                pass
 
         run_together("read", [partial(read, name) for name in names], max_threads=_READERS)
         return [*parts.values()]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Literal
 
 from ..host.waits import LIVENESS_SECONDS
@@ -90,17 +91,12 @@ class Admission:
         return slot in self._living()[: self.max_in_flight]
 
     def _living(self) -> list[Slot]:
-        living = []
-        for claim in list(self._claims):
-            slot = claim()
-            if slot is not None:
-                living.append(slot)
-            else:
-                try:
-                    self._claims.remove(claim)  # lost by a caller that was interrupted
-                except ValueError:
-                    pass  # another thread has seen it, too
-        return living
+        slots = [(claim, claim()) for claim in list(self._claims)]
+        for claim, slot in slots:
+            if slot is None:  # lost by a caller that was interrupted
+                with suppress(ValueError):  # another thread has seen it, too
+                    self._claims.remove(claim)
+        return [slot for _, slot in slots if slot is not None]
 
     def __repr__(self) -> str:
         return f"<Admission {len(self.under_way())}/{self.max_in_flight} under way>"

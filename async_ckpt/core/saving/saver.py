@@ -24,6 +24,7 @@ from ..backends import has_plain_bytes
 from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
+from ..host.threads import Crew
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
@@ -246,10 +247,9 @@ class Saver:
         """
         loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
-        if device is not None and not self._has_memory(drain.num_segments):
+        if device is not None:
             # Several threads make it, while the first copies are under way; a copy that finds none says why.
-            num, crew = drain.num_segments, loop.copiers
-            self._in_background(lambda goes_on: self.pool.reserve(num, crew, pin=device, goes_on=goes_on))
+            self._reserve(drain.num_segments, device, loop.copiers)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -267,9 +267,6 @@ class Saver:
             order=next(self._orders),
             optimizers=optimizers,
         )
-
-    def _has_memory(self, num_segments: int) -> bool:
-        return self.pool.num_bytes >= min(num_segments, self.pool.max_segments) * self.pool.segment_bytes
 
     def take_on(self, save: Save) -> SaveHandle:
         """Begin a save that stages by itself. No call waits; such saves commit one after the other.
@@ -355,8 +352,13 @@ class Saver:
 
         Then neither this save nor the next waits for segments to be written.
         """
-        if self._keep_warm and not self._has_memory(num_segments):
-            self._in_background(lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on))
+        if self._keep_warm:
+            self._reserve(num_segments, device)
+
+    def _reserve(self, num_segments: int, device: torch.device | None, crew: Crew | None = None) -> None:
+        """Take the memory for as many segments in the background, if the pool may have more than it has."""
+        if self.pool.num_bytes < min(num_segments, self.pool.max_segments) * self.pool.segment_bytes:
+            self._in_background(lambda goes_on: self.pool.reserve(num_segments, crew, pin=device, goes_on=goes_on))
 
     def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
         loop = get_loop()

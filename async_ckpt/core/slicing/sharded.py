@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ _MEGATRON = frozenset(
 # A state has one spec for each shape and way to cut it, seldom a thousand.
 _MAX_SPECS = 100_000
 _SHARD = "torch.distributed.tensor.placement_types", "Shard"
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # The slices of a DTensor, and the shape of its local tensor on this rank.
 _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
@@ -62,7 +62,7 @@ def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch
     Returns the tensor. Raises TypeError for a tensor that is a DTensor, or is made of others, and ValueError for
     placements that do not fit the mesh or the tensor.
     """
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+    if not is_ordinary(tensor):
         raise TypeError(
             f"only plain tensors can be declared, got {type(tensor).__qualname__}; a DTensor knows its shards itself"
         )
@@ -96,6 +96,11 @@ def declare_like(tensor: Any, other: torch.Tensor) -> None:
     """Declare a tensor as another one, if that is declared and has its shape."""
     if isinstance(tensor, torch.Tensor) and is_declared(other) and tensor.shape == other.shape:
         _declarations()[tensor] = _declarations()[other]
+
+
+def is_ordinary(value: Any) -> bool:
+    """True for a strided tensor of torch's own classes."""
+    return type(value) in PLAIN_TYPES and value.layout is torch.strided
 
 
 def is_declared(value: Any) -> bool:

@@ -368,7 +368,8 @@ def sample_now(target: bytearray, addresses: torch.Tensor) -> None:
     """Like `sample_by_kernel`, in half the time, for memory that cannot be freed meanwhile."""
     first, last = int(addresses.min()), int(addresses.max())
     memory = _bytes_at(first, addresses.device, last + 1 - first)
-    torch.take(memory, addresses - first, out=torch.frombuffer(target, dtype=torch.uint8).view_as(addresses))
+    # Not `torch.take`: it always uses several threads, and waits for those of a training on the host.
+    torch.index_select(memory, 0, (addresses - first).flatten(), out=torch.frombuffer(target, dtype=torch.uint8))
 
 
 def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) -> torch.Tensor:

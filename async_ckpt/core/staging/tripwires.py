@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -19,6 +19,9 @@ from .tensors import SourceTensors
 # The number of bytes that are compared in each deferred tensor.
 SAMPLE_BYTES: Final = 64
 _STEPS: Final = torch.arange(SAMPLE_BYTES, dtype=torch.int64, device="cpu")
+# The number of tensors that are sampled at once. For more than 32,768 numbers, torch would use several threads, and
+# wait for those of a training on the host.
+_AT_ONCE: Final = 128
 
 
 class _WatchedTensor:
@@ -40,35 +43,25 @@ class _WatchedTensor:
         return versions != self._versions and self._owner.data_ptr() == self.alias.address
 
 
-class _Sample(Protocol):
-    """Samples of several tensors, one after the other."""
+def _sampled_on_host(tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> bytearray:
+    """Samples of tensors on the host, taken at once; zeros for a tensor that is gone, whose number is added to `gone`.
 
-    def bytes(self) -> bytes:
-        """Wait for the bytes and return them. Once."""
-
-
-class _HostSample:
-    """Samples of tensors on the host, taken at once; zeros for a tensor that is gone."""
-
-    def __init__(self, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> None:
-        """The numbers of tensors that are gone are added to `gone`; None on the caller's thread, where none can go."""
-        samples = bytearray(len(tensors) * SAMPLE_BYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
-        starts = torch.frombuffer(array("q", [w.alias.address for w in tensors]), dtype=torch.int64)
-        strides = torch.frombuffer(array("q", [w.stride for w in tensors]), dtype=torch.int64)
-        addresses = torch.addcmul(starts[:, None], strides[:, None], _STEPS)
-        if gone is None:
-            sample_now(samples, addresses)
-        elif sample_by_kernel(address, addresses) != len(samples):
-            # A tensor is gone, or the kernel does not copy for us: sample each by itself.
-            for at, watched in enumerate(tensors):
-                offsets = range(0, watched.stride * SAMPLE_BYTES, watched.stride)
-                if not watched.alias.sample_to(address + at * SAMPLE_BYTES, offsets):
-                    gone.add(watched.number)
-        self._samples = samples
-
-    def bytes(self) -> bytes:
-        return bytes(self._samples)
+    On the caller's thread, where no tensor can go, `gone` is None.
+    """
+    samples = bytearray(len(tensors) * SAMPLE_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
+    starts = torch.frombuffer(array("q", [w.alias.address for w in tensors]), dtype=torch.int64)
+    strides = torch.frombuffer(array("q", [w.stride for w in tensors]), dtype=torch.int64)
+    addresses = torch.addcmul(starts[:, None], strides[:, None], _STEPS)
+    if gone is None:
+        sample_now(samples, addresses)
+    elif sample_by_kernel(address, addresses) != len(samples):
+        # A tensor is gone, or the kernel does not copy for us: sample each by itself.
+        for at, watched in enumerate(tensors):
+            offsets = range(0, watched.stride * SAMPLE_BYTES, watched.stride)
+            if not watched.alias.sample_to(address + at * SAMPLE_BYTES, offsets):
+                gone.add(watched.number)
+    return samples
 
 
 class Tripwires:
@@ -89,7 +82,7 @@ class Tripwires:
             self._on.setdefault(watched.alias.device, []).append(watched)
         self._gone: set[int] = set()
         self._before = {device: self._sample(device, tensors, None) for device, tensors in self._on.items()}
-        self._after: dict[torch.device, _Sample] = {}
+        self._after: dict[torch.device, Callable[[], bytes]] = {}  # these wait for the samples, and are called once
         # Empty, or one entry. `setdefault` is one call of C, so that no lock is needed: Ctrl-C may interrupt a step.
         self._moved: dict[str, list[int]] = {}
 
@@ -113,26 +106,30 @@ class Tripwires:
         """The tensors that were written to between the samples, or lost their memory. Waits for the samples."""
         torn = self._gone.union(*self._moved.values())
         for device, second in self._after.items():
-            before, after = self._before[device].bytes(), second.bytes()
+            before, after = self._before[device](), second()
             for at, watched in enumerate(self._on[device]):
                 sample = slice(at * SAMPLE_BYTES, (at + 1) * SAMPLE_BYTES)
                 if before[sample] != after[sample]:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> _Sample:
+    def _sample(
+        self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None
+    ) -> Callable[[], bytes]:
         """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies.
 
         Raises MemoryGoneError if one is gone from a device: reading memory that is not mapped would break it.
         """
         if device not in self._devices:
-            return _HostSample(tensors, gone)
+            groups = (tensors[begin : begin + _AT_ONCE] for begin in range(0, len(tensors), _AT_ONCE))
+            samples = b"".join(_sampled_on_host(group, gone) for group in groups)
+            return lambda: samples
         parts = [w.alias.part(0, SAMPLE_BYTES, w.stride) for w in tensors]
         if gone is not None:
             self._look_for_gone()
         if gone:
             raise MemoryGoneError
-        return self._devices[device].sample(parts)
+        return self._devices[device].sample(parts).bytes
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

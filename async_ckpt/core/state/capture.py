@@ -20,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
 from ..collector import no_collection
-from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_sharded
+from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_ordinary, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, notes_in, per_rank_in, tree_of
@@ -32,7 +32,6 @@ from .rng import RngState
 from .tree import CLASSES, LOADER, Encoder, is_omitted, with_notes
 from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
 _known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -65,7 +64,7 @@ def capture(
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
                 raise KeyError(f"select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
-            skeleton = json.dumps(with_notes(node, walk.notes), separators=(",", ":"))
+            skeleton = json.dumps(with_notes(node, walk.notes), separators=(",", ":"), check_circular=False)
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
     return Capture(
@@ -125,7 +124,7 @@ class _CaptureWalk:
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
-        if type(value) in _PLAIN_TYPES and self._slicer is None and not is_declared(value):  # most leaves
+        if self._slicer is None and is_ordinary(value) and not is_declared(value):  # most leaves
             return {"tensor": self._tensor(value, path)}
         value = as_declared(value)
         if isinstance(value, torch.Tensor | InnerShard):
@@ -205,20 +204,20 @@ class _CaptureWalk:
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
             raise UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
+        number, mark, alias = len(self.specs), None, None
         if pointer and self.frozen.has(tensor):
-            self.frozen.numbers.add(len(self.specs))
-            self.marks.append(self.frozen.mark(tensor))
-        else:
-            self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
+            self.frozen.numbers.add(number)
+            mark = self.frozen.mark(tensor)
+        elif pointer:
+            mark = None if tensor.is_inference() else (pointer, tensor._version)
         if not has_plain_bytes(tensor):
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
-        number = len(self.specs)
-        alias = None
         if pointer:
             other = self._at.setdefault(pointer, number)
             if other != number and _same_memory(tensor, self.tensors[other]):
                 alias = other
         self.specs.append(TensorSpec(path, name, tuple(tensor.shape), alias))
+        self.marks.append(mark)
         self.tensors.append(tensor)
         return number
 
@@ -289,7 +288,7 @@ class _CaptureWalk:
 
 def _pointer(tensor: torch.Tensor) -> int | None:
     """The address of an ordinary tensor's bytes; None if it has none, or is not ordinary."""
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_ordinary(tensor) or tensor.is_nested:
         return None
     try:
         return tensor.data_ptr() or None
@@ -336,9 +335,9 @@ def why_not(tensor: torch.Tensor) -> str | None:
         has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
     except RuntimeError:
         has_bytes = False
-    if has_bytes or (not tensor.numel() and type(tensor) in _PLAIN_TYPES):
+    if has_bytes or (not tensor.numel() and is_ordinary(tensor)):
         return None
-    if type(tensor) in _PLAIN_TYPES and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_ordinary(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "its memory was freed (resized to zero); gather or unshard it first"
     return f"{with_article(kind)} has no memory of its own; save the plain tensors that it wraps"
 

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from ...errors import UnsupportedStateError
+from ..slicing.sharded import is_ordinary
 from ..spec import MAX_DIMS, Json, with_article
 from .generators import SavedGenerator, generator_node
 from .names import Path, numpy_dtype, printable, shown
@@ -163,9 +164,10 @@ class Encoder:
         items = []
         for key, item in value.items():
             inner = (*path, key)
-            node = self.encode(item, inner)
+            # Most items are ordinary tensors, and a state has up to hundreds of thousands of them.
+            node = self._leaf(item, inner) if self._keep is None and is_ordinary(item) else self.encode(item, inner)
             if node is not _OMITTED:
-                items.append([_key_node(key, inner), node])
+                items.append([key if type(key) is str and key.isascii() else _key_node(key, inner), node])
         return items if items or self._stays_empty(value, path) else _OMITTED
 
     def _deque(self, value: deque[Any], path: Path) -> Json:

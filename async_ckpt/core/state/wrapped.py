@@ -18,11 +18,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...errors import UnsupportedStateError
-from ..slicing.sharded import InnerShard, is_dtensor, is_sharded, shards_of
+from ..slicing.sharded import PLAIN_TYPES, InnerShard, is_dtensor, is_ordinary, is_sharded, shards_of
 from .names import Path, shown
 from .plain import class_name
 
-_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _ROWS: Final = "crow_indices", "col_indices", "values"
 _COLUMNS: Final = "ccol_indices", "row_indices", "values"
 _COMPRESSED: Final[Mapping[torch.layout, tuple[str, ...]]] = {
@@ -56,7 +55,7 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
     message begins with the name of `path`, if the class does not follow the protocol.
     """
     kind = type(tensor)
-    if kind in _PLAIN_TYPES and tensor.layout is torch.strided:
+    if is_ordinary(tensor):
         return None
     if isinstance(tensor, InnerShard):
         apart = taken_apart(tensor.inner, path)
@@ -76,7 +75,7 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
         }
     if not isinstance(tensor, torch.Tensor) or is_sharded(tensor):
         return None
-    if tensor.layout in _LAYOUTS.values() and kind in _PLAIN_TYPES:
+    if tensor.layout in _LAYOUTS.values() and kind in PLAIN_TYPES:
         return _of_sparse(tensor)
     if _is_masked(kind):
         parts = {inner: getattr(tensor, inner) for inner in _MASKED}
@@ -123,7 +122,7 @@ def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int
                 return None
             continue
         for name, part in parts.items():
-            if type(part) not in _PLAIN_TYPES:
+            if type(part) not in PLAIN_TYPES:
                 return None
             rows = part.shape[dim] // size if _may_be_cut(part, local, dim) else 0
             if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, number * rows)):
@@ -160,6 +159,8 @@ def _whole(dtensor: Any, part: torch.Tensor, shards: tuple[tuple[int, int, int],
 
 def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors on this rank that a tensor is made of: itself, if it is not made of others."""
+    if is_ordinary(tensor):
+        return (tensor,)
     apart = taken_apart(tensor, ())
     if apart is None:
         return (getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor,)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -706,3 +709,32 @@ def test_two_guarded_saves_in_flight_are_both_of_their_instant(tmp_path):
         assert bool((p == 0).all())
         assert bool((ckpt.load(1)["p"] == 1).all())
         assert bool((ckpt.load(2)["p"] == 1).all())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone lists the threads of a process")
+def test_samples_are_taken_without_threads_of_torch():
+    """They would be those of a training that computes on the host: a call that waits for these takes as long as they do."""
+    code = """
+import os
+import torch
+from async_ckpt.core.spec import TensorSpec
+from async_ckpt.core.staging.tensors import SourceTensors
+from async_ckpt.core.staging.tripwires import Tripwires
+
+torch.set_num_threads(4)
+tensors = [torch.empty(1 << 14) for _ in range(1_000)]
+specs = [TensorSpec((i,), "F32", (1 << 14,)) for i in range(1_000)]
+source = SourceTensors(specs, tensors, deferred=dict(enumerate(tensors)))
+source.locate()
+num_threads = len(os.listdir("/proc/self/task"))
+tripwires = Tripwires(source)
+tripwires.look_at_bytes()
+assert tripwires.torn() == []
+print(len(os.listdir("/proc/self/task")) - num_threads)
+torch.take(tensors[0], torch.arange(100_000) % 100)
+print(len(os.listdir("/proc/self/task")) - num_threads)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    taken, by_torch = map(int, done.stdout.split())
+    assert by_torch > 0, "torch has no threads here, and the test shows nothing"
+    assert taken == 0
