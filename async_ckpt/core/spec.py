@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -276,11 +277,9 @@ def keep_of(keep: Keep | int | None) -> Keep:
     """
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
-    try:
+    with suppress(TypeError):
         if not isinstance(keep, bool):
             return Keep(last=operator.index(keep))
-    except TypeError:
-        pass
     raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}")
 
 

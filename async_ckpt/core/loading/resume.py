@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
@@ -128,14 +129,12 @@ def _newest_but(roots: Roots, skipped: dict[int, str], *, only_good: bool) -> tu
 def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
     deadline = monotonic() + SEEN_SECONDS
     while True:
-        try:
+        with suppress(NotCommittedError):
             if any(
                 not attempt or (manifest is not None and attempt in (manifest.attempt, *manifest.replaces))
                 for manifest in (run.committed(step) for run in roots.holding(step))
             ):
                 return
-        except NotCommittedError:
-            pass
         if monotonic() > deadline:
             raise PeerFailedError(
                 f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all "
