@@ -275,12 +275,13 @@ class Slicer:
 
     def _local_of(self, tensor: Any, name: str) -> tuple[Slices, torch.Tensor]:
         spec, local = tensor._spec, tensor._local_tensor
-        if spec not in self._specs:
+        known = self._specs.get(spec)
+        if known is None:
             if len(self._specs) >= _MAX_SPECS:
                 self._specs.clear()
             slices = self._cut(spec, tensor.shape, name)
-            self._specs[spec] = self._as_numbered(slices), slices.local_shape
-        slices, shape = self._specs[spec]
+            known = self._specs[spec] = self._as_numbered(slices), slices.local_shape
+        slices, shape = known
         if _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
             local = local.wait()
         if shape is not None and local.shape != shape and (local.numel() or prod(shape)):

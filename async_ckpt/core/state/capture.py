@@ -174,13 +174,10 @@ class _CaptureWalk:
         self.slices.append(slices)
         tied = self._tied_to(slices, parts)
         for rectangle, part in zip(slices.rectangles, parts, strict=True):
-            self._tensor(part, path)
-            of = SliceFacts(number, slices.global_shape, rectangle.global_offsets)
-            self.specs[-1] = self.specs[-1]._replace(alias_of=tied, of=of)
+            offsets = rectangle.global_offsets if tied is None else None
+            self._tensor(part, path, SliceFacts(number, slices.global_shape, offsets), tied)
             if tied is not None:
                 break  # one alias stands for all
-        if tied is not None:
-            self.specs[-1] = self.specs[-1]._replace(of=SliceFacts(number, slices.global_shape, None))
         if not parts:
             self.specs.append(
                 TensorSpec(path, dtype_name(dtype), (0,), None, SliceFacts(number, slices.global_shape, None))
@@ -199,12 +196,13 @@ class _CaptureWalk:
         is_first = self.specs[other].alias_of is None and slices.rectangles[0].global_offsets == of.offsets
         return other if is_first and _same_memory(parts[0], self.tensors[other]) else None
 
-    def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
+    def _tensor(self, tensor: torch.Tensor, path: Path, of: SliceFacts | None = None, alias: int | None = None) -> int:
+        """The number of a tensor's spec. Of a slice, the caller knows its `alias`."""
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
             raise UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
-        number, mark, alias = len(self.specs), None, None
+        number, mark = len(self.specs), None
         if pointer and self.frozen.has(tensor):
             self.frozen.numbers.add(number)
             mark = self.frozen.mark(tensor)
@@ -214,9 +212,9 @@ class _CaptureWalk:
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
         if pointer:
             other = self._at.setdefault(pointer, number)
-            if other != number and _same_memory(tensor, self.tensors[other]):
+            if of is None and other != number and _same_memory(tensor, self.tensors[other]):
                 alias = other
-        self.specs.append(TensorSpec(path, name, tuple(tensor.shape), alias))
+        self.specs.append(TensorSpec(path, name, tuple(tensor.shape), alias, of))
         self.marks.append(mark)
         self.tensors.append(tensor)
         return number

@@ -67,7 +67,7 @@ def shown(path: Path) -> str:
 
 def printable(text: str) -> str:
     """The text with lone surrogates written out, since no terminal and no log file accepts them."""
-    return text.encode(errors="backslashreplace").decode()
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _text(key: Any) -> str:
