@@ -75,6 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the fast lane: of each long file a part, which changes with the commit, and no frameworks",
     )
     parser.addoption("--rest", action="store_true", help="what --fast leaves out at this commit")
+    if pytest.version_tuple < (9,):  # as on machines with a GPU; pytest would refuse the setting
+        parser.addini("faulthandler_exit_on_timeout", "a setting of later versions", type="bool")
     if find_spec("pytest_asyncio") is None:  # pytest would refuse its settings
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
             parser.addini(name, "a setting of pytest-asyncio, which is not installed")
