@@ -105,9 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if strays:
         raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
     if config.option.fast or config.option.rest:
-        fast = {*durations.fast_ones(items)}
-        config.hook.pytest_deselected(items=[item for item in items if (item in fast) is config.option.rest])
-        items[:] = [item for item in items if (item in fast) is not config.option.rest]
+        fast, rest = {*durations.fast_ones(items)}, config.option.rest
+        config.hook.pytest_deselected(items=[item for item in items if (item in fast) is rest])
+        items[:] = [item for item in items if (item in fast) is not rest]
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
         durations.longest_first(items)
 

@@ -373,7 +373,7 @@ def sample_now(target: bytearray, addresses: torch.Tensor) -> None:
     torch.index_select(memory, 0, (addresses - first).flatten(), out=torch.frombuffer(target, dtype=torch.uint8))
 
 
-@lru_cache(maxsize=4096)  # it takes some microseconds, and most saves read where the last one did
+@lru_cache(maxsize=4096)  # a tensor takes microseconds to make, and most saves read where the last one did
 def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) -> torch.Tensor:
     """A tensor of `length` bytes that other code owns: every `stride`-th one from an address on."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, (length - 1) * stride + 1)

@@ -197,7 +197,7 @@ class _CaptureWalk:
         return other if is_first and _same_memory(parts[0], self.tensors[other]) else None
 
     def _tensor(self, tensor: torch.Tensor, path: Path, of: SliceFacts | None = None, alias: int | None = None) -> int:
-        """The number of a tensor's spec. Of a slice, the caller knows its `alias`."""
+        """The number of a tensor's spec. Of a slice, `of`, the caller knows the `alias`."""
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):

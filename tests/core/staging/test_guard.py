@@ -713,7 +713,7 @@ def test_two_guarded_saves_in_flight_are_both_of_their_instant(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone lists the threads of a process")
 def test_samples_are_taken_without_threads_of_torch():
-    """They would be those of a training that computes on the host: a call that waits for these takes as long as they do."""
+    """A training on the host keeps these threads busy, and a call that waits for them takes as long as they do."""
     code = """
 import os
 import torch
