@@ -184,7 +184,9 @@ def pairs_of(ours: Contender, other: Contender, value: str) -> list[tuple[float,
 def against(contenders: Mapping[str, Contender], noise: Noise) -> dict[str, Row]:
     """The targets."""
     others = [name for name, contender in contenders.items() if contender.results]
-    peers = [name for name in others if name not in {*_OURS, "limit"}]
+    num_rounds = len(contenders["ours_guarded"].results)
+    peers = [name for name in others if name not in {*_OURS, "limit"} and len(contenders[name].results) == num_rounds]
+    named = [(name, limit) for name, limit in (("torch_checkpointing", 0.5), ("moonclip", None)) if name in others]
     durable = [name for name in peers if CANDIDATES[name].durable]
 
     def best(names: Sequence[str], value: str) -> str:
@@ -209,13 +211,13 @@ def against(contenders: Mapping[str, Contender], noise: Noise) -> dict[str, Row]
         "lost_tar": held(lost, "ours_guarded", "tar", "lost", 1 / 80),
         "lost_gzip": held(lost, "ours_guarded", "gzip", "lost", 1 / 1000),
         "lost_limit": held(lost, "ours_guarded", "limit", "lost", None),
-        **({"lost_moonclip": held(lost, "ours_guarded", "moonclip", "lost", None)} if "moonclip" in others else {}),
+        **{f"lost_{name}": held(lost, "ours_guarded", name, "lost", limit) for name, limit in named},
         "durable_best": held(to_durable, "ours", best(durable, "durable"), "durable", 1 / 2),
         "durable_tar": held(to_durable, "ours", "tar", "durable", 1 / 8),
         "durable_gzip": held(to_durable, "ours", "gzip", "durable", 1 / 80),
-        "durable_limit": held(to_durable, "ours", "limit", "durable", None),
+        "durable_limit": held(to_durable, "ours", "limit", "durable", 1.08),
         "restore_torch": held(restored, "ours", "torch_save", "restore_cold", 1 / 2),
-        "restore_limit": held(restored, "ours", "limit", "restore_cold", None),
+        "restore_limit": held(restored, "ours", "limit", "restore_cold", 1.1),
     }
     guarded = contenders["ours_guarded"].results
     first = [(VALUES["first"](result)[0], 0.1 * result["num_bytes"] / _GB) for result in guarded]

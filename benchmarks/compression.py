@@ -1,14 +1,16 @@
-"""`x.tar.zst` beside the tar.gz that it replaces: speed and size, on weights as they come out of training.
+"""`x.tar.zst` beside the tar.gz that it replaces, and a place with `compression=` beside a plain one: speed and size, on
+weights as they come out of training.
 
 In: a setting. Out: rows. Knows nothing of: how frames are made.
 """
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
-from time import perf_counter
-from typing import Final
+from time import perf_counter, process_time
+from typing import Final, Literal
 
 import torch
 
@@ -46,7 +48,61 @@ def compression(setting: Setting) -> dict[str, Figure]:
             Target("≤", 1.0),
             sizes,
         )
+        rows |= _of_a_place(setting, dtype, num_bytes)
     return rows
+
+
+def _of_a_place(setting: Setting, dtype: torch.dtype, num_bytes: int) -> dict[str, Figure]:
+    name, plain = str(dtype).removeprefix("torch."), "the same at a place without compression="
+    state, folder = _weights(dtype, num_bytes), setting.folder / "places"
+
+    def moved(compression: Literal["zstd"] | None) -> tuple[float, float, float]:
+        """Processor seconds of a copy, seconds of a load from there, and MiB there."""
+        shutil.rmtree(folder, ignore_errors=True)
+        far = async_ckpt.Place(folder / "far", compression=compression)
+        with async_ckpt.AsyncCheckpointer([folder / "near", far]) as ckpt:
+            handle = ckpt.save(state, step=1)
+            handle.result()
+            begin = process_time()
+            handle.at(far).result()
+            ckpt.wait()
+            seconds = process_time() - begin
+        begin = perf_counter()
+        async_ckpt.load(folder / "far")
+        loading = perf_counter() - begin
+        return seconds, loading, sum(path.stat().st_size for path in folder.glob("far/step_*/*.tar")) / MIB
+
+    pairs = side_by_side(setting.few_rounds, lambda: moved("zstd"), lambda: moved(None))
+    per_gb = num_bytes / 1e9
+    return {
+        f"place_{name}_size": Figure(
+            f'size of {num_bytes // MIB} MiB of {name} weights at a place with compression="zstd"',
+            "MiB",
+            plain,
+            Target("≤", 0.84 if dtype == torch.float32 else 0.7),
+            [(a[2], b[2]) for a, b in pairs],
+        ),
+        f"place_{name}_copy": Figure(
+            f"processor time of the copy of {name} weights to that place, compression included",
+            "s per GB",
+            plain,
+            None,
+            [(a[0] / per_gb, b[0] / per_gb) for a, b in pairs],
+        ),
+        f"place_{name}_load": Figure(
+            f"load from that place, a disk, of {name} weights",
+            "s per GB",
+            plain,
+            None,
+            [(a[1] / per_gb, b[1] / per_gb) for a, b in pairs],
+        ),
+    }
+
+
+def _weights(dtype: torch.dtype, num_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Of the scale that layers are initialised with, and stay near to."""
+    count = num_bytes // dtype.itemsize // 16
+    return {"model": {f"layers.{i}.weight": (torch.randn(count) * 0.02).to(dtype) for i in range(16)}}
 
 
 def _beside_gzip(
@@ -55,9 +111,7 @@ def _beside_gzip(
     folder = setting.folder / "compression"
     folder.mkdir(parents=True, exist_ok=True)
     zst, plain, gz = folder / "x.tar.zst", folder / "x.pt", folder / "x.tar.gz"
-    count = num_bytes // dtype.itemsize // 16
-    # The scale that layers are initialised with, and stay near to.
-    state = {"model": {f"layers.{i}.weight": (torch.randn(count) * 0.02).to(dtype) for i in range(16)}}
+    state = _weights(dtype, num_bytes)
     torch.save(state, plain)
     async_ckpt.save(state, zst).result()
 

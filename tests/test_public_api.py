@@ -130,7 +130,7 @@ SIGNATURES = {
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False, good=None, bytes=None, free=None)",
     async_ckpt.Ema: "(decay, groups=('model',))",
-    async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None, every=None, volatile=None)",
+    async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None, every=None, volatile=None, compression=None)",
     async_ckpt.Publisher: "(root, *, anchor_every=20, encoding='xor', keep=None, acknowledged=None, on_rollback=None, host_bytes=None, local=False)",
     async_ckpt.Publisher.publish: "(self, state_or_snapshot, version, config_folder=None, *, guard=None)",
     async_ckpt.Publisher.wait_readable: "(self, version, timeout=None)",

@@ -712,11 +712,11 @@ def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | Non
 
 
 def _send_archive(
-    pace_of: Callable[[Storage], Pace | None], source: Storage, target: Storage, path: str, archive: Archive
+    pace_of: Callable[[Storage], Pace | None], source: Storage, target: Run, path: str, archive: Archive
 ) -> None:
     from ..core.loading.catch_up import send_archive  # only a run at places that nodes have for themselves needs it
 
-    send_archive(source, target, path, archive, pace=pace_of(target))
+    send_archive(source, target, path, archive, pace=pace_of(target.storage))
 
 
 def _copy_step(source: Run, target: Run, step: int, **options: Any) -> list[int]:

@@ -24,6 +24,7 @@ from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
+from ..storage.compressed import open_decompressed
 from ..storage.interface import Reader, Storage
 from ..storage.pace import Pace
 from .archives.archive import OpenArchive
@@ -132,6 +133,7 @@ def copy_step(
             finished=lambda sink: locks.callback(sink.close),
             pace=pace,
             pool=pool,
+            compresses=target.compresses,
         )
         run_together("send", [partial(send, check) for send in sends], max_threads=_SENT_AT_ONCE)
         for path, archive in sent.items():
@@ -152,13 +154,13 @@ def copy_step(
     return [*committed, step]
 
 
-def send_archive(source: Storage, target: Storage, path: str, archive: Archive, *, pace: Pace | None = None) -> None:
+def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, pace: Pace | None = None) -> None:
     """Copy one archive of a step to another place, verified, for a process that commits the step there.
 
     Raises as `copy_step`.
     """
     parcel = _Original(source, path, -1, archive, lambda _: None).parcel(path)
-    copy([parcel], target, background=True, pace=pace)
+    copy([parcel], target.storage, background=True, pace=pace, compresses=target.compresses)
 
 
 @contextlib.contextmanager
@@ -176,7 +178,8 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
     by all of its bytes.
     """
     try:
-        with storage.open(path) as reader:
+        with storage.open(path) as stored:
+            reader = open_decompressed(stored, path, archive.num_bytes)
             if (
                 reader.num_bytes != archive.num_bytes
                 or OpenArchive(reader, path=path, verify=True).digest != archive.digest
@@ -212,6 +215,7 @@ class _Original:
         except FileNotFoundError as error:
             raise missing_error(shown, self._step) from error
         try:
+            reader = open_decompressed(reader, shown, self._archive.num_bytes)
             opened = OpenArchive(reader, path=shown, verify=True)
             if (reader.num_bytes, opened.digest) != (self._archive.num_bytes, self._archive.digest):
                 raise opened.corrupt("it is not the archive that its manifest names")

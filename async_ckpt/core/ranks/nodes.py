@@ -44,7 +44,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 # Copies an archive from place to place, verified: `loading.catch_up.send_archive`.
-SendArchive: TypeAlias = Callable[[Storage, Storage, str, Archive], None]
+SendArchive: TypeAlias = Callable[[Storage, Run, str, Archive], None]
 
 
 class RunNodes:
@@ -217,7 +217,7 @@ class RunNodes:
     def _copy(self, place: int, path: str, to: int, num_bytes: int, digest: str) -> None:
         """Copy an archive from the disk of this node to another place."""
         source = LocalStorage(self._runs[place].storage.locate(""))
-        self._send(source, self._runs[to].storage, path, Archive(path.rpartition("/")[2], num_bytes, digest))
+        self._send(source, self._runs[to], path, Archive(path.rpartition("/")[2], num_bytes, digest))
 
     def _address(self) -> dict[str, Any]:
         assert self._server is not None

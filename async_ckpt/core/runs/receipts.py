@@ -16,6 +16,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
@@ -220,7 +221,8 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
     """The committed steps, by their folders, that lack an object of their own or of a step that lends to them, or have
     one of another size; with the object, in words. Whatever else says that a step is broken says it of these.
 
-    `storage` is the root. The bytes of archives are not read, and a layout is not looked for: a step loads without it.
+    `storage` is the root. Of archives only the tables of compressed ones are read. A layout is not looked for: a step
+    loads without it.
     A step that is deleted or replaced meanwhile is left out.
     """
     wanted: dict[str, list[tuple[str, Archive]]] = {}
@@ -240,11 +242,25 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
             wrong[folder] = str(error)
 
     def look(folder: str) -> None:
-        sizes[folder] = storage.sizes(folder)
+        sizes[folder] = {**storage.sizes(folder)}
+
+    def look_inside(folder: str, one: Archive) -> None:
+        from ..storage.compressed import open_decompressed  # a sound run at its first place does without
+
+        path = f"{folder}/{one.name}"
+        with suppress(FileNotFoundError, IsADirectoryError, CorruptCheckpointError), storage.open(path) as reader:
+            sizes[folder][one.name] = open_decompressed(reader, path).num_bytes
 
     look_all(storage, [partial(expand, *one) for one in manifests.items()])
-    sizes: dict[str, Mapping[str, int]] = {holder: {} for objects in wanted.values() for holder, _ in objects}
+    sizes: dict[str, dict[str, int]] = {holder: {} for objects in wanted.values() for holder, _ in objects}
     look_all(storage, [partial(look, folder) for folder in sizes])
+    of_other_sizes = {
+        (holder, one)
+        for objects in wanted.values()
+        for holder, one in objects
+        if sizes[holder].get(one.name, one.num_bytes) != one.num_bytes
+    }
+    look_all(storage, [partial(look_inside, *one) for one in of_other_sizes])
     for folder, objects in wanted.items():
         for holder, one in objects:
             found = sizes[holder].get(one.name)

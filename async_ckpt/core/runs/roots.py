@@ -434,8 +434,8 @@ def open_roots(
 ) -> Roots:
     """The runs at one root, or several. No request is made. `max_bandwidth` is only noted for other processes.
 
-    Raises ValueError for no root, for equal roots and for a root inside another one, NotADirectoryError for a file, and
-    the errors of `Place.storage`.
+    Raises ValueError for no root, for equal roots, for a root inside another one, and for compression at the first, or
+    only one; ImportError for missing packages, NotADirectoryError for a file, and the errors of `Place.storage`.
     """
     is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
     places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
@@ -445,6 +445,14 @@ def open_roots(
     for storage in storages:
         if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
             raise NotAFolderError(f"{storage.root} is a file; a run needs a folder")
+    if places[0].compression is not None:
+        raise ValueError(
+            f"{places[0]!r}: compression= is for a further place, to which steps are copied; give a place before it"
+        )
+    if any(place.compression for place in places):
+        from ..storage.compressed import refuse_if_missing  # most runs do without
+
+        refuse_if_missing(with_planes=True)
     names = [storage.locate("") for storage in storages]
     if len(set(names)) < len(names):
         raise ValueError(f"two roots are the same: {', '.join(names)}")
@@ -465,6 +473,7 @@ def open_roots(
                 keep=keep_of(place.keep),
                 every=place.every,
                 is_volatile=len(places) > 1 and place.is_volatile,
+                compresses=place.compression is not None,
                 opening=opening,
             )
             for storage, place in zip(storages, places, strict=True)

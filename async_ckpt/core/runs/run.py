@@ -95,10 +95,12 @@ class Run:
         keep: Keep | None = None,
         every: int | None = None,
         is_volatile: bool = False,
+        compresses: bool = False,
         opening: str = "",
     ) -> None:
         """`every`: copies from other roots bring only multiples of this. `is_volatile`: a reboot loses what is here.
-        `opening` is a random text for the checkpointer, the same at all of its roots.
+        `compresses`: archives that are copied here are compressed. `opening` is a random text for the checkpointer, the
+        same at all of its roots.
 
         Raises ValueError for `Keep(free=)` at a place that does not tell how much is free there.
         """
@@ -110,6 +112,7 @@ class Run:
         self._opening = opening or os.urandom(4).hex()
         self.root = Root(storage, step_format)
         self.keep, self.is_volatile, self._every = keep or Keep(), is_volatile, every
+        self.compresses = compresses
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on

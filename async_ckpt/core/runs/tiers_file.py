@@ -41,6 +41,7 @@ class TiersFile(NamedTuple):
                 "keep": asdict(keep_of(place.keep)),
                 "every": place.every,
                 "volatile": place.is_volatile,
+                "compression": place.compression,
             }
             for place in self.places
         ]
@@ -70,7 +71,7 @@ def read(place: Place) -> TiersFile | None:
             )
         places, at = [*items(fields["places"], _place)], count(fields["at"])
         own = places[at]
-        places[at] = replace(place, keep=own.keep, every=own.every, volatile=own.volatile)
+        places[at] = replace(place, keep=own.keep, every=own.every, volatile=own.volatile, compression=own.compression)
         limit = fields["max_bandwidth"]
         return TiersFile(tuple(places), _naming(fields["naming"]), None if limit is None else number(limit))
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -92,6 +93,7 @@ def _place(raw: object) -> Place:
         keep=Keep(**keep),
         every=fields["every"],
         volatile=fields["volatile"],
+        compression=fields.get("compression"),
     )
 
 

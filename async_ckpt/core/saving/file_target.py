@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from ...errors import IsAFolderError
-from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
+from ..storage.compressed import CompressingSink, Zstd, ZstdFrames, promises_zstd, refuse_if_missing
 from ..storage.interface import Sink, Storage
 from ..storage.locks import refuse_in_running, temps_of
 from ..storage.place import Place
@@ -59,12 +59,13 @@ class FileTarget(Target):
         if not self.storage.remote:
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
         if self._zstd is not None:
-            return ZstdSink(
+            return CompressingSink(
                 self.storage,
                 self._name,
                 num_bytes=num_bytes,
                 segment_bytes=segment_bytes,
-                settings=self._zstd,
+                packing=ZstdFrames(self._zstd.level),
+                num_threads=self._zstd.num_threads,
             )
         return super().open(num_bytes, segment_bytes, max_segments)
 

@@ -516,7 +516,8 @@ class Mover:
 
     def _may_follow(self, step: int) -> bool:
         is_idle = not (self._is_running or self._is_stopped or self._followed or self._error or self._is_elsewhere)
-        if self.run.keep.free is not None:  # room is made before a copy, and a save does not wait for that
+        # Room is made before a copy, and compression takes its time: a save does not wait for either.
+        if self.run.keep.free is not None or self.run.compresses:
             return False
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
@@ -710,8 +711,9 @@ class Mover:
                 error = None
             except CheckpointError as failed:
                 error = failed
-            except OSError as failed:
-                error = StorageUnavailableError(f"{self.shown}: {failed}", path=self.shown)
+            except Exception as failed:  # a client may raise anything, and nobody must wait for a thread that has ended
+                why = failed if isinstance(failed, OSError) else repr(failed)
+                error = StorageUnavailableError(f"{self.shown}: {why}", path=self.shown)
             self.moving = None
             with self._lock:
                 is_news, self._error, self._num_failed = str(error) != str(self._error), error, self._num_tried

@@ -58,13 +58,14 @@ def copy(
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
     pace: Pace | None = None,
     pool: SegmentPool | None = None,
+    compresses: bool = False,
 ) -> None:
     """Copy objects; each appears whole, as soon as it is durable. After an error no more objects appear.
 
     `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
     of each finished object, and closes it. With `background`, the processors are left to the training. `pace` limits
     the bandwidth of the writes. `pool` is the memory of copies that follow one another, made by `new_pool`; no other
-    copy may be using it.
+    copy may be using it. With `compresses`, the objects are archives, which become tars of compressed blocks.
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
     if parcels:
@@ -77,8 +78,10 @@ def copy(
     lasts = pool is not None and pool.segment_bytes == segment_bytes
     job = _Copy(to, pool if pool is not None and lasts else new_pool(segment_bytes), check, finished, pace)
     usual = _NUM_BACKGROUND_THREADS if background else _NUM_THREADS
-    crew = Crew("copy", num_threads or usual, background=background)
-    transfers = [_Transfer(parcel, job) for parcel in parcels]
+    num_threads = num_threads or usual
+    crew = Crew("copy", num_threads, background=background)
+    create = partial(_compressed, to, num_threads) if compresses else to.create
+    transfers = [_Transfer(parcel, job, create) for parcel in parcels]
     try:
         crew.run_all(task for transfer in transfers for task in transfer.tasks())
     except BaseException:
@@ -90,6 +93,15 @@ def copy(
         job.pool.remove_reliever(job.relieve)
         if not lasts:
             job.pool.close()
+
+
+def _compressed(to: Storage, num_threads: int, path: str, *, num_bytes: int, segment_bytes: int, **_: object) -> Sink:
+    from .compressed import BlocksInTar, CompressingSink  # most runs do without
+
+    packing = BlocksInTar(num_bytes)
+    return CompressingSink(
+        to, path, num_bytes=num_bytes, segment_bytes=segment_bytes, packing=packing, num_threads=num_threads
+    )
 
 
 def new_pool(segment_bytes: int = _SEGMENT_BYTES) -> SegmentPool:
@@ -166,8 +178,9 @@ class _Copy:
 class _Transfer:
     """The transfer of one object. Its first segment opens reader and sink, the last one finishes the sink."""
 
-    def __init__(self, parcel: Parcel, job: _Copy) -> None:
-        self._parcel = parcel
+    def __init__(self, parcel: Parcel, job: _Copy, create: Callable[..., Sink]) -> None:
+        """`create` is called as `Storage.create`."""
+        self._parcel, self._create = parcel, create
         self._copy = job
         self._num_left = -(-parcel.num_bytes // job.segment_bytes)  # under _lock
         self._ends: tuple[Reader, Sink] | None = None  # under _lock, which is held while they are opened
@@ -224,7 +237,7 @@ class _Transfer:
     def _create_sink(self, reader: Reader) -> Sink:
         if reader.num_bytes != self._parcel.num_bytes:
             raise self._changed_error()
-        sink = self._copy.to.create(
+        sink = self._create(
             self._parcel.path,
             num_bytes=self._parcel.num_bytes,
             segment_bytes=self._copy.segment_bytes,

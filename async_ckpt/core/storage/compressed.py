@@ -1,7 +1,7 @@
-"""Compression of objects on their way to a sink, and decompression of ranges: zstd frames of one digest block each.
+"""Compression of objects on their way to a sink, and decompression of ranges: block by block of their digests.
 
-In: segments in any order. Out: an object of independent frames in file order, with a seek table; ranges of the
-uncompressed bytes. Knows nothing of: tar, tensors.
+In: segments in any order. Out: an object of independent blocks in file order, with a table of their sizes; ranges of
+the uncompressed bytes. Knows nothing of: tensors.
 
 The threads that bring segments compress them; none waits for another. A segment that comes long before its turn stays
 uncompressed, on loan, so that memory stays within the pool.
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 from ...errors import CorruptCheckpointError, ForeignFileError
-from ..format import index, zstd
+from ..format import blocks, index, tar, zstd
 from ..host.limits import num_cpus
-from ..spec import BLOCK_BYTES
+from ..spec import BLOCK_BYTES, KIB, Extent
 from .interface import MemoryLoan, Reader, Storage
 from .sequential import Appender
 
@@ -28,6 +31,15 @@ _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
 _NUM_CACHED: Final = 4
+# Blocks that one request reads: 32 MiB before compression.
+_NUM_AT_ONCE: Final = 8
+# zstd's parameters for planes, at level 1: hardly a search for repetitions, which weights do not have. Matches found by
+# chance take twice the time, and save less than the code lengths of the bytes would.
+_OF_PLANES: Final = {"hash_log": 6}
+# The planes that a block may be divided into: four serve numbers of 2, 4 and 8 bytes. A sample tells which is best.
+_PLANES: Final = (1, 4)
+_SAMPLE_BYTES: Final = 16 * KIB
+_NUM_SAMPLES: Final = 4
 # The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
 # As many bytes hold the first block of any frame.
 _FIRST_BYTES: Final = 256 * 1024
@@ -88,20 +100,137 @@ def refuse_archive_name(path: str) -> None:
         raise ValueError(f"{path}: a folder must not have the name of a compressed archive; give another name")
 
 
-def refuse_if_missing() -> None:
-    """Raise ImportError if the package for compression is missing."""
+def refuse_if_missing(*, with_planes: bool = False) -> None:
+    """Raise ImportError if a package for compression is missing."""
     zstandard_package()
+    if with_planes:
+        numpy_package()
 
 
-def open_decompressed(reader: Reader, path: str) -> Reader:
-    """A reader of the content: `reader` itself if that is not compressed. Raises CorruptCheckpointError."""
-    magic = bytearray(min(4, reader.num_bytes))
-    reader.read_into(0, memoryview(magic))
-    return ZstdReader(reader, path) if zstd.begins(magic) else reader
+def open_decompressed(reader: Reader, path: str, num_bytes: int | None = None) -> Reader:
+    """A reader of the content: `reader` itself if that is not compressed, or has `num_bytes`, the size of the content
+    as far as the caller knows it. Raises CorruptCheckpointError.
+    """
+    if reader.num_bytes == num_bytes:
+        return reader
+    beginning = bytearray(min(blocks.HEAD_BYTES, reader.num_bytes))
+    reader.read_into(0, memoryview(beginning))
+    if blocks.begins(beginning):
+        return BlocksInTarReader(reader, path, beginning)
+    return ZstdReader(reader, path) if num_bytes is None and zstd.begins(beginning) else reader
 
 
-class ZstdSink:
-    """A sink that compresses on the way to another sink. A StepTarget creates it for one delivery. From any thread."""
+class Packing(Protocol):
+    """The form of an object that is compressed in blocks. Only `pack` is called from several threads."""
+
+    def head(self) -> bytes:
+        """The bytes before the first block."""
+
+    def pack(self, number: int, data: memoryview) -> tuple[list[bytes], Any]:
+        """The block of this number, compressed, and what `end` is to know of it."""
+
+    def end(self, facts: list[Any]) -> bytes:
+        """The bytes after the last block; the facts of all blocks are given in order."""
+
+
+class ZstdFrames(Packing):
+    """Zstd frames of one digest block each, with a seek table: `x.tar.zst`."""
+
+    def __init__(self, level: int) -> None:
+        self._compress = _compressor(level)
+
+    def head(self) -> bytes:
+        return b""
+
+    def pack(self, number: int, data: memoryview) -> tuple[list[bytes], zstd.ZstdFrame]:  # noqa: ARG002
+        frame = self._compress(data)
+        return [frame], zstd.ZstdFrame(len(frame), len(data))
+
+    def end(self, facts: list[zstd.ZstdFrame]) -> bytes:
+        return zstd.dump(facts)
+
+
+class BlocksInTar(Packing):
+    """A tar with a member for each digest block of an archive: its byte planes, compressed by zstd.
+
+    The first bytes of all numbers come first, then all second bytes, and so on: the exponents of weights are much
+    alike, and their other bytes are not.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes, self._compress = num_bytes, _compressor(1, _OF_PLANES)
+        self._of_thread = threading.local()
+
+    def head(self) -> bytes:
+        return blocks.head(self._num_bytes)
+
+    def pack(self, number: int, data: memoryview) -> tuple[list[bytes], blocks.CompressedBlock]:
+        planes = self._best_planes(data)
+        frame = self._compress(self._divided(data, planes))
+        block = blocks.CompressedBlock(len(frame), planes)
+        return [blocks.block_header(number, block), frame, bytes(tar.padding_after(len(frame)))], block
+
+    def _best_planes(self, data: memoryview) -> int:
+        """The number of planes by which a sample becomes smallest: a block may have numbers of several sizes.
+
+        Each plane of the sample is compressed by itself, as those of the block are: they are longer than zstd's blocks.
+        """
+        step = max(_SAMPLE_BYTES, len(data) // _NUM_SAMPLES // _SAMPLE_BYTES * _SAMPLE_BYTES)
+        sample = memoryview(b"".join(data[begin : begin + _SAMPLE_BYTES] for begin in range(0, len(data), step)))
+
+        def size_in(planes: int) -> int:
+            length, divided = len(sample) // planes, self._divided(sample, planes)
+            return sum(len(self._compress(divided[begin : begin + length])) for begin in range(0, len(sample), length))
+
+        return min((planes for planes in _PLANES if len(data) % planes == len(sample) % planes == 0), key=size_in)
+
+    def _divided(self, data: memoryview, planes: int) -> memoryview:
+        """The bytes of numbers of `planes` bytes, plane by plane; until this thread divides something else."""
+        if planes == 1:
+            return data
+        numpy = numpy_package()
+        if not hasattr(self._of_thread, "planes"):  # new memory for each block would take as long as all else
+            self._of_thread.planes = numpy.empty(BLOCK_BYTES, numpy.uint8)
+        found = self._of_thread.planes[: len(data)].reshape(planes, -1)
+        numbers = numpy.frombuffer(data, f"<u{planes}")
+        for plane in range(planes):  # twice as fast as copying every fourth byte
+            numpy.right_shift(numbers, 8 * plane, out=found[plane], casting="unsafe")
+        return memoryview(found).cast("B")
+
+    def end(self, facts: list[blocks.CompressedBlock]) -> bytes:
+        return blocks.end(facts)
+
+
+def _join(data: bytes, planes: int, target: memoryview) -> None:
+    """Fill `target` with the bytes that were divided."""
+    if planes == 1:
+        target[:] = data
+        return
+    numpy = numpy_package()
+    *lower, upper = numpy.frombuffer(data, numpy.uint8).reshape(planes, -1)
+    numbers = numpy.frombuffer(target, f"<u{planes}")
+    numpy.copyto(numbers, upper)
+    for plane in reversed(lower):
+        numbers <<= 8
+        numbers |= plane
+
+
+def _compressor(level: int, settings: Mapping[str, int] = MappingProxyType({})) -> Callable[[memoryview], bytes]:
+    """A function that compresses, from any thread; each thread keeps its tables between calls."""
+    package, local = zstandard_package(), threading.local()
+
+    def compress(data: memoryview) -> bytes:
+        if not hasattr(local, "compressor"):
+            chosen = package.ZstdCompressionParameters.from_level(level, **settings, write_checksum=True)
+            local.compressor = package.ZstdCompressor(compression_params=chosen)
+        compressed: bytes = local.compressor.compress(data)
+        return compressed
+
+    return compress
+
+
+class CompressingSink:
+    """A sink that compresses on the way to another sink, which it creates. From any thread."""
 
     retryable = False  # compressed segments are not kept
 
@@ -112,24 +241,23 @@ class ZstdSink:
         *,
         num_bytes: int,
         segment_bytes: int,
-        settings: Zstd,
+        packing: Packing,
+        num_threads: int,
     ) -> None:
-        zstandard_package()
         limit = int(num_bytes * (1 + _GROWTH)) + _SLACK_BYTES
         self._appender = Appender(storage, path, limit_bytes=limit)
-        self._settings = settings
+        self._packing, self._num_threads = packing, num_threads
         self._segment_bytes = segment_bytes
         self._num_segments = -(-num_bytes // segment_bytes)
         self._lock = threading.Lock()
         # Under _lock, like all below:
         self._waiting: dict[int, tuple[memoryview, MemoryLoan]] = {}  # not compressed yet
-        self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # frames of segments, until their turn
+        self._compressed: dict[int, list[tuple[list[bytes], Any]]] = {}  # segments, until their turn
         self._next = 0  # the next segment to append
         self._num_compressing = 0
         self._appending = False
         self._error: BaseException | None = None
-        self._frames: list[zstd.ZstdFrame] = []  # of the thread that appends
-        self._local = threading.local()
+        self._facts: list[Any] = []  # of the blocks; the thread that appends has them
 
     @property
     def num_bytes(self) -> int:
@@ -164,7 +292,7 @@ class ZstdSink:
         """The earliest segment, to be compressed; None if enough threads are compressing or its turn is far away."""
         with self._lock:
             number = min(self._waiting, default=None)
-            limit = self._settings.num_threads
+            limit = self._num_threads
             if number is None or self._num_compressing >= limit or number > self._next + 2 * limit:
                 return None
             self._num_compressing += 1
@@ -172,21 +300,15 @@ class ZstdSink:
 
     def _compress(self, number: int, data: memoryview, lease: MemoryLoan) -> None:
         try:
-            compressor = self._compressor()
-            blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
-            frames = [(compressor.compress(block), len(block)) for block in blocks]
+            first = number * self._segment_bytes // BLOCK_BYTES
+            begins = range(0, len(data), BLOCK_BYTES)
+            packed = [self._packing.pack(first + n, data[at : at + BLOCK_BYTES]) for n, at in enumerate(begins)]
         finally:
             lease.release()
             with self._lock:
                 self._num_compressing -= 1
         with self._lock:
-            self._compressed[number] = frames
-
-    def _compressor(self) -> Any:
-        """The compressor of this thread, which keeps its tables between frames."""
-        if not hasattr(self._local, "compressor"):
-            self._local.compressor = zstandard_package().ZstdCompressor(level=self._settings.level, write_checksum=True)
-        return self._local.compressor
+            self._compressed[number] = packed
 
     def _append_due(self) -> None:
         """Append compressed segments in file order. One thread at a time does so, for all others."""
@@ -195,11 +317,12 @@ class ZstdSink:
                 if self._appending or self._error or self._next not in self._compressed:
                     return
                 self._appending = True
-                frames = self._compressed.pop(self._next)
+                packed = self._compressed.pop(self._next)
             try:
-                for frame, num_bytes in frames:
-                    self._appender.append(memoryview(frame))
-                    self._frames.append(zstd.ZstdFrame(len(frame), num_bytes))
+                for parts, facts in packed:
+                    for part in parts if self._facts else [self._packing.head(), *parts]:
+                        self._appender.append(memoryview(part))
+                    self._facts.append(facts)
             finally:
                 with self._lock:
                     self._appending = False
@@ -208,7 +331,7 @@ class ZstdSink:
     def finish(self, num_bytes: int | None = None) -> None:  # noqa: ARG002
         if self._next != self._num_segments:
             raise RuntimeError(f"{self._next} segments arrived of {self._num_segments}")
-        self._appender.append(memoryview(zstd.dump(self._frames)))
+        self._appender.append(memoryview(self._packing.end(self._facts)))
         self._appender.finish()
 
     def abort(self) -> None:
@@ -233,54 +356,132 @@ class ZstdSink:
         return False  # nothing is kept for another attempt
 
     def __repr__(self) -> str:
-        return f"<ZstdSink level {self._settings.level} {self._next}/{self._num_segments} segments, {self._appender!r}>"
+        return f"<CompressingSink {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
-class ZstdReader(Reader):
-    """Ranges of a compressed object. Only the frames that a range touches are read. From any thread."""
+class DamagedBlocksError(CorruptCheckpointError):
+    """Blocks that cannot be decompressed, by their numbers; what lies beside them was read."""
+
+    blocks: tuple[int, ...] = ()
+
+
+class _InBlocks(Reader):
+    """Ranges of an object that is compressed in blocks. Only blocks that a range touches are read. From any thread."""
+
+    def __init__(self, reader: Reader, path: str, extents: Sequence[Extent], sizes: Iterable[int]) -> None:
+        """`extents` are those of the compressed blocks, one behind the other, and `sizes` those of their contents."""
+        self._reader, self._path, self._extents = reader, path, extents
+        self._starts = [0, *accumulate(sizes)]
+        self.num_bytes = self._starts[-1]
+        self._lock = threading.Lock()
+        # The last blocks, which neighbouring ranges touch too; under _lock.
+        self._cached: dict[int, memoryview] = {}
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target`. Raises DamagedBlocksError once all other blocks are read."""
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"{self._path} ends at byte {self.num_bytes:,}")
+        damaged: list[tuple[int, Exception]] = []
+        while target:
+            first = bisect.bisect_right(self._starts, offset) - 1
+            beyond = bisect.bisect_left(self._starts, offset + len(target))
+            for number, fill in self._blocks(range(first, min(beyond, first + _NUM_AT_ONCE))):
+                length = min(self._starts[number + 1] - offset, len(target))
+                try:
+                    fill(offset - self._starts[number], target[:length])
+                except (zstandard_package().ZstdError, ValueError) as error:
+                    damaged.append((number, error))
+                offset, target = offset + length, target[length:]
+        if damaged:
+            number, why = damaged[0]
+            failure = DamagedBlocksError(f"{self._path}: block {number} is damaged ({why})", path=self._path)
+            failure.blocks = tuple(self._starts[number] // BLOCK_BYTES for number, _ in damaged)
+            raise failure
+
+    def _blocks(self, numbers: range) -> Iterator[tuple[int, Callable[[int, memoryview], None]]]:
+        """For each of neighbouring blocks, which one request reads, a function that fills memory from a byte on."""
+        with self._lock:
+            cached = {number: self._cached[number] for number in numbers if number in self._cached}
+        begin, last = self._extents[numbers[0]].offset, self._extents[numbers[-1]]
+        stored = memoryview(bytearray(last.end - begin if len(cached) < len(numbers) else 0))
+        if stored:
+            self._reader.read_into(begin, stored)
+        for number in numbers:
+            if number in cached:
+                yield number, partial(_fill, cached[number])
+            else:
+                extent = self._extents[number]
+                yield number, partial(self._fill, number, stored[extent.offset - begin :][: extent.length])
+
+    def _fill(self, number: int, stored: memoryview, begin: int, target: memoryview) -> None:
+        size = self._starts[number + 1] - self._starts[number]
+        if len(target) == size:
+            self._decompress(number, stored, target)
+            return
+        block = memoryview(bytearray(size))
+        self._decompress(number, stored, block)
+        with self._lock:
+            while len(self._cached) >= _NUM_CACHED:
+                del self._cached[next(iter(self._cached))]
+            self._cached[number] = block
+        _fill(block, begin, target)
+
+    def _decompress(self, number: int, stored: memoryview, target: memoryview) -> None:
+        """Fill `target` with the content of a block. Raises ValueError, and ZstdError."""
+        target[:] = self._decompressed(number, stored)
+
+    def _decompressed(self, number: int, data: memoryview) -> bytes:
+        size, package = self._starts[number + 1] - self._starts[number], zstandard_package()
+        content_bytes = package.get_frame_parameters(data).content_size
+        if content_bytes != size:
+            raise ValueError(f"it holds {content_bytes:,} bytes where the table says {size:,}")
+        content: bytes = package.ZstdDecompressor().decompress(data)
+        return content
+
+    def _corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._path}: {why}", path=self._path)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _fill(block: memoryview, begin: int, target: memoryview) -> None:
+    target[:] = block[begin : begin + len(target)]
+
+
+class BlocksInTarReader(_InBlocks):
+    """Ranges of an archive that is kept as `BlocksInTar`."""
+
+    def __init__(self, reader: Reader, path: str, beginning: bytes | bytearray) -> None:
+        """`beginning` is that of the tar."""
+        try:
+            num_bytes = blocks.content_bytes(beginning)
+            end = blocks.end_extent(num_bytes, reader.num_bytes)
+            data = bytearray(end.length)
+            reader.read_into(end.offset, memoryview(data))
+            extents, self._headed = zip(*blocks.parse_end(bytes(data), num_bytes, end.offset), strict=True)
+        except (ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            why = f"the table of its blocks cannot be read ({error}); it is damaged, or cut off"
+            raise CorruptCheckpointError(f"{path}: {why}", path=path) from error
+        sizes = (min(BLOCK_BYTES, num_bytes - begin) for begin in range(0, num_bytes, BLOCK_BYTES))
+        super().__init__(reader, path, extents, sizes)
+
+    def _decompress(self, number: int, stored: memoryview, target: memoryview) -> None:
+        block = self._headed[number]
+        if stored[: tar.BLOCK] != blocks.block_header(number, block):
+            raise ValueError("its header is not what the table says")
+        _join(self._decompressed(number, stored[tar.BLOCK :]), block.planes, target)
+
+
+class ZstdReader(_InBlocks):
+    """Ranges of a `.tar.zst`."""
 
     def __init__(self, reader: Reader, path: str) -> None:
         self._reader, self._path = reader, path
         frames = self._read_table()
-        self._begins = [0, *accumulate(frame.compressed for frame in frames)]
-        self._starts = [0, *accumulate(frame.uncompressed for frame in frames)]
-        self.num_bytes = self._starts[-1]
-        self._lock = threading.Lock()
-        # The last frames, which neighbouring ranges touch too; under _lock.
-        self._cached: dict[int, bytes] = {}
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        if offset + len(target) > self.num_bytes:
-            raise EOFError(f"{self._path} ends at byte {self.num_bytes:,}")
-        while target:
-            number = bisect.bisect_right(self._starts, offset) - 1
-            frame = self._frame(number)
-            begin = offset - self._starts[number]
-            part = memoryview(frame)[begin : begin + len(target)]
-            target[: len(part)] = part
-            offset, target = offset + len(part), target[len(part) :]
-
-    def _frame(self, number: int) -> bytes:
-        with self._lock:
-            cached = self._cached.get(number)
-        if cached is not None:
-            return cached
-        size = self._starts[number + 1] - self._starts[number]
-        data = bytearray(self._begins[number + 1] - self._begins[number])
-        self._read(self._begins[number], data)
-        package = zstandard_package()
-        try:
-            content_bytes = package.get_frame_parameters(data).content_size
-            if content_bytes != size:
-                raise ValueError(f"a frame holds {content_bytes:,} bytes where the seek table says {size:,}")
-            frame: bytes = package.ZstdDecompressor().decompress(data)
-        except (package.ZstdError, ValueError) as error:
-            raise self._corrupt(f"frame {number} is damaged ({error})") from error
-        with self._lock:
-            while len(self._cached) >= _NUM_CACHED:
-                del self._cached[next(iter(self._cached))]
-            self._cached[number] = frame
-        return frame
+        begins = accumulate((frame.compressed for frame in frames), initial=0)
+        extents = [Extent(begin, frame.compressed) for begin, frame in zip(begins, frames, strict=False)]
+        super().__init__(reader, path, extents, (frame.uncompressed for frame in frames))
 
     def _read_table(self) -> list[zstd.ZstdFrame]:
         total = self._reader.num_bytes
@@ -319,12 +520,6 @@ class ZstdReader(Reader):
     def _read(self, offset: int, into: bytearray) -> None:
         self._reader.read_into(offset, memoryview(into))
 
-    def _corrupt(self, why: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self._path}: {why}", path=self._path)
-
-    def close(self) -> None:
-        self._reader.close()
-
 
 def zstandard_package() -> Any:
     try:
@@ -332,3 +527,11 @@ def zstandard_package() -> Any:
     except ImportError:
         raise ImportError('zstd needs zstandard; pip install "async_ckpt[zstd]"') from None
     return zstandard
+
+
+def numpy_package() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        raise ImportError('compression of a place needs numpy; pip install "async_ckpt[zstd]"') from None
+    return numpy

@@ -54,6 +54,8 @@ class Place:
         every: at a further place of an AsyncCheckpointer, copy only the steps that are multiples of this, and the last.
         volatile: whether a reboot loses what lies there, as in a RAM disk. A save to a volatile place is done only once
             it is at the next place that is not. By default tmpfs and ramfs are volatile.
+        compression: at a further place of an AsyncCheckpointer, "zstd" to compress the steps that are copied there, on
+            their way, block by block. All that reads a checkpoint reads them. It needs zstandard and numpy.
 
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """
@@ -66,6 +68,7 @@ class Place:
     keep: int | Keep | None = None
     every: int | None = None
     volatile: bool | None = None
+    compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.url, Place):
@@ -82,6 +85,8 @@ class Place:
             whole_count("every", self.every)
         if self.volatile is not None:
             flag("volatile", self.volatile)
+        if self.compression is not None and self.compression != "zstd":
+            raise ValueError(f'compression of a place must be "zstd" or None, got {self.compression!r:.100}')
         if self.fs is not None and not (hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))):
             raise TypeError(f'fs must be a filesystem of fsspec, such as fsspec.filesystem("s3"), got {self.fs!r:.100}')
         if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
@@ -169,6 +174,8 @@ class Place:
             arguments.append(f"every={self.every!r}")
         if self.volatile is not None:
             arguments.append(f"volatile={self.volatile!r}")
+        if self.compression is not None:
+            arguments.append(f"compression={self.compression!r}")
         return f"Place({', '.join(arguments)})"
 
 
@@ -190,11 +197,12 @@ def place_of(where: Anywhere) -> Place:
 
 
 def written_at(where: Anywhere) -> Place:
-    """The Place of something that is not a run. Raises ValueError if it has a retention."""
+    """The Place of something that is not a run. Raises ValueError if it has what only places of a run have."""
     place = place_of(where)
-    if (place.keep, place.every, place.volatile) != (None, None, None):
+    if (place.keep, place.every, place.volatile, place.compression) != (None,) * 4:
         raise ValueError(
-            f"{place!r}: keep=, every= and volatile= are for the places of an AsyncCheckpointer; leave them out here"
+            f"{place!r}: keep=, every=, volatile= and compression= are for the places of an AsyncCheckpointer; leave "
+            "them out here"
         )
     return place
 

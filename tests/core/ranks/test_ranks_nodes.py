@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tarfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -31,10 +32,10 @@ from racing import PATIENCE, until
 ROOT = Path({root!r})
 NODES = {nodes!r}
 
-def opened(**options):
+def opened(far=ROOT / "far", **options):
     near = ROOT / f"node{{NODES[here.rank]}}" / "run"
     near.parent.mkdir(exist_ok=True)
-    return open_run([near, ROOT / "far"], **options)
+    return open_run([near, far], **options)
 
 def live():
     return {{"model": {{"cut": spread(41, 3), "whole": numbered(300, 1000)}}, "step": 0}}
@@ -347,6 +348,24 @@ def test_an_archive_that_is_damaged_on_one_node_is_read_from_the_far_place(world
 
     assert restore(worlds, tmp_path, "aabb") == [[1]] * 4
     assert restore(worlds, tmp_path, "bbaa") == [[1]] * 4
+
+
+def test_each_node_compresses_its_archives_on_their_way_to_the_far_place(worlds, tmp_path):
+    script = """
+ckpt = opened(far=Place(ROOT / "far", compression="zstd"))
+ckpt.save(small(1), 1).at(ROOT / "far").result(PATIENCE)
+ckpt.close()
+"""
+    run(worlds, tmp_path, "aabb", script)
+
+    archives = sorted((tmp_path / "far" / "step_00000001").glob("*.tar"))
+    assert len(archives) == 4
+    for archive in archives:
+        with tarfile.open(archive) as tar:
+            assert tar.getnames() == ["index.json", "blocks/00000000.4.zst", "sizes.txt"]
+    for node in tmp_path.glob("node*"):
+        shutil.rmtree(node)
+    assert restore(worlds, tmp_path, "ab") == [[1]] * 2
 
 
 def test_unchanged_groups_lie_on_the_nodes_that_have_written_them(worlds, tmp_path):

@@ -167,6 +167,24 @@ def test_a_copy_that_fails_is_tried_again_until_the_place_answers(roots, call):
     assert leftovers(roots[1]) == []
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a client's own"), ValueError("odd"), PermissionError("denied")])
+def test_an_error_that_nobody_foresaw_ends_one_copy_and_no_wait(roots, error):
+    with open_run(roots) as ckpt:
+        mover = ckpt._lineage.tiers.movers[0]
+        copy, failed = mover._copy_step, []
+
+        def copy_later(*arguments: Any, **options: Any) -> Any:
+            if not failed:
+                failed.append(error)
+                raise error
+            return copy(*arguments, **options)
+
+        mover._copy_step, mover._may_follow = copy_later, lambda _: False  # type: ignore[method-assign]
+        assert ckpt.save(state_at(1, 9), step=1).at(roots[1]).result(PATIENCE) == 1
+        assert failed
+    assert_holds(roots[1], 1, mib=9)
+
+
 def test_copies_that_follow_one_another_use_the_same_memory_which_closing_frees(roots, pools, monkeypatch):
     monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
     with open_run(roots) as ckpt:

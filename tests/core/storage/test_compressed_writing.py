@@ -21,7 +21,7 @@ from states import MIB, difference, noise
 from async_ckpt import StorageUnavailableError, Zstd, load, save
 from async_ckpt.core.format.zstd import FOOTER_BYTES, ZstdFrame, begins, dump, parse, table_bytes
 from async_ckpt.core.host.pool import Lease, SegmentPool
-from async_ckpt.core.storage.compressed import ZstdReader, ZstdSink
+from async_ckpt.core.storage.compressed import CompressingSink, ZstdFrames, ZstdReader
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.storage.sequential import Appender
 
@@ -117,13 +117,15 @@ class Segments:
         return int(repr(self.pool).split(" MiB, ")[1].split(" of ")[0])
 
 
-def sink_for(storage: Any, segments: Segments, **how: Any) -> ZstdSink:
-    return ZstdSink(
+def sink_for(storage: Any, segments: Segments, **how: Any) -> CompressingSink:
+    settings = Zstd(**how)
+    return CompressingSink(
         storage,
         "x.zst",
         num_bytes=segments.num_bytes,
         segment_bytes=segments.segment_bytes,
-        settings=Zstd(**how),
+        packing=ZstdFrames(settings.level),
+        num_threads=settings.num_threads,
     )
 
 
@@ -158,7 +160,9 @@ def test_segments_by_many_threads_at_once_are_each_there_once(tmp_path, threads)
         random.Random(attempt).shuffle(numbers)
         todo, lock = iter(numbers), threading.Lock()
 
-        def work(sink: ZstdSink = sink, segments: Segments = segments, todo: Any = todo, lock: Any = lock) -> None:
+        def work(
+            sink: CompressingSink = sink, segments: Segments = segments, todo: Any = todo, lock: Any = lock
+        ) -> None:
             while True:
                 with lock:
                     number = next(todo, None)
@@ -193,17 +197,17 @@ def test_a_segment_is_compressed_by_one_thread_even_when_another_comes_in_that_m
     """Two threads see the same earliest segment; one takes it, and the other must find the next."""
     segments = Segments(4, segment_bytes=64 * 1024)
     sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
-    compress, taken = ZstdSink._compress, []
+    compress, taken = CompressingSink._compress, []
     first, go_on = threading.Event(), threading.Event()
 
-    def stopping(self: ZstdSink, number: int, *rest: Any) -> None:
+    def stopping(self: CompressingSink, number: int, *rest: Any) -> None:
         taken.append(number)
         if not first.is_set():
             first.set()
             assert go_on.wait(PATIENCE)
         compress(self, number, *rest)
 
-    monkeypatch.setattr(ZstdSink, "_compress", stopping)
+    monkeypatch.setattr(CompressingSink, "_compress", stopping)
     call = Call(lambda: segments.write(sink, 0))
     assert first.wait(PATIENCE)
     for number in (1, 2, 3):
@@ -220,9 +224,9 @@ def test_a_segment_is_compressed_by_one_thread_even_when_another_comes_in_that_m
 def test_no_more_threads_compress_at_once_than_told(tmp_path, monkeypatch):
     segments = Segments(24, segment_bytes=256 * 1024)
     sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
-    compress, inside, most, lock = ZstdSink._compress, 0, 0, threading.Lock()
+    compress, inside, most, lock = CompressingSink._compress, 0, 0, threading.Lock()
 
-    def counted(self: ZstdSink, *taken: Any) -> None:
+    def counted(self: CompressingSink, *taken: Any) -> None:
         nonlocal inside, most
         with lock:
             inside += 1
@@ -231,7 +235,7 @@ def test_no_more_threads_compress_at_once_than_told(tmp_path, monkeypatch):
         with lock:
             inside -= 1
 
-    monkeypatch.setattr(ZstdSink, "_compress", counted)
+    monkeypatch.setattr(CompressingSink, "_compress", counted)
     for call in [Call(lambda n=n: segments.write(sink, n)) for n in range(24)]:  # type: ignore[misc]
         call.outcome()
     sink.finish()
@@ -244,14 +248,14 @@ def test_after_many_segments_no_more_threads_compress_than_before(tmp_path, monk
     sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
     for number in range(8):
         segments.write(sink, number)
-    compress, inside, go_on = ZstdSink._compress, [], threading.Event()
+    compress, inside, go_on = CompressingSink._compress, [], threading.Event()
 
-    def held(self: ZstdSink, number: int, *rest: Any) -> None:
+    def held(self: CompressingSink, number: int, *rest: Any) -> None:
         inside.append(number)
         assert go_on.wait(PATIENCE)
         compress(self, number, *rest)
 
-    monkeypatch.setattr(ZstdSink, "_compress", held)
+    monkeypatch.setattr(CompressingSink, "_compress", held)
     calls = [Call(lambda n=n: segments.write(sink, n)) for n in range(8, 14)]  # type: ignore[misc]
     until(lambda: len(inside) + sum(not call.is_alive() for call in calls) == 6)
     at_once = len(inside)
@@ -318,14 +322,14 @@ def test_when_it_is_given_up_elsewhere_what_is_held_comes_back_and_nothing_more_
 def test_given_up_while_a_segment_is_compressed_it_ends(tmp_path, monkeypatch):
     segments = Segments(6, segment_bytes=64 * 1024)
     sink = sink_for(LocalStorage(tmp_path), segments, threads=1)
-    compress, inside, go_on = ZstdSink._compress, threading.Event(), threading.Event()
+    compress, inside, go_on = CompressingSink._compress, threading.Event(), threading.Event()
 
-    def stopping(self: ZstdSink, *taken: Any) -> None:
+    def stopping(self: CompressingSink, *taken: Any) -> None:
         inside.set()
         assert go_on.wait(PATIENCE)
         compress(self, *taken)
 
-    monkeypatch.setattr(ZstdSink, "_compress", stopping)
+    monkeypatch.setattr(CompressingSink, "_compress", stopping)
     call = Call(lambda: segments.write(sink, 0))
     assert inside.wait(PATIENCE)
     segments.write(sink, 1)  # is left to the other thread

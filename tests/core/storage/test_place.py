@@ -213,7 +213,7 @@ def test_what_is_no_place_is_refused_with_what_to_give(make, error, message, tmp
 )
 def test_what_is_written_once_has_no_retention(write, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"keep=, every= and volatile= are for the places of an AsyncCheckpointer"):
+    with pytest.raises(ValueError, match=r"volatile= and compression= are for the places of an AsyncCheckpointer"):
         write(Place(tmp_path / "x", keep=3), tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 

@@ -21,6 +21,7 @@ from ...pickles.object_digests import object_digests
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
+from ...storage.compressed import DamagedBlocksError
 from ...storage.interface import Reader
 from .contents import Contents
 from .copies import Copies
@@ -106,7 +107,12 @@ class OpenArchive(Contents):
         if target and self._turned and self._copies is not None:
             self._copies.read_into(offset, target)
         elif target:
-            super().read_into(offset, target)
+            try:
+                super().read_into(offset, target)
+            except DamagedBlocksError as error:
+                if "index" not in vars(self):
+                    raise
+                raise self.damage_error(error.blocks) from error
 
     def _or_from_copies(self, read: Callable[[], T]) -> T:
         """The result of `read`; if this copy fails it, all that is not in memory is from now on read from the others,

@@ -14,6 +14,7 @@ from ....errors import CheckpointError, CorruptCheckpointError, StorageUnavailab
 from ...format import digests, index
 from ...runs.manifest import Archive
 from ...spec import BLOCK_BYTES, align_up
+from ...storage.compressed import DamagedBlocksError, open_decompressed
 from ...storage.interface import Reader, Storage
 
 
@@ -93,7 +94,8 @@ class Copies(Reader):
             shown = storage.locate(self._path)
             try:
                 if storage not in self._readers:  # several threads may open it
-                    self._readers[storage] = self._stack.enter_context(storage.open(self._path))
+                    opened = self._stack.enter_context(storage.open(self._path))
+                    self._readers[storage] = open_decompressed(opened, shown, self.num_bytes)
                 reader = self._readers[storage]
                 if reader is None:
                     continue
@@ -103,7 +105,11 @@ class Copies(Reader):
             except (FileNotFoundError, IsADirectoryError, ValueError):
                 self._readers.setdefault(storage, None)
                 self._holders.note(shown, "it is missing")
-            except EOFError as error:
+            except DamagedBlocksError as error:  # the digests tell which they are
+                self._holders.note(shown, error)
+                yield shown
+            except (EOFError, CorruptCheckpointError) as error:
+                self._readers.setdefault(storage, None)
                 self._holders.note(shown, error)
             except StorageUnavailableError as error:
                 self._away = error

@@ -24,6 +24,7 @@ from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...state.names import Path, Select, selector, shown
 from ...state.skeletons import UnknownChoiceError
+from ...storage.compressed import open_decompressed
 from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
@@ -340,7 +341,7 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
         opened: dict[str, OpenArchive] = {}
 
         def open_one(name: str) -> None:
-            reader = stack.enter_context(storage.open(name))
+            reader = open_decompressed(stack.enter_context(storage.open(name)), storage.locate(name))
             opened[name] = OpenArchive(reader, path=storage.locate(name), verify=True)
             if len(names) > _MAX_OPENERS:
                 opened[name].keep_little()
@@ -391,6 +392,7 @@ def _open_at(
         raise CorruptCheckpointError(
             f"{location!a} is not a file, though its manifest names it", path=location
         ) from error
+    reader = open_decompressed(reader, location, entry.num_bytes)
     if reader.num_bytes != entry.num_bytes:
         raise CorruptCheckpointError(
             f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
