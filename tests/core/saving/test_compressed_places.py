@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import in_process
+from commands import run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing import PATIENCE
@@ -196,8 +196,8 @@ def test_the_command_lists_verifies_and_copies_such_a_run(tmp_path):
     near, far = saved(tmp_path, 1, 2)
 
     def command(*arguments: str | Path) -> str:
-        done = in_process(*arguments)
-        return str(done.stdout) + str(done.stderr)
+        done = run_command(*arguments)
+        return done.stdout + done.stderr
 
     assert "broken" not in command("ls", "--check", tmp_path / "far")
     assert "2 steps, 1 to 2, sound" in command("verify", tmp_path / "far")
@@ -287,7 +287,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, left):
 def test_a_damaged_copy_is_replaced_from_another_place(tmp_path):
     _, far = saved(tmp_path, 1)
     damage(far, 2)
-    assert in_process("cp", tmp_path / "near", tmp_path / "far", "--overwrite").returncode == 0
+    assert run_command("cp", tmp_path / "near", tmp_path / "far", "--overwrite").returncode == 0
     assert verify(tmp_path / "far").steps == (1,)
     assert difference(load(tmp_path / "far"), weights(1)) is None
 
