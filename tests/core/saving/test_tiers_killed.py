@@ -20,8 +20,8 @@ TRAINING = """
 import os, sys
 from async_ckpt import Place
 from states import open_run, state_at
-memory, disk = sys.argv[1:]
-with open_run([Place(memory, volatile=True), disk], keep=2) as ckpt:
+memory, disk, compression = sys.argv[1:]
+with open_run([Place(memory, volatile=True), Place(disk, compression=compression or None)], keep=2) as ckpt:
     step = ckpt.restore(state_at(0, 5)) or 0
     os.write(1, f"restored {step}\\n".encode())
     for step in range(step + 1, step + 200):
@@ -46,8 +46,9 @@ def test_what_was_said_to_be_durable_or_committed_is_restored(
     nursery: Nursery, quick_path: Path, tmp_path: Path, seed: int
 ) -> None:
     dice, memory, disk = random.Random(seed), quick_path / "run", tmp_path / "run"
+    compression = "zstd" if seed % 2 else ""
     for _ in range(2):  # and then the next start
-        child = nursery.start(TRAINING, memory, disk)
+        child = nursery.start(TRAINING, memory, disk, compression)
         child.wait_for_line("restored")
         time.sleep(dice.uniform(0.0, 0.6))
         child.send(signal.SIGKILL)
