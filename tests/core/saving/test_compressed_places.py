@@ -123,8 +123,7 @@ def test_the_tar_names_its_blocks_says_that_it_is_compressed_and_holds_the_archi
 
 def test_the_copy_is_made_by_the_mover_and_not_in_the_pass_of_a_save(tmp_path):
     with open_run(places(tmp_path)) as ckpt:
-        tiers = ckpt._lineage.tiers
-        assert not tiers.may_follow(tiers.runs[0], 1)
+        assert not ckpt._lineage.tiers.movers[0].may_follow(1)
         everywhere(ckpt, ckpt.save(weights(1), step=1))
 
 
