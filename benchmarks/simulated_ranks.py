@@ -45,7 +45,7 @@ from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
 from async_ckpt.core.saving.ledger import Ledger
-from async_ckpt.core.saving.lineage import Lineage, StepCall, StepContents
+from async_ckpt.core.saving.lineage import Lineage, StepCall
 from async_ckpt.core.saving.targets import begin_step
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS
@@ -482,8 +482,7 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        call = StepCall(step, joint)
-        self._target = begin_step(self._lineage, call, self.ranks)[1](StepContents(call))
+        self._target = begin_step(self._lineage, StepCall(step, joint), self.ranks)
         divided, facts, part = self.ranks.divider.divided(self._capture, joint)
         assert part is not None
         self.part = part

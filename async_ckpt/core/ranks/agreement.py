@@ -76,6 +76,16 @@ class Agreement(Rendezvous):
         return any(cause.rank != self.rank and cause.error.startswith(unable) for cause in self._joint.causes)
 
     @property
+    def place(self) -> int:
+        """The number of the run's place that the save goes to; on another rank, once the attempt has its name."""
+        return self._joint.place
+
+    @property
+    def follows(self) -> bool:
+        """Whether the next place gets a copy in the same pass; likewise."""
+        return self._joint.follows
+
+    @property
     def _run(self) -> AttemptPlace:
         return self._places[self._joint.place]
 

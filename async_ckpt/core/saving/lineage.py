@@ -271,8 +271,11 @@ class StepCall(NamedTuple):
         return Driver(image, digest, tuple(driver))
 
 
-class StepContents(NamedTuple):
-    """The contents of one step that is being saved: the call, and what it borrows."""
+@dataclass(slots=True)
+class StepContents:
+    """The contents of one step that is being saved: the call, and what it borrows. The request adds to it as the save
+    is planned.
+    """
 
     call: StepCall
     number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
@@ -281,12 +284,9 @@ class StepContents(NamedTuple):
     over: TakenOver | None = None  # tensors of groups that are written
 
     @property
-    def step(self) -> int:
-        return self.call.step
-
-    @property
-    def joint(self) -> JointSave | None:
-        return self.call.joint
+    def lenders(self) -> Mapping[str, int]:
+        """The borrowed groups, and the steps that have them."""
+        return {lent.group: lent.step for lent in self.borrowed}
 
     def lent(self) -> tuple[GroupLocation, ...]:
         """The archives of earlier steps that this one borrows from."""
@@ -423,7 +423,7 @@ class UnchangedGroups:
         """Note a commit: from now on its groups may be borrowed."""
         if contents.outline is None:
             return
-        step, joint = contents.step, contents.joint
+        step, joint = contents.call.step, contents.call.joint
         with self._lock:
             lent = {**self._written(), **self._written(joint)}
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}

@@ -135,20 +135,21 @@ class Saver:
 
     def _plan(self, request: SaveRequest, optimizers: Optimizers, slot: Slot) -> SavePlan:
         """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
-        make_target, written, joint, contents = request.begin(), request.written(), request.joint, None
-        lenders = written.lenders
+        target, state, contents = request.begin(), request.written(), request.contents
+        lenders = {} if contents is None else contents.lenders
         slot.needs = lenders.values  # from now on, retention keeps these steps
-        if isinstance(written.state, RankShare):  # divided already
-            part = PlannedPart(written.state.captured, written.state.ranks)
+        if isinstance(state, RankShare):  # divided already
+            part = PlannedPart(state.captured, state.ranks)
             captured = part.captured
         else:
-            whole = self._captured(written.state, request.select, request.state_dict_of)
-            contents = request.contents(written, whole)
+            whole = self._captured(state, request.select, request.state_dict_of)
+            request.check_captured(whole)
             # A trainer saves parts of its state one by one, all with its guard; a step of a run has the whole state.
             if contents is not None and request.select is None and not lenders and not whole.completions:
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
-            part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
-            captured, contents = request.taken_over(part.captured, whole, contents)
+            per_rank = () if contents is None else contents.call.per_rank
+            part = self._divided(whole, request.joint, per_rank=per_rank, borrowed=lenders)
+            captured = request.taken_over(part.captured, whole)
         step, over = request.step, None if contents is None else contents.over
         layout = self._planner.lay_out(captured, step, part.facts, () if over is None else [*over.lenders])
         if contents is not None and over is not None:
@@ -160,13 +161,12 @@ class Saver:
             shared.lie_in(layout)
         return SavePlan(
             step,
-            make_target(contents),
+            target,
             captured,
             first_device(captured.tensors),
             layout,
             shared,
             self._planner.group_digests(layout, step),
-            request.unchanged_in(written, contents),
             over,
         )
 
@@ -191,7 +191,7 @@ class Saver:
         copy_name = f"the copy of {named(plan.step, target.path)}"
         snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
         attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
-        save = StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
+        save = StateSave(plan.step, attempt, snapshot, len(captured.specs), groups)
         if over is not None:
             save.finished.add_done_callback(lambda _: over.drop())
         return save

@@ -10,7 +10,6 @@ ones. The story waits for the last, and decides whether the archive is committed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
@@ -26,7 +25,7 @@ from ..runs.manifest import Archive, SaveTimes
 from ..staging.snapshot import Snapshot
 from ..storage.interface import Sink, Storage
 from ..timing import Spans
-from .block_digests import GroupDigest, GroupDigests
+from .block_digests import GroupDigests
 from .drain import Drain, Lane, Writers
 from .save import Save, SaveState
 from .target import SaveOutcome, Target
@@ -35,8 +34,6 @@ from .target import SaveOutcome, Target
 _FOLLOW_SECONDS: Final = 0.05
 # Between two looks whether a copy there has to be sent again.
 _LOOK_SECONDS: Final = 0.5
-
-UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 
 class Staging(Protocol):
@@ -349,20 +346,13 @@ class StateSave(Save):
     """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to its target."""
 
     def __init__(
-        self,
-        step: int | None,
-        attempt: Attempt,
-        snapshot: Snapshot,
-        num_tensors: int,
-        groups: GroupDigests,
-        unchanged_in: UnchangedIn,
+        self, step: int | None, attempt: Attempt, snapshot: Snapshot, num_tensors: int, groups: GroupDigests
     ) -> None:
-        """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
         drain = attempt.drain
         super().__init__(step, attempt.target.path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
         self.called = attempt.called
-        self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
+        self._num_tensors, self._groups = num_tensors, groups
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         attempt = self.attempt
@@ -372,7 +362,7 @@ class StateSave(Save):
             call_seconds,
             step=self.handle.step,
             num_tensors=self._num_tensors,
-            unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
+            unchanged_groups=attempt.target.unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
         self.written_bytes = attempt.written_bytes
         attempt.target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)

@@ -13,6 +13,7 @@ from ..host.loop import OffLoop
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..storage.interface import Sink, Storage
+from .block_digests import GroupDigest
 from .finite import FiniteCheck
 
 
@@ -112,6 +113,10 @@ class Target:
 
     def commit(self, archives: tuple[Archive, ...]) -> None:
         """Make the durable object the checkpoint."""
+
+    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:  # noqa: ARG002
+        """The groups with the bytes of the commit before. Called once, after the commit."""
+        return ()
 
     def promise(self) -> Future[int] | None:
         """After the commit: what the save waits for still, if there is anything."""

@@ -288,27 +288,8 @@ class Tiers:
         """Whether a reboot would lose the newest step, which this process has committed."""
         return self._has_committed and not self.is_safe
 
-    # --- copies in the same pass ------------------------------------------------------------------------------
-
-    def may_follow(self, run: Run, step: int) -> bool:
-        """Whether the place behind the one that a save goes to can get a copy in the same pass."""
-        mover = self._next(run)
-        return mover is not None and mover.may_follow(step)
-
-    def begin_following(self, run: Run, step: int, written: Callable[[], int]) -> Run | None:
-        """The place behind the one that a save goes to, if it gets a copy in the same pass, of which so many bytes are
-        `written`. `end_following` follows.
-        """
-        mover = self._next(run)
-        return mover.run if mover is not None and mover.begin_following(step, written) else None
-
-    def end_following(self, run: Run, step: int) -> None:
-        """The copy there is whole, or was given up."""
-        for mover in self.movers:
-            if mover.run is run:
-                mover.end_following(step)
-
-    def _next(self, run: Run) -> Mover | None:
+    def next_mover(self, run: Run) -> Mover | None:
+        """The mover to the place behind this one, which may get copies in the pass of a save."""
         at = self.runs.index(run)
         return self.movers[at] if at < len(self.movers) else None
 
@@ -521,7 +502,9 @@ class Mover:
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
     def begin_following(self, step: int, written: Callable[[], int]) -> bool:
-        """Take a copy in the pass of a save, if the place may have one. `end_following` follows if this is True."""
+        """Take a copy in the pass of a save, of which so many bytes are `written`, if the place may have one.
+        `end_following` follows if this is True.
+        """
         with self._lock:
             begins = self._may_follow(step)
             if begins:
