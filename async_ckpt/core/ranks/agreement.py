@@ -97,10 +97,6 @@ class Agreement(Rendezvous):
     def _exchange(self) -> Exchange:
         return Exchange(self._run.storage, self._run.folder(self._joint.step or 0), self._joint.attempt)
 
-    @property
-    def where(self) -> str:
-        return self._root.where
-
     def claim(self) -> None:
         """Before anything is written: have the other ranks see that it is the same root."""
         if self.decides:
@@ -199,7 +195,7 @@ class Agreement(Rendezvous):
         receipts = await self._gathered(
             check,
             see_shared,
-            hint=lambda: "" if self._root.is_shared else f"; {self.where} must be shared by all ranks",
+            hint=lambda: "" if self._root.is_shared else f"; {self._root.where} must be shared by all ranks",
         )
         self._root.is_shared = True
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
@@ -285,21 +281,10 @@ class Agreement(Rendezvous):
             self._joint.maybe_put = False  # it is another one's
             raise
         except StorageFullError:
-            if not self._run.storage.remote and self._is_missing():
-                self._joint.maybe_put = False
+            if not self._run.storage.remote:
+                with suppress(CheckpointError, OSError):
+                    self._joint.maybe_put = self._exchange.manifest() is not None
             raise
-
-    def _is_missing(self) -> bool:
-        """Whether it is sure that the manifest is not there."""
-        with suppress(CheckpointError, OSError):
-            return self._exchange.manifest() is None
-        return False
-
-    def _found(self) -> Manifest | None:
-        """The manifest, if the root shows it."""
-        with suppress(CheckpointError, OSError):
-            return self._exchange.manifest()
-        return None
 
     def committed(self, manifest: Manifest) -> None:
         """On rank 0: the manifest is there, and no later start was seen."""
@@ -350,8 +335,10 @@ class Agreement(Rendezvous):
         """On rank 0: its put of the manifest has failed, but may have arrived. Then the other ranks know what follows
         from the commit, and so must this one.
         """
-        joint, is_lost = self._joint, isinstance(error, StorageUnavailableError)
-        manifest = self._found() if is_lost and not joint.is_committed else None
+        joint, manifest = self._joint, None
+        if isinstance(error, StorageUnavailableError) and not joint.is_committed:
+            with suppress(CheckpointError, OSError):
+                manifest = self._exchange.manifest()
         if manifest is not None:
             error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
             self.committed(manifest)

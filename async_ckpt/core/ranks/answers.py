@@ -27,45 +27,34 @@ class Answers:
         self._words, self._hear = words, hear
         self._num_asked: dict[str, int] = {}  # what was asked last is at the end
 
-    def question(self, what: str, step: int) -> str:
-        """A new question about a step. All ranks ask the same ones about it in the same order."""
-        about = f"answer/{what}/{step}"
-        number = self._num_asked.pop(about, 0)
-        self._num_asked[about] = number + 1
-        return f"{about}/{number}"
-
-    def of_rank_0(self, question: str, ask: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:
-        """Return the answer of `ask`, which is JSON, on rank 0. `ask` is None on the others.
+    def of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:
+        """Return the answer of `ask`, which is JSON, on rank 0. `ask` is None on the others. All ranks ask the same
+        questions about a step in the same order.
 
         Raises PeerFailedError on the others where it raises on rank 0, and where rank 0 says nothing in time.
         """
-        if ask is not None:
+        about = f"answer/{what}/{step}"
+        number = self._num_asked.pop(about, 0)
+        self._num_asked[about] = number + 1
+        question = f"{about}/{number}"
+        if ask is None:
+            (text,) = self._hear([question], f"rank 0's word on {what}", what)
+            answers = json.loads(text)
+            if isinstance(answers, str):
+                raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
+        else:
             try:
                 answers = ask()
             except BaseException as error:
-                self.fail(question, error)
+                self._words().say(question, json.dumps(in_words(error)))
                 raise
             self._words().say(question, json.dumps(answers))
-            self._forget()
-            return answers
-        what = question.split("/")[1]
-        (text,) = self._hear([question], f"rank 0's word on {what}", what)
         while len(self._num_asked) > _KEPT:
-            del self._num_asked[next(iter(self._num_asked))]
-        answers = json.loads(text)
-        if isinstance(answers, str):
-            raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
+            oldest = next(iter(self._num_asked))
+            for number in range(self._num_asked.pop(oldest)):
+                if ask is not None:
+                    self._words().forget(f"{oldest}/{number}")
         return tuple(answers)
-
-    def fail(self, question: str, error: BaseException) -> None:
-        """On rank 0: answer a question with an error, which the other ranks raise as PeerFailedError."""
-        self._words().say(question, json.dumps(in_words(error)))
-
-    def _forget(self) -> None:
-        while len(self._num_asked) > _KEPT:
-            about = next(iter(self._num_asked))
-            for number in range(self._num_asked.pop(about)):
-                self._words().forget(f"{about}/{number}")
 
 
 def in_words(error: BaseException) -> str:

@@ -36,13 +36,13 @@ def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
     """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
-    begin, since = monotonic(), start.connection.now()
+    begin = monotonic()
 
     def goes_on() -> None:
         check()
         if monotonic() - begin > MEETING_SECONDS:
             raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}{advice}", rank=0)
-        if why := start.lost_rank_0(since):
+        if why := start.lost_rank_0(begin):
             raise PeerFailedError(f"waited for {what}, but {why}; start all ranks again", rank=0)
 
     wait_for(future, None, goes_on)
@@ -51,21 +51,19 @@ def wait_for_rank_0(
 class Talk:
     """The words of one restore, which all ranks call in the same order. From the thread that restores."""
 
-    def __init__(
-        self, rank: int, size: int, words: Callable[[], Words], hear: Callable[..., list[str]], prefix: str
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._words, self._hear, self._prefix = words, hear, prefix
+    def __init__(self, meeting: Meeting, prefix: str) -> None:
+        self.rank, self.size = meeting.world.rank, meeting.world.size
+        self._meeting, self._prefix = meeting, prefix
         self._signed = monotonic()  # when this rank has last said that it takes time
         self._num_signs = 0  # that this rank has given, or heard
 
     def say(self, key: str, word: str) -> None:
         """To all ranks; each key once."""
-        self._words().say(f"{self._prefix}/{key}", word)
+        self._meeting.words().say(f"{self._prefix}/{key}", word)
 
     def hear(self, keys: Sequence[str], what: str) -> list[str]:
         """The words of these keys, once they are said. Raises PeerFailedError if that takes too long."""
-        return self._hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
+        return self._meeting.hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
 
     def take_time(self) -> None:
         """On rank 0, now and then: the others are to wait longer for its next word."""
@@ -76,7 +74,7 @@ class Talk:
 
     def _has_signed(self) -> bool:
         """True if rank 0 has said once more that it takes time."""
-        is_said = self.rank != 0 and self._words().is_said(f"{self._prefix}/{self._sign()}")
+        is_said = self.rank != 0 and self._meeting.words().is_said(f"{self._prefix}/{self._sign()}")
         self._num_signs += is_said
         return is_said
 
@@ -219,11 +217,10 @@ class Meeting:
 
     def talk(self) -> Talk | None:
         """The words of one restore; None for a rank alone. Waits for rank 0."""
-        world = self.world
-        if world.is_one:
+        if self.world.is_one:
             return None
         self.token("restore()")
-        return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
+        return Talk(self, f"restore/{next(self._restores)}")
 
     def hear(
         self,

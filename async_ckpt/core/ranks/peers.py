@@ -87,7 +87,8 @@ class Ranks:
         return self.world.is_one
 
     def called(self, step: int | None, path: str = "") -> JointSave | None:
-        """`save` was called, with something that is no step if it is None; nothing is returned where there is one rank.
+        """`save` was called, to a path or with a step, or with something that is none; nothing is returned where there
+        is one rank.
 
         Raises ValueError where the process group is another one by now.
         """
@@ -113,7 +114,7 @@ class Ranks:
 
     def called_once(self, folder: OneOffFolder) -> JointSave:
         """A one-off `save` to a folder was called. Raises as `called`."""
-        joint = self.called(folder.number, folder.path)
+        joint = self.called(None, folder.path)
         assert joint is not None, "one rank saves no folder"
         return joint
 
@@ -190,7 +191,7 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return ask()
-        return self._answers.of_rank_0(self._answers.question(what, step), ask if self.world.rank == 0 else None)
+        return self._answers.of_rank_0(what, step, ask if self.world.rank == 0 else None)
 
     def is_leaving(self, *, asked: bool) -> bool:
         """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.

@@ -30,7 +30,6 @@ from ..timing import TIMEKEEPER, monotonic
 from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, wait_for_rank_0
-from .one_off import number_of
 from .store import count_of
 from .world import World, world_of_group
 
@@ -70,7 +69,7 @@ class Rendezvous:
     def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
         self._meeting, self._calls, self._joint = meeting, calls, joint
         self._has_said_yes = self._is_refused = False
-        self._begun_at = 0.0 if meeting.world.is_one else meeting.start.connection.now()
+        self._begun_at = monotonic()
 
     @property
     def rank(self) -> int:
@@ -89,11 +88,6 @@ class Rendezvous:
     def attempt(self) -> str:
         """The name of the call, the same on all ranks; empty as long as rank 0 has not named it."""
         return self._joint.attempt
-
-    @property
-    def where(self) -> str:
-        """Where the parts lie, for messages."""
-        return ""
 
     @property
     def _key(self) -> str:
@@ -417,7 +411,7 @@ class Channel:
 
     def _entered(self, step: int | None, path: str) -> RankCall:
         self.meeting.refuse_if_changed()
-        joint = JointSave(number_of(path) if path else step, path)
+        joint = JointSave(step, path)
         if self.world.is_one:
             joint.attempt = os.urandom(4).hex()
             joint.begun.set_result(None)

@@ -48,10 +48,6 @@ class Connection:
         """True for a TCPStore, which answers many questions a second and forgets what is deleted."""
         return self.address is not None
 
-    def now(self) -> float:
-        """The time by which the connection tells since when the store is silent."""
-        return monotonic()
-
     def silence_since(self, begun: float) -> str:
         """That the store has been silent since that moment for too long, since it is asked all the time; else empty."""
         silent = monotonic() - max(begun, self.answered_at)

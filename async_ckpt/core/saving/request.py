@@ -39,6 +39,7 @@ class SaveRequest(ABC):
     contents: StepContents | None = None  # of a step of a run; `begin` sets them
     copy: Snapshot | None = None  # made first, for this save to be filled from; `written` sets it
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
+    _state: Any
 
     @property
     def skipped_path(self) -> str:
@@ -52,9 +53,10 @@ class SaveRequest(ABC):
     def begin(self) -> Target:
         """Begin the save, whose turn it is, and return its target. Raises the refusal of the save."""
 
-    @abstractmethod
     def written(self) -> Any:
         """The state to write, once it is this save's turn; it is given once. Raises the refusal of the save."""
+        state, self._state = self._state, None  # so that the save does not keep it alive
+        return state
 
     def check_captured(self, whole: Capture) -> None:
         """Raises the refusal of the state that was captured."""
@@ -103,10 +105,6 @@ class FileRequest(SaveRequest):
     def begin(self) -> Target:
         return self._target
 
-    def written(self) -> Any:
-        state, self._state = self._state, None  # so that the save does not keep it alive
-        return state
-
 
 class FolderRequest(SaveRequest):
     """A state that is spread over ranks, as a folder at a path. All ranks make it alike."""
@@ -127,10 +125,6 @@ class FolderRequest(SaveRequest):
 
     def begin(self) -> Target:
         return folder_target(self._folder, self.joint, self._ranks)
-
-    def written(self) -> Any:
-        state, self._state = self._state, None  # so that the save does not keep it alive
-        return state
 
 
 class StepRequest(SaveRequest):
@@ -217,10 +211,9 @@ class StepRequest(SaveRequest):
 
     def written(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
-        state, self._state = self._state, None  # so that the save does not keep it alive
         groups, call, contents = self._lineage.groups, self._call, self.contents
         contents.number = groups.begin(call.step)
-        left, contents.borrowed = groups.without(state, call, contents.number, run=self._run)
+        left, contents.borrowed = groups.without(super().written(), call, contents.number, run=self._run)
         if self.mean is not None:
             left, self._of_mean, self.copy = self.mean.joined(left, call.step, self.guard)
         return left

@@ -126,7 +126,7 @@ class Tiers:
                 copy_step,
                 pace_of,
                 in_flight,
-                partial(ranks.calls.say_arrival, number),
+                partial(ranks.calls.say_copy, number),
             )
             for number, run in enumerate(self.runs)
             if number
@@ -137,9 +137,8 @@ class Tiers:
             if number > lasting:
                 mover.elsewhere = partial(_told_at, mover.run, Moving(mover.run.storage))
             if self.runs[number - 1].is_volatile:  # handles wait for this place
-                mover.on_failure = partial(ranks.calls.say_failure, number)
-        ranks.calls.hear_commit, ranks.calls.hear_arrival = self._hear_commit, self._hear_arrival
-        ranks.calls.hear_failure = self._hear_failure
+                mover.on_failure = partial(ranks.calls.say_copy, number)
+        ranks.calls.hear_commit, ranks.calls.hear_copy = self._hear_commit, self._hear_copy
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -234,11 +233,12 @@ class Tiers:
     def _hear_commit(self, number: int, step: int) -> None:
         self.note_commit(self.runs[number], step)
 
-    def _hear_arrival(self, number: int, step: int) -> None:
-        self.movers[number - 1].arrived(step)
-
-    def _hear_failure(self, number: int, step: int, why: str) -> None:
-        self.movers[number - 1].failed_elsewhere(step, why)
+    def _hear_copy(self, number: int, step: int, why: str) -> None:
+        mover = self.movers[number - 1]
+        if why:
+            mover.failed_elsewhere(step, why)
+        else:
+            mover.arrived(step)
 
     def wake(self, after: Run | None = None) -> None:
         """Begin to move what nearer places hold, to the places behind `after`, or to all."""

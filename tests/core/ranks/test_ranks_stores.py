@@ -129,8 +129,8 @@ def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pyt
     words = Words(Connection(store), "start")
     first, second = (Answers(lambda: words, lambda keys, *_: words.hear(keys, lambda _: None)) for _ in range(2))
     for step in (1, 2, 2, 3, 4):
-        answer = first.of_rank_0(first.question("due", step), lambda: (True, False))
-        assert second.of_rank_0(second.question("due", step), None) == answer == (True, False)
+        answer = first.of_rank_0("due", step, lambda: (True, False))
+        assert second.of_rank_0("due", step, None) == answer == (True, False)
 
     said = [f"answer/due/{step}/{number}" for step in (1, 2, 3, 4) for number in (0, 1)]
     assert words.said_of(said) == ["answer/due/3/0", "answer/due/4/0"]
