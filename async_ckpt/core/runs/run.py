@@ -56,10 +56,9 @@ from .retention import (
     unknown_metric,
     without_needed,
 )
-from .root import Listing, Root, commit_of
+from .root import Listing, Root
 from .starts import (
     NUM_KEPT,
-    Commit,
     Seen,
     Start,
     Tenure,
@@ -139,10 +138,6 @@ class Run:
         """The committed steps, ascending."""
         return self.root.steps()
 
-    def note_outside(self, step: int, attempt: str) -> None:
-        """Note that, by the commits at other roots, this commit does not count."""
-        self.root.outside = {**self.root.outside, step: attempt}
-
     @property
     def has_start(self) -> bool:
         """Whether this process has taken the root."""
@@ -152,10 +147,6 @@ class Run:
     def token(self) -> str:
         """That of the start of this process at the root; empty before its first save."""
         return self._start.token if self._start is not None else ""
-
-    def commit_of(self, step: int) -> Commit | None:
-        """The step's commit for the rule of starts; None if there is none that can be read."""
-        return commit_of(self.root.known.get(step) or self.root.find(step))
 
     def known_steps(self) -> list[int]:
         """The committed steps; at a store, without a request, those that this object has seen or committed."""
@@ -495,21 +486,12 @@ class Run:
         """
         if self._start is not None and self._start.first <= step:
             return False
-        self._start, is_new = self._tenure.take(
-            self,
-            self.storage,
-            step,
-            next((other._start.token for other in others if other._start is not None), self._opening),
-            lambda: self.root.relist().starts,
-            lambda: [start for other in others for start in other.root.starts],
-            self._see,
-            partial(self._descended, others),
-            roots=sorted(run.storage.locate("") for run in (self, *others)),
-        )
+        token = next((other.token for other in others if other.token), self._opening)
+        self._start, is_new = self._tenure.take(self, step, token, others)
         self.root.note_start(self._start, Seen.parse(self._tenure.seen))
         return is_new
 
-    def _see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
+    def see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
         """The starts that a new start sees, and the attempts that it goes on from.
 
         A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
@@ -525,7 +507,7 @@ class Run:
             return listing.starts, dict.fromkeys(self.steps(), "")
         return listing.starts, {step: manifest.attempt if manifest else "" for step, manifest in commits.items()}
 
-    def _descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
+    def descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
         """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
         and their own ancestors.
         """
@@ -571,7 +553,7 @@ class Run:
 
     def retired_by(self, step: int | None) -> frozenset[Retired]:
         """The commits that the manifest of this step retires."""
-        manifest = None if step is None else self.root.known.get(step) or self.root.find(step)
+        manifest = None if step is None else self.root.known_or_found(step)
         return frozenset(() if manifest is None else manifest.retires)
 
     def takes(self, step: int) -> bool:
@@ -704,7 +686,7 @@ class Run:
         """Copy the marks that another root has, by its last listing, of commits that are here, too."""
         here = {*self.root.marks}
         for mark in source.root.marks:
-            commit = self.commit_of(mark.step) if mark not in here else None
+            commit = self.root.known_or_found(mark.step) if mark not in here else None
             if commit is not None and commit.attempt == mark.attempt:
                 with suppress(FileExistsError, FileNotFoundError):
                     self.storage.put_new(mark.name, source.storage.read(mark.name)[0])
