@@ -10,11 +10,12 @@ ones. The story waits for the last, and decides whether the archive is committed
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop, ask_for_exception
@@ -106,23 +107,23 @@ class Attempt:
         """The bytes that this process has written for the checkpoint."""
         return self.drain.file_bytes + self.target.num_driver_bytes
 
-    def running(self, off_loop: OffLoop) -> Self:
+    @asynccontextmanager
+    async def running(self, off_loop: OffLoop) -> AsyncIterator[None]:
         """The block in which the attempt is made."""
         self._off_loop = off_loop
-        return self
+        try:
+            yield
+        except BaseException as error:
+            await self._end_in_vain(error)
+            raise
+        assert self._sink is not None
+        await off_loop(self._sink.close)
+        if self._following is None:
+            self.over.set_result(None)
+        else:
+            self._following.add_done_callback(lambda _: self.over.set_result(None))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if error is None:
-            assert self._sink is not None
-            await self._off_loop(self._sink.close)
-            if self._following is None:
-                self.over.set_result(None)
-            else:
-                self._following.add_done_callback(lambda _: self.over.set_result(None))
-            return
+    async def _end_in_vain(self, error: BaseException) -> None:
         self.drain.fail(error)
         may_delete = False
         with suppress(CheckpointError, OSError):
@@ -288,14 +289,6 @@ class Attempt:
                     await self._off_loop(self.target.discard)
         await self._off_loop(self._sink.close)
 
-    async def tidy(self) -> None:
-        """After the commit: remove what the save has put beside the checkpoint and is not to stay."""
-        await self._off_loop(self.target.tidy)
-
-    async def afterwards(self) -> None:
-        """After the commit: apply retention. Raises an error, which does not make the save less true."""
-        await self._off_loop(self.target.afterwards)
-
     def report(
         self,
         call_seconds: float,
@@ -385,8 +378,8 @@ class StateSave(Save):
         super().give_up(error)
         self.attempt.drain.fail(error)
 
-    async def tidy(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        await self.attempt.tidy()
+    async def tidy(self, off_loop: OffLoop) -> None:
+        await off_loop(self.attempt.target.tidy)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        await self.attempt.afterwards()
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        await off_loop(self.attempt.target.afterwards)
