@@ -227,9 +227,8 @@ class Agreement(Rendezvous):
         """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
         says nothing.
         """
-        return None if self.decides else await self._heard(off_loop, check)
-
-    async def _heard(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
+        if self.decides:
+            return None
         joint = self._joint
         decision, silence = await self._decision(check)
         self._raise_if_failed(decision)

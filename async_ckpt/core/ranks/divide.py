@@ -72,7 +72,7 @@ class Divider:
     def divided(
         self,
         captured: Capture,
-        joint: JointSave | None,
+        joint: JointSave | None = None,
         *,
         per_rank: Collection[str] = (),
         borrowed: Mapping[str, int] | None = None,

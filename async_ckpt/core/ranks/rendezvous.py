@@ -172,12 +172,10 @@ class Rendezvous:
                 looked = monotonic()
                 there = await self._ask(self._there, check)
                 missing = [rank for rank in range(1, size) if there is not None and rank not in there]
-                if lost := start.heartbeats.lost(missing):
+                closed = await self._ask(partial(self._calls.closed, missing), check) or ()
+                lost = start.heartbeats.lost(missing) or dict.fromkeys(closed, "it has closed its checkpointer")
+                if lost:
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
-                closed = await self._ask(partial(self._calls.closed, missing), check)
-                if closed:
-                    words = await self._ask(partial(self._last_words, closed), check) or {}
-                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), words)
                 if looked > deadline:
                     self._raise_missing(missing, hint())
                 if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):

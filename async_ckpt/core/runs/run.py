@@ -319,16 +319,15 @@ class Run:
         here = {Retired(s, manifest.attempt if manifest else "") for s, manifest in newer.items()}
         retires = _in_order(self._retired_elsewhere(step, known_elsewhere, retire=retire), here)
         before = replaces[0] if replaces else None
-        earlier = (before.attempt, *before.replaces) if before else ()
-        others = known_elsewhere.get(step, ())
-        earlier = (*dict.fromkeys((*earlier, *(name for one in others for name in (one.attempt, *one.replaces)))),)
+        replaced = [*filter(None, (before,)), *known_elsewhere.get(step, ())]
+        earlier = dict.fromkeys(name for one in replaced for name in (one.attempt, *one.replaces) if name)
         manifest = Manifest(
             step,
             attempt,
             world_size,
             self._clock(),
             archives if ranks is None else (),
-            tuple(filter(None, earlier)),
+            tuple(earlier),
             record or {},
             elsewhere,
             retires,
@@ -589,11 +588,9 @@ class Run:
         """Before a commit or a deletion, raise RunTakenError if another process has taken the run since. `token` is
         that of this process's start at another root, if this one may have been taken in its name.
         """
-        if self._start is not None:
-            self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
-        elif token:
+        if self._start is not None or token:
             starts = self.root.relist().starts
-            own = max((start for start in starts if start.token == token), default=None)
+            own = self._start or max((start for start in starts if start.token == token), default=None)
             self._tenure.refuse_if_later(self.storage, own, starts)
 
     @contextmanager

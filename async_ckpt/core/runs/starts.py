@@ -32,7 +32,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -240,8 +240,8 @@ class Tenure:
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._hold = _Hold()
-        weakref.finalize(self, self._hold.release).atexit = False
+        self._file_lock = ExitStack()  # on the file of the start, as long as this object lives
+        weakref.finalize(self, self._file_lock.close).atexit = False
 
     def leave(self, user: object, withdraw: Callable[[Start], None] = lambda _: None) -> None:
         """Remove a user. After the last one, another process may take the root.
@@ -258,7 +258,7 @@ class Tenure:
                     if start is not None:
                         withdraw(start)
                 finally:
-                    self._hold.release()
+                    self._file_lock.close()
 
     def take(self, run: Run, step: int, token: str, others: Sequence[Run]) -> tuple[Start, bool]:
         """Take a root for a run that is about to save, unless that was done for this step or a lower one. A process
@@ -310,7 +310,9 @@ class Tenure:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
             storage.put_new(start.name, seal({**_about_this_process(), **self._facts}))
         if self.about is None:
-            self._hold.replace(storage.hold(start.name))
+            unlock = storage.hold(start.name)
+            self._file_lock.close()
+            self._file_lock.callback(_unlock_in, os.getpid(), unlock)
 
     def _put_seen(self, run: Run, own: Start, starts: Sequence[Start], commits: Mapping[int, str]) -> None:
         """Put what a start has seen, and first that of earlier starts which were killed before they put theirs."""
@@ -379,21 +381,10 @@ def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:
     return [start for start in starts if own is not None and own.is_before(start)]
 
 
-class _Hold:
-    """The lock on the file of a start. Its Tenure owns it; a finalizer releases it, but not in a forked child."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._unlock: Callable[[], None] | None = None
-
-    def replace(self, unlock: Callable[[], None]) -> None:
-        self.release()
-        self._unlock = unlock
-
-    def release(self) -> None:
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None and os.getpid() == self._pid:
-            unlock()
+def _unlock_in(process: int, unlock: Callable[[], None]) -> None:
+    """Unlock the file of a start, but not in a forked child."""
+    if os.getpid() == process:
+        unlock()
 
 
 _tokens: set[str] = set()  # of the starts of this process

@@ -20,7 +20,7 @@ from ..staging.snapshot import Snapshot
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
-from .lineage import Lineage, StateOutline, StepCall, StepContents
+from .lineage import Driver, Lineage, StateOutline, StepCall, StepContents
 from .taken_over import frozen_memory
 from .target import Target
 from .targets import begin_step, folder_target
@@ -191,7 +191,7 @@ class StepRequest(SaveRequest):
             record,
             unchanged,
             own,
-            StepCall.driver_of(driver, call.step) if driver is not None and is_rank_0 else None,
+            Driver.of(driver, call.step) if driver is not None and is_rank_0 else None,
             frozenset(driver if driver is not None and not is_rank_0 else ()),
         )
 

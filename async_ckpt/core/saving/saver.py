@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from ..host.threads import Crew
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
+from ..ranks.meeting import Meeting
 from ..ranks.peers import Ranks
 from ..ranks.world import world_of
 from ..staging.device import first_device
@@ -80,7 +81,7 @@ class Saver:
         self._writers = writers or Writers()
         self._trace_file = trace_file
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
-        self._keep_warm, self._ranks = keep_warm, ranks
+        self._keep_warm, self._ranks = keep_warm, ranks or Ranks(Meeting((0, 1)), 1)
         self._finite_checks = None if check is None else FiniteChecks(check)
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
@@ -148,7 +149,7 @@ class Saver:
             if contents is not None and request.select is None and not lenders and not whole.completions:
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
             per_rank = () if contents is None else contents.call.per_rank
-            part = self._divided(whole, request.joint, per_rank=per_rank, borrowed=lenders)
+            part = self._ranks.divider.divided(whole, request.joint, per_rank=per_rank, borrowed=lenders)
             captured = request.taken_over(part.captured, whole)
         step, over = request.step, None if contents is None else contents.over
         layout = self._planner.lay_out(captured, step, part.facts, () if over is None else [*over.lenders])
@@ -208,7 +209,8 @@ class Saver:
             save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))
             save.finished.add_done_callback(lambda _: get_loop().background.submit(write))
         self._begin(save, slot)
-        self.warm_for(drain.num_segments, device)
+        if self._keep_warm:  # then neither this save nor the next waits for segments to be written
+            self._reserve(drain.num_segments, device)
 
     def _begin(self, save: Save, slot: Slot) -> None:
         save.settled.add_done_callback(lambda _: self.admission.leave(slot))
@@ -314,7 +316,7 @@ class Saver:
         with self._trace.span("prewarm"):
             whole = self._captured(state)
             note(whole)
-            captured = self._divided(whole).captured
+            captured = self._ranks.divider.divided(whole).captured
             crew = get_loop().copiers
             self._planner.take_memory(captured, crew)
             crew.run_all([partial(warm_up, captured.tensors)])
@@ -328,7 +330,7 @@ class Saver:
             return None
         with suppress(Exception):  # the first save raises the errors of a state dict
             whole = self._captured(state, state_dict_of=state_dict_of)
-            captured = self._divided(whole).captured
+            captured = self._ranks.divider.divided(whole).captured
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
             return whole
         return None
@@ -346,14 +348,6 @@ class Saver:
         num_bytes = sum(part.nbytes for part in tensors if has_plain_bytes(part))
         self.pool.admit(num_bytes, self.admission.max_in_flight, least=0)
         self.pool.reserve(-(-num_bytes // self.pool.segment_bytes), None, pin=first_device(tensors), goes_on=goes_on)
-
-    def warm_for(self, num_segments: int, device: torch.device | None) -> None:
-        """Let the pool grow to the size of a save while the save is under way. On the loop's thread.
-
-        Then neither this save nor the next waits for segments to be written.
-        """
-        if self._keep_warm:
-            self._reserve(num_segments, device)
 
     def _reserve(self, num_segments: int, device: torch.device | None, crew: Crew | None = None) -> None:
         """Take the memory for as many segments in the background, if the pool may have more than it has."""
@@ -408,21 +402,7 @@ class Saver:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _captured(self, state: Any, select: Select = None, state_dict_of: StateDictOf = state_dict_of) -> Capture:
-        slicer = self._ranks.divider.slicer if self._ranks else None
-        return capture(state, select, slicer=slicer, state_dict_of=state_dict_of)
-
-    def _divided(
-        self,
-        captured: Capture,
-        joint: JointSave | None = None,
-        *,
-        per_rank: Collection[str] = (),
-        borrowed: Mapping[str, int] | None = None,
-    ) -> PlannedPart:
-        """With several ranks, each writes a part."""
-        if self._ranks is None:
-            return PlannedPart(captured)
-        return self._ranks.divider.divided(captured, joint, per_rank=per_rank, borrowed=borrowed)
+        return capture(state, select, slicer=self._ranks.divider.slicer, state_dict_of=state_dict_of)
 
     def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
         """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
@@ -436,7 +416,7 @@ class Saver:
             wait.goes_on(self.ledger.progress)
 
         admission = self.admission
-        if self._ranks is None or joint is None or not admission.may_skip:
+        if joint is None or not admission.may_skip:
             return admission.enter(slot, goes_on)
         enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
         return enters and (slot.is_admitted or admission.enter(slot, goes_on, must=True))

@@ -10,7 +10,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -59,32 +59,15 @@ class Alone:
     def __init__(self, attempt: str, place: int) -> None:
         self.attempt, self.place = attempt, place
 
-    async def named(self, check: Callable[[], None]) -> None:
-        """Do nothing: the attempt has its name."""
+    async def _wait(self, *_: Any) -> None:
+        """Do nothing: the attempt has its name, and no other rank makes room, writes or decides."""
 
-    async def has_room(self, check: Callable[[], None]) -> None:
-        """Do nothing: this process makes room itself."""
+    def _tell(self, *_: Any) -> None:
+        """Do nothing: no other rank waits for a word of this one."""
 
-    def made_room(self) -> None:
-        """Do nothing: no other rank waits for room."""
-
-    async def agree(self, *_: Any) -> None:
-        """Do nothing: no other rank writes the step."""
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Do nothing: no other rank decides."""
-
-    def claim(self) -> None:
-        """The root is this process's."""
-
-    def committing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def committed(self, manifest: Manifest) -> None:
-        """Do nothing: no other rank waits for the commit."""
-
-    def afterwards(self) -> None:
-        """Do nothing: there are no receipts."""
+    named = has_room = agree = hear = _wait
+    claim = made_room = committed = afterwards = _tell
+    committing = nullcontext
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         return True

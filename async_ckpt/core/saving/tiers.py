@@ -15,11 +15,11 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...errors import (
     CheckpointError,
@@ -35,7 +35,6 @@ from ..host.process import in_forked_child
 from ..host.threads import Crew, running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
 from ..ranks.peers import Ranks
-from ..runs.manifest import Retired
 from ..runs.moving import Moving, Told
 from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
@@ -68,22 +67,8 @@ _log = logging.getLogger("async_ckpt")
 _all: set[Tiers] = set()
 
 
-class CopyStep(Protocol):
-    """Copies a step from one run to another: `loading.catch_up.copy_step`."""
-
-    def __call__(
-        self,
-        source: Run,
-        target: Run,
-        step: int,
-        *,
-        check: Callable[[], None],
-        background: bool,
-        pace: Pace | None,
-        retires: Sequence[Retired],
-        on_bytes: Callable[[int], None],
-        pool: SegmentPool,
-    ) -> list[int]: ...
+# Copies a step from one run to another: `loading.catch_up.copy_step`.
+CopyStep: TypeAlias = Callable[..., list[int]]
 
 
 class _Out(NamedTuple):
@@ -475,7 +460,7 @@ class Mover:
         self._answered_at = 0.0  # when the place has answered last, after the end has begun
         self._bell = threading.Event()  # ends a pause
         self._lock = threading.Lock()  # guards all below
-        self._is_wanted = self._is_running = False
+        self._is_wanted = self._is_running = False  # something is to be copied; is being copied, or about to be
         self._is_ending = self._is_stopped = False
         self._num_wants = 0  # calls of `want`: what was found before the last one is old
         self._newest: int | None = None  # the newest step there, as far as is known
@@ -549,16 +534,6 @@ class Mover:
     def error(self) -> CheckpointError | None:
         """Why the last move has failed."""
         return self._error
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that were copied so far."""
-        return self._num_bytes
-
-    @property
-    def is_running(self) -> bool:
-        """Whether something is being copied, or is about to be."""
-        return self._is_running
 
     def begin_end(self) -> None:
         """Have `ended` resolve once the newest step is there, or the place does not answer."""
