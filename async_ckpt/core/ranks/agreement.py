@@ -30,9 +30,9 @@ from ..host.waits import PEER_SECONDS, SHARED_SECONDS, wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
 from ..timing import monotonic
-from .answers import in_words
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison
+from .meeting import in_words
 from .peers import Ranks
 from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous, looks
 from .shared_root import SharedRoot

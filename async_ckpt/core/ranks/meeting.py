@@ -30,6 +30,8 @@ from .world import World, refuse_if_changed, world_of
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
+# Questions whose answers stay in the store: no rank is so many steps behind another.
+_KEPT: Final = 1000
 
 
 def wait_for_rank_0(
@@ -112,6 +114,7 @@ class Meeting:
         self._words: Words | None = None
         self._token: str | None = None
         self._restores = itertools.count()
+        self._num_asked: dict[str, int] = {}  # by what was asked about; the last is at the end
         self.has_met = False
         self.table = EMPTY  # of the ranks before the first decision
 
@@ -213,6 +216,38 @@ class Meeting:
         if rank == 0:
             self.start.say_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
 
+    # --- rank 0's answers ---------------------------------------------------------------------------------
+
+    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return on all ranks what `ask`, which is JSON, returns on rank 0. All ranks ask the same questions about a
+        step in the same order. A question is known by that and by how often it was asked before: ranks go on to
+        understand each other though one of them has failed before it could ask.
+
+        Raises PeerFailedError on the others where `ask` raises on rank 0, and where rank 0 says nothing in time.
+        """
+        about, decides = f"answer/{what}/{step}", self.world.rank == 0
+        number = self._num_asked.pop(about, 0)
+        self._num_asked[about] = number + 1
+        question = f"{about}/{number}"
+        if decides:
+            try:
+                answers = ask()
+            except BaseException as error:
+                self.words().say(question, json.dumps(in_words(error)))
+                raise
+            self.words().say(question, json.dumps(answers))
+        else:
+            (text,) = self.hear([question], f"rank 0's word on {what}", what)
+            answers = json.loads(text)
+            if isinstance(answers, str):
+                raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
+        while len(self._num_asked) > _KEPT:
+            oldest = next(iter(self._num_asked))
+            for number in range(self._num_asked.pop(oldest)):
+                if decides:
+                    self.words().forget(f"{oldest}/{number}")
+        return tuple(answers)
+
     # --- waiting ------------------------------------------------------------------------------------------
 
     def talk(self) -> Talk | None:
@@ -279,3 +314,8 @@ class Meeting:
             for topic, _, rank in [key.partition("/")]
         }
         return whose - {self.world.rank}
+
+
+def in_words(error: BaseException) -> str:
+    """The text by which the other ranks are told of an error."""
+    return f"{type(error).__name__}: {error}"[:2000]

@@ -15,12 +15,10 @@ from weakref import WeakKeyDictionary
 from ..runs.receipts import Cause
 from ..spec import entry_names, flag
 from ..state.captured import Capture
-from .answers import Answers, in_words
 from .calls import AttemptPlace, Calls, JointSave, JointState
 from .divide import Divider
-from .meeting import Meeting
+from .meeting import Meeting, in_words
 from .nodes import RunNodes
-from .one_off import OneOffFolder
 from .shared_root import SharedRoot
 from .store import quietly
 from .world import World
@@ -72,7 +70,6 @@ class Ranks:
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self._answers = Answers(self.meeting.words, self.meeting.hear)
         self.nodes: RunNodes | None = None  # of a run at several places
         self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
@@ -111,12 +108,6 @@ class Ranks:
             joint = self.called(None)
             if joint is not None:
                 self.failed(joint, error)
-
-    def called_once(self, folder: OneOffFolder) -> JointSave:
-        """A one-off `save` to a folder was called. Raises as `called`."""
-        joint = self.called(None, folder.path)
-        assert joint is not None, "one rank saves no folder"
-        return joint
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
         """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
@@ -191,7 +182,7 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return ask()
-        return self._answers.of_rank_0(what, step, ask if self.world.rank == 0 else None)
+        return self.meeting.answers_of_rank_0(what, step, ask)
 
     def is_leaving(self, *, asked: bool) -> bool:
         """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.

@@ -27,9 +27,8 @@ from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
 from ..timing import TIMEKEEPER, monotonic
-from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
-from .meeting import Meeting, wait_for_rank_0
+from .meeting import Meeting, in_words, wait_for_rank_0
 from .store import count_of
 from .world import World, world_of_group
 

@@ -119,7 +119,9 @@ class FolderRequest(SaveRequest):
         select: Select = None,
         state_dict_of: StateDictOf = state_dict_of,
     ) -> None:
-        self.joint: JointSave = ranks.called_once(folder)
+        joint = ranks.called(None, folder.path)
+        assert joint is not None, "one rank saves no folder"
+        self.joint: JointSave = joint
         self._state, self._folder, self._ranks = state, folder, ranks
         self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
 
