@@ -154,11 +154,8 @@ class Lineage:
         those that further places are to have.
         """
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
-        return {step for step in steps if step is not None} | self.lenders() | self.tiers.held(run)
-
-    def lenders(self) -> set[int]:
-        """The steps that the next save may borrow from."""
-        return self.groups.lenders() | self.tensors.lenders()
+        lenders = self.groups.lenders() | self.tensors.lenders()
+        return {step for step in steps if step is not None} | lenders | self.tiers.held(run)
 
     def catch_up(self) -> dict[str, list[int]]:
         """Copy to each root the steps that only others have. Returns the steps copied to each root.
@@ -236,10 +233,6 @@ class SavedGroup:
     borrowed: tuple[GroupLocation, ...]
     outline: StateOutline
     run: Run
-
-    @property
-    def archives(self) -> tuple[Archive, ...]:
-        return tuple(lent.archive for lent in self.borrowed)
 
 
 class Driver(NamedTuple):

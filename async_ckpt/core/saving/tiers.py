@@ -123,7 +123,8 @@ class Tiers:
                 mover.elsewhere = partial(_told_at, mover.run, Moving(mover.run.storage))
             if self.runs[number - 1].is_volatile:  # handles wait for this place
                 mover.on_failure = partial(ranks.calls.say_copy, number)
-        ranks.calls.hear_commit, ranks.calls.hear_copy = self._hear_commit, self._hear_copy
+        ranks.calls.hear_commit = lambda number, step: self.note_commit(self.runs[number], step)
+        ranks.calls.hear_copy = self._hear_copy
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -214,9 +215,6 @@ class Tiers:
                 mover.arrived(step)
             else:
                 mover.want(step)
-
-    def _hear_commit(self, number: int, step: int) -> None:
-        self.note_commit(self.runs[number], step)
 
     def _hear_copy(self, number: int, step: int, why: str) -> None:
         mover = self.movers[number - 1]
