@@ -262,7 +262,6 @@ class Attempt:
         """Wait until all ranks have done their parts, as far as this one is to know."""
         self.target.times = self._times()
         await self.target.agree(self._archive, self._off_loop, self.drain.check)
-        await self.target.hear(self._off_loop, self.drain.check)
 
     async def commit(self) -> None:
         """Make the object the checkpoint; raise the error that prevents it."""

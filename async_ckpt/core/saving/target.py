@@ -96,13 +96,11 @@ class Target:
         """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Tell the other ranks that the object is durable; on the rank that decides, wait for theirs.
+        """Tell the other ranks that the object is durable; on the rank that decides, wait for theirs, on another for
+        the decision. Raises when that is a refusal.
 
         `check` is called in between, and raises when nobody waits any more.
         """
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Wait for the decision, if another rank decides. Raises when it is a refusal."""
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         """Tell the other ranks that the save has failed.

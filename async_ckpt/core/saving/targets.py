@@ -99,8 +99,6 @@ class JointTarget(Target):
         assert self.times is not None
         self._found = "" if self.finite is None else self.finite.found()
         self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found, self._lent)
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         self._manifest = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:
