@@ -21,7 +21,6 @@ import torch
 
 from ...errors import ClosedError
 from ..backends import has_plain_bytes
-from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.threads import Crew
@@ -173,7 +172,7 @@ class Saver:
 
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
         """The objects that copy, write and commit a plan. None of them begins."""
-        captured, layout, target, groups, over = plan.captured, plan.layout, plan.target, plan.groups, plan.over
+        layout, target, groups, over = plan.layout, plan.target, plan.groups, plan.over
         target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
         readers = (groups, plan.shared, target.finite, None if over is None else over.digests)
         drain = Drain(
@@ -186,13 +185,9 @@ class Saver:
         )
         if over is not None:
             over.of_blocks = drain.digests.of_blocks
-        frozen = captured.frozen
-        if not self._planner.may_defer(drain.num_segments, layout, target):
-            optimizers, frozen = (), frozenset()
-        copy_name = f"the copy of {named(plan.step, target.path)}"
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
+        snapshot = self._snapshot(plan, drain, optimizers)
         attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
-        save = StateSave(plan.step, attempt, snapshot, len(captured.specs), groups)
+        save = StateSave(plan.step, attempt, snapshot, len(plan.captured.specs), groups)
         if over is not None:
             save.finished.add_done_callback(lambda _: over.drop())
         return save
@@ -233,25 +228,16 @@ class Saver:
             get_loop().soon(end)
         save.snapshot.give_up(error)
 
-    def _snapshot(
-        self,
-        captured: Capture,
-        layout: Layout,
-        drain: Drain,
-        optimizers: Optimizers,
-        frozen: frozenset[int],
-        device: torch.device | None,
-        copy_name: str,
-    ) -> Snapshot:
-        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive.
-
-        `frozen` are tensors of held snapshots: they do not change any more, but some may still be filled.
-        """
-        loop = get_loop()
+    def _snapshot(self, plan: SavePlan, drain: Drain, optimizers: Optimizers) -> Snapshot:
+        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive."""
+        captured, layout, loop = plan.captured, plan.layout, get_loop()
+        frozen = captured.frozen  # tensors of held snapshots: they do not change any more, but may still be filled
+        if not self._planner.may_defer(drain.num_segments, layout, plan.target):
+            optimizers, frozen = (), frozenset()
         deferred = deferrable(optimizers, captured.tensors)
-        if device is not None:
+        if plan.device is not None:
             # Several threads make it, while the first copies are under way; a copy that finds none says why.
-            self._reserve(drain.num_segments, device, loop.copiers)
+            self._reserve(drain.num_segments, plan.device, loop.copiers)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -259,7 +245,7 @@ class Saver:
             frozen=frozen,
             after=captured.completions,
             copies_small=True,
-            wording=Wording(copy_name),
+            wording=Wording(f"the copy of {named(plan.step, plan.target.path)}"),
         )
         return Snapshot(
             source,
