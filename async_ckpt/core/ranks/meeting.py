@@ -76,7 +76,7 @@ class Talk:
 
     def _has_signed(self) -> bool:
         """True if rank 0 has said once more that it takes time."""
-        is_said = self.rank != 0 and self._meeting.words().is_said(f"{self._prefix}/{self._sign()}")
+        is_said = self.rank != 0 and self._meeting.words().said(f"{self._prefix}/{self._sign()}") is not None
         self._num_signs += is_said
         return is_said
 
@@ -152,7 +152,7 @@ class Meeting:
         """The words of this meeting, on all ranks. Waits for rank 0, as `token`."""
         if self._words is None:
             self.token()
-            self._words = self.start.words(self.topic)
+            self._words = Words(self.start.connection, f"{self.start.prefix}/{self.topic}")
         return self._words
 
     # --- the first save -----------------------------------------------------------------------------------

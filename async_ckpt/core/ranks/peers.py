@@ -195,7 +195,7 @@ class Ranks:
         words, is_rank_0 = self.meeting.words(), self.world.rank == 0
         if asked and not is_rank_0:
             quietly(lambda: words.say(_LEAVING, str(self.world.rank)))
-        self._is_leaving = asked or (is_rank_0 and bool(quietly(lambda: words.is_said(_LEAVING))))
+        self._is_leaving = asked or (is_rank_0 and quietly(lambda: words.said(_LEAVING)) is not None)
         return asked or self._is_leaving
 
     def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:

@@ -27,7 +27,7 @@ from ..host.process import in_forked_child, never_end, own_process
 from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
 from .heartbeats import Heartbeats
-from .store import Connection, Words, count_of
+from .store import Connection, count_of
 from .word_log import WordLog, longest_pause
 from .world import World
 
@@ -69,10 +69,6 @@ class WorldStart:
         """Why rank 0, or the store, is lost for this rank, which waits since then; empty if they are not."""
         lost = self.heartbeats.lost([0])
         return f"rank 0 is lost: {lost[0]}" if lost else self.connection.silence_since(since)
-
-    def words(self, topic: str) -> Words:
-        """Words about a topic, without those of an earlier start. Only once the token is known."""
-        return Words(self.connection, f"{self.prefix}/{topic}")
 
     @property
     def prefix(self) -> str:

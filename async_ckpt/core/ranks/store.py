@@ -148,9 +148,6 @@ class Words:
         """Delete a word that no rank asks for any more. A key that was never said is no error."""
         self._answer(lambda store: store.delete_key(f"{self._prefix}/{key}"))
 
-    def is_said(self, key: str) -> bool:
-        return self.said(key) is not None
-
     def said(self, key: str) -> str | None:
         """The word of a key, if it is there already."""
         words = self._said([key])

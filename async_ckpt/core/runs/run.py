@@ -529,7 +529,15 @@ class Run:
     def refuse_strangers(self, known: Collection[str]) -> None:
         """Raise ConflictError if a commit here is of a listed start that is none of these."""
         for manifest, stranger in self.strange_commits(known):
-            raise self._conflict(manifest.step, stranger)
+            where, about = self.storage.locate(""), about_start(self.storage, stranger)
+            raise ConflictError(
+                f"{where}: step {manifest.step} there was saved by process {about.get('pid')} on "
+                f"{about.get('host')!a:.200}, which went on from another step than this run did; nothing is copied "
+                "there. Restore from that place to continue from its steps, give this run another place, or decide "
+                "with async-ckpt move --adopt or --retire",
+                path=where,
+                step=manifest.step,
+            )
 
     def strange_commits(self, known: Collection[str]) -> Iterator[tuple[Manifest, Start]]:
         """The commits here of listed starts that are none of these, the newest first."""
@@ -539,16 +547,6 @@ class Run:
             stranger = None if manifest is None else strangers.get(manifest.start.rpartition(".")[2])
             if manifest is not None and stranger is not None:
                 yield manifest, stranger
-
-    def _conflict(self, step: int, stranger: Start) -> ConflictError:
-        where, about = self.storage.locate(""), about_start(self.storage, stranger)
-        error = ConflictError(
-            f"{where}: step {step} there was saved by process {about.get('pid')} on {about.get('host')!a:.200}, which "
-            "went on from another step than this run did; nothing is copied there. Restore from that place to "
-            "continue from its steps, give this run another place, or decide with async-ckpt move --adopt or --retire"
-        )
-        error.path, error.step = where, step
-        return error
 
     def retired_by(self, step: int | None) -> frozenset[Retired]:
         """The commits that the manifest of this step retires."""

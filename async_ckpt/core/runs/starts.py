@@ -344,9 +344,8 @@ class Tenure:
 
     def unknown_error(self, storage: Storage, step: int, error: Exception) -> RunTakenError:
         """The error of a rank that finds the manifest of a step, but cannot list the starts."""
-        taken = RunTakenError(f"whether another process has taken the run is unknown, and so is step {step}: {error}")
-        taken.path, taken.host, taken.pid, taken.since, taken.undecided = storage.locate(""), "", 0, 0.0, True
-        return taken
+        text = f"whether another process has taken the run is unknown, and so is step {step}: {error}"
+        return RunTakenError(text, path=storage.locate(""), host="", pid=0, since=0.0, undecided=True)
 
     def refuse_if_lost(self) -> None:
         """Raise RunTakenError if it is known that a later start has the root."""
@@ -472,6 +471,4 @@ def _taken_error(
             f". The manifest of step {put} was put before that was known, so the step may be committed all the same: "
             "look at what is committed"
         )
-    error = RunTakenError(text)
-    error.path, error.host, error.pid, error.since, error.undecided = root, host, pid, since, put is not None
-    return error
+    return RunTakenError(text, path=root, host=host, pid=pid, since=since, undecided=put is not None)
