@@ -134,6 +134,9 @@ class FarConnection:
         self._free_at = 0.0
         self.answered_at = 0.0
 
+    def now(self) -> float:
+        return self._server.loop.time()
+
     def silence_since(self, begun: float) -> str:  # noqa: ARG002
         return ""
 
