@@ -176,7 +176,7 @@ class Calls:
         # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there; or could
         # not copy there, and why.
         self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
-        self.hear_copy: Callable[[int, int, str], None] = lambda _place, _step, _why: None
+        self.hear_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
 
     @property
     def _start(self) -> WorldStart:
@@ -301,7 +301,7 @@ class Calls:
         """On rank 0: there is room for a save. From any thread."""
         self._soon(partial(self._tell, {"room": joint.attempt}))
 
-    def say_copy(self, place: int, step: int, why: str = "") -> None:
+    def say_copy(self, place: int, step: int, why: str | None = None) -> None:
         """The step was copied to the place of this number, or could not be, and `why`: rank 0 tells the others. From
         any thread.
         """

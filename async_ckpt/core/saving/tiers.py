@@ -216,12 +216,12 @@ class Tiers:
             else:
                 mover.want(step)
 
-    def _hear_copy(self, number: int, step: int, why: str) -> None:
+    def _hear_copy(self, number: int, step: int, why: str | None) -> None:
         mover = self.movers[number - 1]
-        if why:
-            mover.failed_elsewhere(step, why)
-        else:
+        if why is None:
             mover.arrived(step)
+        else:
+            mover.failed_elsewhere(step, why)
 
     def wake(self, after: Run | None = None) -> None:
         """Begin to move what nearer places hold, to the places behind `after`, or to all."""
