@@ -182,8 +182,8 @@ class Line:
         seen: Callable[[Start], Seen | None] = lambda _: None,
         own: Start | None = None,
     ) -> None:
-        """`steps` are ascending; `committed` reads the manifest of a step, None if there is none. The start `own` counts
-        as one that has a commit: its process takes nothing for committed that it has not seen.
+        """`steps` are ascending; `committed` reads the manifest of a step, None if there is none. The start `own` is
+        taken for one that has a commit: its process takes nothing for committed that it has not seen.
         """
         self._committed = committed
         in_order = sorted(starts)

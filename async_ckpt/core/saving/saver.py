@@ -229,7 +229,7 @@ class Saver:
         save.snapshot.give_up(error)
 
     def _snapshot(self, plan: SavePlan, drain: Drain, optimizers: Optimizers) -> Snapshot:
-        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive."""
+        """The snapshot, which copies tensors into segments for the drain, and from now on alone keeps them alive."""
         captured, layout, loop = plan.captured, plan.layout, get_loop()
         frozen = captured.frozen  # tensors of held snapshots: they do not change any more, but may still be filled
         if not self._planner.may_defer(drain.num_segments, layout, plan.target):
