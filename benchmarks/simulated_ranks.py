@@ -45,7 +45,7 @@ from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
 from async_ckpt.core.saving.ledger import Ledger
-from async_ckpt.core.saving.lineage import Lineage, StepCall, StepContents
+from async_ckpt.core.saving.lineage import Lineage, StepCall
 from async_ckpt.core.saving.targets import begin_step
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS
@@ -482,8 +482,7 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        call = StepCall(step, joint)
-        self._target = begin_step(self._lineage, call, self.ranks)[1](StepContents(call))
+        self._target = begin_step(self._lineage, StepCall(step, joint), self.ranks)
         divided, facts, part = self.ranks.divider.divided(self._capture, joint)
         assert part is not None
         self.part = part
@@ -503,7 +502,8 @@ class _Rank:
         await self.storage.off_loop(self._claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
-        await self._say(archive)
+        self._target.times = SaveTimes(self._loop.time(), 0.0)
+        await self._target.agree(archive, self.storage.off_loop, _goes_on)
         await self.storage.off_loop(partial(self._target.commit, (archive,)))
         self.committed_at = self._loop.time()
         self.until_committed = replace(self.storage.traffic)
@@ -511,8 +511,13 @@ class _Rank:
         self.done_at = self._loop.time()
 
     def _claim(self) -> None:
-        assert self._target._agreement is not None
-        self._target._agreement.claim()
+        self._agreement.claim()
+
+    @property
+    def _agreement(self) -> agreement.Agreement:
+        agreed = self._target._agreement
+        assert isinstance(agreed, agreement.Agreement)
+        return agreed
 
     async def follow(self, durable_at: float, archive: Archive) -> None:
         await self._target.begin(_goes_on)
@@ -525,17 +530,14 @@ class _Rank:
     async def say_first(self, attempt: _Attempt) -> None:
         """Ahead of rank 0, whose claim is there."""
         await self._target.begin(_goes_on)
-        agreed = self._target._agreement
-        assert isinstance(agreed, agreement.Agreement)
-        agreed._root._is_seen = True
+        self._agreement._root._is_seen = True
         await self._say(attempt.archive(_FOLLOWER))
 
     async def _say(self, archive: Archive) -> None:
-        self._target.times = SaveTimes(self._loop.time(), 0.0)
-        await self._target.agree(archive, self.storage.off_loop, _goes_on)
+        await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0), self.storage.off_loop, _goes_on)
 
     async def hear(self) -> None:
-        await self._target.hear(self.storage.off_loop, _goes_on)
+        self._target._manifest = await self._agreement.hear(self.storage.off_loop, _goes_on)
 
 
 def _goes_on() -> None: ...

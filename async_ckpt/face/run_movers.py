@@ -158,7 +158,7 @@ class _OutsideMover(Mover):
         return self.lag() or ("" if self.error is None else f"{self.shown} is not known to have all: {self.error}")
 
     def leave(self) -> None:
-        if self.is_running:
+        if self._is_running:
             wait_for(self.ended, _END_SECONDS)
         self._word.leave()
 
@@ -167,6 +167,6 @@ class _OutsideMover(Mover):
         if self.moving is not None and not self._is_elsewhere:
             told = None
             with suppress(StorageUnavailableError):  # the copy finds out
-                told = self._word.say(self.moving, self.num_bytes)
+                told = self._word.say(self.moving, self._num_bytes)
             if told is not None:
                 raise StorageUnavailableError(f"{self.shown}: {told.by} moves steps there now", path=self.shown)

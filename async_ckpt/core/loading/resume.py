@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
-from ..ranks.answers import in_words
-from ..ranks.meeting import Talk
+from ..ranks.meeting import Talk, in_words
 from ..runs.roots import Roots
 from ..timing import TIMEKEEPER, monotonic
 from .archives.contents import Part

@@ -3,7 +3,7 @@
 - `world.py`: which rank this process is; `store.py`: its connection to the store of the ranks; `start.py`: how ranks
   find each other; `word_log.py`: the log of rank 0's words; `heartbeats.py`: which ranks are lost.
 - `peers.py`: all that one checkpointer knows of the other ranks; `meeting.py`: what they tell each other before the
-  first save, and at a restore; `answers.py`: rank 0's answers for all.
+  first save, and at a restore, and rank 0's answers for all.
 - `calls.py`: the joint saves of all ranks, matched by rank 0's words; `divide.py`: the part of one that this rank
   writes.
 - `rendezvous.py`: one call of all ranks: a part of each, and rank 0's decision; `agreement.py`: that of a save at one

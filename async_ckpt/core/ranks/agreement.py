@@ -30,9 +30,9 @@ from ..host.waits import PEER_SECONDS, SHARED_SECONDS, wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
 from ..timing import monotonic
-from .answers import in_words
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison
+from .meeting import in_words
 from .peers import Ranks
 from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous, looks
 from .shared_root import SharedRoot
@@ -76,6 +76,16 @@ class Agreement(Rendezvous):
         return any(cause.rank != self.rank and cause.error.startswith(unable) for cause in self._joint.causes)
 
     @property
+    def place(self) -> int:
+        """The number of the run's place that the save goes to; on another rank, once the attempt has its name."""
+        return self._joint.place
+
+    @property
+    def follows(self) -> bool:
+        """Whether the next place gets a copy in the same pass; likewise."""
+        return self._joint.follows
+
+    @property
     def _run(self) -> AttemptPlace:
         return self._places[self._joint.place]
 
@@ -86,10 +96,6 @@ class Agreement(Rendezvous):
     @property
     def _exchange(self) -> Exchange:
         return Exchange(self._run.storage, self._run.folder(self._joint.step or 0), self._joint.attempt)
-
-    @property
-    def where(self) -> str:
-        return self._root.where
 
     def claim(self) -> None:
         """Before anything is written: have the other ranks see that it is the same root."""
@@ -189,7 +195,7 @@ class Agreement(Rendezvous):
         receipts = await self._gathered(
             check,
             see_shared,
-            hint=lambda: "" if self._root.is_shared else f"; {self.where} must be shared by all ranks",
+            hint=lambda: "" if self._root.is_shared else f"; {self._root.where} must be shared by all ranks",
         )
         self._root.is_shared = True
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
@@ -221,9 +227,8 @@ class Agreement(Rendezvous):
         """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
         says nothing.
         """
-        return None if self.decides else await self._heard(off_loop, check)
-
-    async def _heard(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
+        if self.decides:
+            return None
         joint = self._joint
         decision, silence = await self._decision(check)
         self._raise_if_failed(decision)
@@ -275,21 +280,10 @@ class Agreement(Rendezvous):
             self._joint.maybe_put = False  # it is another one's
             raise
         except StorageFullError:
-            if not self._run.storage.remote and self._is_missing():
-                self._joint.maybe_put = False
+            if not self._run.storage.remote:
+                with suppress(CheckpointError, OSError):
+                    self._joint.maybe_put = self._exchange.manifest() is not None
             raise
-
-    def _is_missing(self) -> bool:
-        """Whether it is sure that the manifest is not there."""
-        with suppress(CheckpointError, OSError):
-            return self._exchange.manifest() is None
-        return False
-
-    def _found(self) -> Manifest | None:
-        """The manifest, if the root shows it."""
-        with suppress(CheckpointError, OSError):
-            return self._exchange.manifest()
-        return None
 
     def committed(self, manifest: Manifest) -> None:
         """On rank 0: the manifest is there, and no later start was seen."""
@@ -340,8 +334,10 @@ class Agreement(Rendezvous):
         """On rank 0: its put of the manifest has failed, but may have arrived. Then the other ranks know what follows
         from the commit, and so must this one.
         """
-        joint, is_lost = self._joint, isinstance(error, StorageUnavailableError)
-        manifest = self._found() if is_lost and not joint.is_committed else None
+        joint, manifest = self._joint, None
+        if isinstance(error, StorageUnavailableError) and not joint.is_committed:
+            with suppress(CheckpointError, OSError):
+                manifest = self._exchange.manifest()
         if manifest is not None:
             error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
             self.committed(manifest)

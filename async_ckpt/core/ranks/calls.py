@@ -12,6 +12,7 @@ that call on all ranks, which learn why, and the next one works.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import os
@@ -54,7 +55,6 @@ class JointState(Enum):
     COMMITTED = "it is committed at some root, on all ranks"
 
 
-_DECIDED: Final = frozenset({JointState.SKIPPED, JointState.REFUSED, JointState.COMMITTED})
 _SUCCESSORS: Final = {
     JointState.CALLED: {JointState.BEGUN, JointState.SKIPPED, JointState.REFUSED},
     JointState.BEGUN: {JointState.REFUSED, JointState.COMMITTED},
@@ -112,7 +112,7 @@ class JointSave:
     for what the plan adds.
     """
 
-    step: int | None  # of a one-off save, a number made of its path; None for a call whose step is none
+    step: int | None  # of a one-off save, a number that is made of its path; None for a call whose step is none
     path: str = ""  # of a one-off save
     life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
     begun: Future[None] = field(default_factory=running_future)  # it has a name, or failed before that, or is skipped
@@ -129,6 +129,11 @@ class JointSave:
     heard: Decision | None = None
     bell: asyncio.Event = field(default_factory=asyncio.Event)  # something was heard
 
+    def __post_init__(self) -> None:
+        if self.path:
+            digest = hashlib.blake2b(self.path.encode(errors="replace"), digest_size=7)
+            self.step = int.from_bytes(digest.digest(), "big")
+
     @property
     def what(self) -> str:
         """The save, for messages."""
@@ -136,7 +141,7 @@ class JointSave:
 
     @property
     def is_decided(self) -> bool:
-        return self.life.now in _DECIDED
+        return not _SUCCESSORS[self.life.now]
 
     @property
     def is_committed(self) -> bool:
@@ -147,10 +152,6 @@ class JointSave:
         """The table that this rank shares by; it takes no share where its structure is in no class."""
         is_in_class = self.part is not None and self.part.structure.digest in self.table.classes
         return self.table.digest if is_in_class else NO_TABLE
-
-    def take(self, part: OwnPart, table: Table) -> None:
-        """Take this rank's part, once it is planned, and the table by which it shares."""
-        self.part, self.table = part, table
 
 
 class Calls:
@@ -172,10 +173,10 @@ class Calls:
         self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
         self._is_hearing = False
         self._watches: set[asyncio.Task[None] | None] = set()
-        # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there.
+        # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there; or could
+        # not copy there, and why.
         self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
-        self.hear_arrival: Callable[[int, int], None] = lambda _place, _step: None
-        self.hear_failure: Callable[[int, int, str], None] = lambda _place, _step, _why: None  # to copy it there
+        self.hear_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
 
     @property
     def _start(self) -> WorldStart:
@@ -262,7 +263,8 @@ class Calls:
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
-            self._leave_word(cause)
+            # A word for rank 0, which may make the same call when this process has ended.
+            self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
             self._match()
 
     def _number_in_vain(self, joint: JointSave) -> None:
@@ -270,10 +272,6 @@ class Calls:
         if joint.number < 0:
             joint.number = next(self._numbers)
         self._tables.setdefault(joint.number, self._table_before(joint.number))
-
-    def _leave_word(self, cause: Cause) -> None:
-        """On another rank: leave a word for rank 0, which may make the same call when this process has ended."""
-        self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
 
     def close(self) -> None:
         """This rank makes no call any more: the others need not wait for one. On the thread that closes. Rank 0 waits
@@ -303,15 +301,12 @@ class Calls:
         """On rank 0: there is room for a save. From any thread."""
         self._soon(partial(self._tell, {"room": joint.attempt}))
 
-    def say_arrival(self, place: int, step: int) -> None:
-        """The place of this number has a step, which was copied there: rank 0 tells the others. From any thread."""
+    def say_copy(self, place: int, step: int, why: str | None = None) -> None:
+        """The step was copied to the place of this number, or could not be, and `why`: rank 0 tells the others. From
+        any thread.
+        """
         if not (self._meeting.world.is_one or self._meeting.world.rank):
-            self._tell({"arrived": step, "place": place})
-
-    def say_failure(self, place: int, step: int, why: str) -> None:
-        """The step could not be copied to the place of this number: rank 0 tells the others. From any thread."""
-        if not (self._meeting.world.is_one or self._meeting.world.rank):
-            self._tell({"left": step, "place": place, "why": why})
+            self._tell({"copied": step, "place": place, "why": why})
 
     def wait_for_arrival(self, arrived: Future[Any]) -> None:
         """On another rank: read words until rank 0 has told of this arrival. From any thread.
@@ -322,7 +317,7 @@ class Calls:
             self._soon(lambda: self._watches.add(asyncio.create_task(self._watch(arrived))))
 
     async def _watch(self, arrived: Future[Any]) -> None:
-        waiting, begun = JointSave(None), self._start.connection.now()
+        waiting, begun = JointSave(None), monotonic()
         self._start.log.wait(waiting)
         ended = asyncio.wrap_future(arrived)
         ended.add_done_callback(ask_for_exception)
@@ -345,24 +340,18 @@ class Calls:
     def _hear(self, word: Word) -> None:
         if "decision" in word:
             self._hear_decision(word)
-            return
-        if "room" in word:
+        elif "room" in word:
             self._hear_room(word["room"])
-            return
-        if "arrived" in word:
-            self.hear_arrival(word["place"], word["arrived"])
-            return
-        if "left" in word:
-            self.hear_failure(word["place"], word["left"], word["why"])
-            return
-        if "closed" in word:
+        elif "copied" in word:
+            self.hear_copy(word["place"], word["copied"], word["why"])
+        elif "closed" in word:
             self._is_closed = True
             self._match()
-            return
-        with self._lock:
-            self._num_words = max(self._num_words, word["number"] + 1)
-            self._words.append(word)
-        self._match()
+        else:
+            with self._lock:
+                self._num_words = max(self._num_words, word["number"] + 1)
+                self._words.append(word)
+            self._match()
 
     def _match(self) -> None:
         """Match words to calls: the first that have the same step, and those before them to none."""
@@ -530,15 +519,11 @@ class Calls:
             return
         if state is JointState.COMMITTED and joint.part is not None:
             self._knows_committed(joint.part.structure.digest)
-        self._listen_no_more(joint)
+        self._undecided.pop(joint.attempt, None)
+        self._start.log.wait_no_more(joint)
         self._tables[joint.number] = self._table_before(joint.number) if table is None else table
         self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)
         joint.bell.set()
-
-    def _listen_no_more(self, joint: JointSave) -> None:
-        """Once it is decided."""
-        self._undecided.pop(joint.attempt, None)
-        self._start.log.wait_no_more(joint)
 
     def _table_before(self, number: int) -> Table:
         """The table by which ranks share the save of this number."""

@@ -72,7 +72,7 @@ class Divider:
     def divided(
         self,
         captured: Capture,
-        joint: JointSave | None,
+        joint: JointSave | None = None,
         *,
         per_rank: Collection[str] = (),
         borrowed: Mapping[str, int] | None = None,
@@ -115,7 +115,7 @@ class Divider:
                 completion.result()
             copies = _digests(states.copies(captured))
         part = OwnPart(structure, own, shared, share.balance, copies)
-        joint.take(part, table)
+        joint.part, joint.table = part, table
         return PlannedPart(share.captured, share.ranks, part)
 
     def _own_in(self, captured: Capture) -> tuple[str, ...]:

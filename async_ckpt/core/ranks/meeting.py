@@ -30,19 +30,21 @@ from .world import World, refuse_if_changed, world_of
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
+# Questions whose answers stay in the store: no rank is so many steps behind another.
+_KEPT: Final = 1000
 
 
 def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
     """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
-    begin, since = monotonic(), start.connection.now()
+    begin = monotonic()
 
     def goes_on() -> None:
         check()
         if monotonic() - begin > MEETING_SECONDS:
             raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}{advice}", rank=0)
-        if why := start.lost_rank_0(since):
+        if why := start.lost_rank_0(begin):
             raise PeerFailedError(f"waited for {what}, but {why}; start all ranks again", rank=0)
 
     wait_for(future, None, goes_on)
@@ -51,21 +53,19 @@ def wait_for_rank_0(
 class Talk:
     """The words of one restore, which all ranks call in the same order. From the thread that restores."""
 
-    def __init__(
-        self, rank: int, size: int, words: Callable[[], Words], hear: Callable[..., list[str]], prefix: str
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._words, self._hear, self._prefix = words, hear, prefix
+    def __init__(self, meeting: Meeting, prefix: str) -> None:
+        self.rank, self.size = meeting.world.rank, meeting.world.size
+        self._meeting, self._prefix = meeting, prefix
         self._signed = monotonic()  # when this rank has last said that it takes time
         self._num_signs = 0  # that this rank has given, or heard
 
     def say(self, key: str, word: str) -> None:
         """To all ranks; each key once."""
-        self._words().say(f"{self._prefix}/{key}", word)
+        self._meeting.words().say(f"{self._prefix}/{key}", word)
 
     def hear(self, keys: Sequence[str], what: str) -> list[str]:
         """The words of these keys, once they are said. Raises PeerFailedError if that takes too long."""
-        return self._hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
+        return self._meeting.hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
 
     def take_time(self) -> None:
         """On rank 0, now and then: the others are to wait longer for its next word."""
@@ -76,7 +76,7 @@ class Talk:
 
     def _has_signed(self) -> bool:
         """True if rank 0 has said once more that it takes time."""
-        is_said = self.rank != 0 and self._words().is_said(f"{self._prefix}/{self._sign()}")
+        is_said = self.rank != 0 and self._meeting.words().said(f"{self._prefix}/{self._sign()}") is not None
         self._num_signs += is_said
         return is_said
 
@@ -114,6 +114,7 @@ class Meeting:
         self._words: Words | None = None
         self._token: str | None = None
         self._restores = itertools.count()
+        self._num_asked: dict[str, int] = {}  # by what was asked about; the last is at the end
         self.has_met = False
         self.table = EMPTY  # of the ranks before the first decision
 
@@ -151,7 +152,7 @@ class Meeting:
         """The words of this meeting, on all ranks. Waits for rank 0, as `token`."""
         if self._words is None:
             self.token()
-            self._words = self.start.words(self.topic)
+            self._words = Words(self.start.connection, f"{self.start.prefix}/{self.topic}")
         return self._words
 
     # --- the first save -----------------------------------------------------------------------------------
@@ -215,15 +216,46 @@ class Meeting:
         if rank == 0:
             self.start.say_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
 
+    # --- rank 0's answers ---------------------------------------------------------------------------------
+
+    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return on all ranks what `ask`, which is JSON, returns on rank 0. All ranks ask the same questions about a
+        step in the same order. A question is known by that and by how often it was asked before: ranks go on to
+        understand each other though one of them has failed before it could ask.
+
+        Raises PeerFailedError on the others where `ask` raises on rank 0, and where rank 0 says nothing in time.
+        """
+        about, decides = f"answer/{what}/{step}", self.world.rank == 0
+        number = self._num_asked.pop(about, 0)
+        self._num_asked[about] = number + 1
+        question = f"{about}/{number}"
+        if decides:
+            try:
+                answers = ask()
+            except BaseException as error:
+                self.words().say(question, json.dumps(in_words(error)))
+                raise
+            self.words().say(question, json.dumps(answers))
+        else:
+            (text,) = self.hear([question], f"rank 0's word on {what}", what)
+            answers = json.loads(text)
+            if isinstance(answers, str):
+                raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
+        while len(self._num_asked) > _KEPT:
+            oldest = next(iter(self._num_asked))
+            for number in range(self._num_asked.pop(oldest)):
+                if decides:
+                    self.words().forget(f"{oldest}/{number}")
+        return tuple(answers)
+
     # --- waiting ------------------------------------------------------------------------------------------
 
     def talk(self) -> Talk | None:
         """The words of one restore; None for a rank alone. Waits for rank 0."""
-        world = self.world
-        if world.is_one:
+        if self.world.is_one:
             return None
         self.token("restore()")
-        return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
+        return Talk(self, f"restore/{next(self._restores)}")
 
     def hear(
         self,
@@ -282,3 +314,8 @@ class Meeting:
             for topic, _, rank in [key.partition("/")]
         }
         return whose - {self.world.rank}
+
+
+def in_words(error: BaseException) -> str:
+    """The text by which the other ranks are told of an error."""
+    return f"{type(error).__name__}: {error}"[:2000]

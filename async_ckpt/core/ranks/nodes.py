@@ -32,8 +32,7 @@ from ..storage.local import LocalStorage
 from ..storage.node_folders import HERE, AllNodes, NodeFolder, OneOfNodes
 from ..storage.served_folders import NodeServer, Peer, own_hosts
 from ..timing import TIMEKEEPER, monotonic
-from .answers import in_words
-from .meeting import Meeting
+from .meeting import Meeting, in_words
 from .shared_root import SharedRoot
 from .store import quietly
 

@@ -10,7 +10,6 @@ A later save to the same path replaces the manifest, and then deletes the archiv
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -29,11 +28,6 @@ STEP: Final = 0
 _REQUESTS_IN_FLIGHT: Final = 16
 
 
-def number_of(path: str) -> int:
-    """A number made of a path, for calls that have no step."""
-    return int.from_bytes(hashlib.blake2b(path.encode(errors="replace"), digest_size=7).digest(), "big")
-
-
 class OneOffFolder:
     """The folder of one save. A request creates it for each save; a delivery calls it on helper threads."""
 
@@ -43,11 +37,6 @@ class OneOffFolder:
             raise ValueError(f"{storage.locate('')} is the root of its storage; give the path of a folder in it")
         self.storage, self._name = storage, name
         self.path = storage.locate(name)
-
-    @property
-    def number(self) -> int:
-        """A number made of the path: the same on all ranks that save to it."""
-        return number_of(self.path)
 
     def folder(self, step: int) -> str:  # noqa: ARG002
         return self._name

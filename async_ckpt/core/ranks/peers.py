@@ -15,12 +15,10 @@ from weakref import WeakKeyDictionary
 from ..runs.receipts import Cause
 from ..spec import entry_names, flag
 from ..state.captured import Capture
-from .answers import Answers, in_words
 from .calls import AttemptPlace, Calls, JointSave, JointState
 from .divide import Divider
-from .meeting import Meeting
+from .meeting import Meeting, in_words
 from .nodes import RunNodes
-from .one_off import OneOffFolder
 from .shared_root import SharedRoot
 from .store import quietly
 from .world import World
@@ -72,7 +70,6 @@ class Ranks:
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self._answers = Answers(self.meeting.words, self.meeting.hear)
         self.nodes: RunNodes | None = None  # of a run at several places
         self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
@@ -87,7 +84,8 @@ class Ranks:
         return self.world.is_one
 
     def called(self, step: int | None, path: str = "") -> JointSave | None:
-        """`save` was called, with something that is no step if it is None; nothing is returned where there is one rank.
+        """`save` was called, to a path or with a step, or with something that is none; nothing is returned where there
+        is one rank.
 
         Raises ValueError where the process group is another one by now.
         """
@@ -110,12 +108,6 @@ class Ranks:
             joint = self.called(None)
             if joint is not None:
                 self.failed(joint, error)
-
-    def called_once(self, folder: OneOffFolder) -> JointSave:
-        """A one-off `save` to a folder was called. Raises as `called`."""
-        joint = self.called(folder.number, folder.path)
-        assert joint is not None, "one rank saves no folder"
-        return joint
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
         """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
@@ -190,7 +182,7 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return ask()
-        return self._answers.of_rank_0(self._answers.question(what, step), ask if self.world.rank == 0 else None)
+        return self.meeting.answers_of_rank_0(what, step, ask)
 
     def is_leaving(self, *, asked: bool) -> bool:
         """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.
@@ -203,7 +195,7 @@ class Ranks:
         words, is_rank_0 = self.meeting.words(), self.world.rank == 0
         if asked and not is_rank_0:
             quietly(lambda: words.say(_LEAVING, str(self.world.rank)))
-        self._is_leaving = asked or (is_rank_0 and bool(quietly(lambda: words.is_said(_LEAVING))))
+        self._is_leaving = asked or (is_rank_0 and quietly(lambda: words.said(_LEAVING)) is not None)
         return asked or self._is_leaving
 
     def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:

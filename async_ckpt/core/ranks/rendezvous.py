@@ -27,10 +27,8 @@ from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
 from ..timing import TIMEKEEPER, monotonic
-from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
-from .meeting import Meeting, wait_for_rank_0
-from .one_off import number_of
+from .meeting import Meeting, in_words, wait_for_rank_0
 from .store import count_of
 from .world import World, world_of_group
 
@@ -70,7 +68,7 @@ class Rendezvous:
     def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
         self._meeting, self._calls, self._joint = meeting, calls, joint
         self._has_said_yes = self._is_refused = False
-        self._begun_at = 0.0 if meeting.world.is_one else meeting.start.connection.now()
+        self._begun_at = monotonic()
 
     @property
     def rank(self) -> int:
@@ -89,11 +87,6 @@ class Rendezvous:
     def attempt(self) -> str:
         """The name of the call, the same on all ranks; empty as long as rank 0 has not named it."""
         return self._joint.attempt
-
-    @property
-    def where(self) -> str:
-        """Where the parts lie, for messages."""
-        return ""
 
     @property
     def _key(self) -> str:
@@ -178,12 +171,10 @@ class Rendezvous:
                 looked = monotonic()
                 there = await self._ask(self._there, check)
                 missing = [rank for rank in range(1, size) if there is not None and rank not in there]
-                if lost := start.heartbeats.lost(missing):
+                closed = await self._ask(partial(self._calls.closed, missing), check) or ()
+                lost = start.heartbeats.lost(missing) or dict.fromkeys(closed, "it has closed its checkpointer")
+                if lost:
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
-                closed = await self._ask(partial(self._calls.closed, missing), check)
-                if closed:
-                    words = await self._ask(partial(self._last_words, closed), check) or {}
-                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), words)
                 if looked > deadline:
                     self._raise_missing(missing, hint())
                 if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
@@ -417,7 +408,7 @@ class Channel:
 
     def _entered(self, step: int | None, path: str) -> RankCall:
         self.meeting.refuse_if_changed()
-        joint = JointSave(number_of(path) if path else step, path)
+        joint = JointSave(step, path)
         if self.world.is_one:
             joint.attempt = os.urandom(4).hex()
             joint.begun.set_result(None)

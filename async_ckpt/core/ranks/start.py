@@ -27,7 +27,7 @@ from ..host.process import in_forked_child, never_end, own_process
 from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
 from .heartbeats import Heartbeats
-from .store import Connection, Words, count_of
+from .store import Connection, count_of
 from .word_log import WordLog, longest_pause
 from .world import World
 
@@ -51,10 +51,12 @@ class WorldStart:
         self.nonce = secrets.token_hex(8)
         self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
         self._hello = f"{self.nonce} {world.size} {own_process()}"
-        self._known: Future[str] = running_future()  # the token
+        # The name of this start: the same on all ranks, and of no other start. On rank 0 it is known at once;
+        # PeerFailedError where rank 0 knows another process as this rank.
+        self.token: Future[str] = running_future()
         self.all_here: Future[None] = running_future()  # on rank 0: all other ranks have come
         self.leaving: Future[None] | None = None  # on another rank: its last word is said
-        self.log = WordLog(self.connection, world.size, self._known)
+        self.log = WordLog(self.connection, world.size, self.token)
         if world.rank == 0:
             self._begin(secrets.token_hex(8))
             get_loop().begin(self._answer_hellos())
@@ -63,27 +65,15 @@ class WorldStart:
 
     # --- the token --------------------------------------------------------------------------------------------
 
-    @property
-    def token(self) -> Future[str]:
-        """The name of this start: the same on all ranks, and of no other start. On rank 0 it is known at once.
-
-        PeerFailedError where rank 0 knows another process as this rank.
-        """
-        return self._known
-
     def lost_rank_0(self, since: float) -> str:
         """Why rank 0, or the store, is lost for this rank, which waits since then; empty if they are not."""
         lost = self.heartbeats.lost([0])
         return f"rank 0 is lost: {lost[0]}" if lost else self.connection.silence_since(since)
 
-    def words(self, topic: str) -> Words:
-        """Words about a topic, without those of an earlier start. Only once the token is known."""
-        return Words(self.connection, f"{self.prefix}/{topic}")
-
     @property
     def prefix(self) -> str:
         """The prefix of all keys of this start. Only once the token is known."""
-        return f"async_ckpt/{self._known.result()}"
+        return f"async_ckpt/{self.token.result()}"
 
     def say_later(self, key: str, text: str) -> Future[None]:
         """Say a word below the prefix of this start once the token is known, which rank 0 may not have given yet.
@@ -99,11 +89,11 @@ class WorldStart:
             else:
                 tried.set_result(None)
 
-        self._known.add_done_callback(say)
+        self.token.add_done_callback(say)
         return tried
 
     def _begin(self, token: str) -> None:
-        self._known.set_result(token)
+        self.token.set_result(token)
         self.heartbeats.begin(self.prefix)
 
     async def _say_hello(self) -> None:
@@ -128,10 +118,10 @@ class WorldStart:
                 nonce, token, text = (await self._asked(look)).split(" ", 2)
                 if nonce == self.nonce and token == "-":
                     error = PeerFailedError(f"{text}; start all ranks again, together", rank=self.rank)
-                    self._known.set_exception(error)
+                    self.token.set_exception(error)
                     return
                 if nonce == self.nonce:
-                    if not self._known.done():
+                    if not self.token.done():
                         self._begin(token)
                         self.heartbeats.note(0, text)
                     await asyncio.wrap_future(self.connection.ask(self._come_here))
@@ -183,7 +173,7 @@ class WorldStart:
             elif int(size) != self.size or rank >= self.size:
                 answer = f"- rank 0 counts {self.size} ranks, and rank {rank} {size}"
             else:
-                answer = f"{self._known.result()} {own_process()}"
+                answer = f"{self.token.result()} {own_process()}"
                 news[rank] = nonce
                 self.heartbeats.note(rank, process)
             store.set(f"async_ckpt/welcome/{rank}", f"{nonce} {answer}")

@@ -48,10 +48,6 @@ class Connection:
         """True for a TCPStore, which answers many questions a second and forgets what is deleted."""
         return self.address is not None
 
-    def now(self) -> float:
-        """The time by which the connection tells since when the store is silent."""
-        return monotonic()
-
     def silence_since(self, begun: float) -> str:
         """That the store has been silent since that moment for too long, since it is asked all the time; else empty."""
         silent = monotonic() - max(begun, self.answered_at)
@@ -151,9 +147,6 @@ class Words:
     def forget(self, key: str) -> None:
         """Delete a word that no rank asks for any more. A key that was never said is no error."""
         self._answer(lambda store: store.delete_key(f"{self._prefix}/{key}"))
-
-    def is_said(self, key: str) -> bool:
-        return self.said(key) is not None
 
     def said(self, key: str) -> str | None:
         """The word of a key, if it is there already."""

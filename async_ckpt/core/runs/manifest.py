@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Self
 
 from ...errors import CorruptCheckpointError, FormatVersionError
@@ -40,22 +40,6 @@ def retired_name() -> str:
 
 def is_retired_name(name: str) -> bool:
     return re.fullmatch(_RETIRED, name) is not None
-
-
-def retired_attempts(
-    intents: Iterable[tuple[int, str]], manifests_of: Callable[[int], Iterable[Manifest | None]]
-) -> dict[int, str]:
-    """The attempts, by step, that announced rollbacks have retired.
-
-    A rollback counts if `manifests_of` has the manifest of just the announced attempt for its step.
-    """
-    return {
-        retired.step: retired.attempt
-        for step, attempt in intents
-        for manifest in manifests_of(step)
-        if manifest is not None and manifest.attempt == attempt
-        for retired in manifest.retires
-    }
 
 
 def parse_intent(name: str) -> tuple[int, str] | None:

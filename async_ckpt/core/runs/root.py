@@ -19,14 +19,14 @@ from ...errors import CheckpointError, FormatVersionError, NotCommittedError, St
 from ..storage.interface import Storage
 from .foreign_entries import newest_of_other_namings, step_formats
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name, seal, unseal
+from .manifest import Archive, Manifest, archive_name, intent_name, parse_intent, retired_name, seal, unseal
 from .manifest import parse as parse_manifest
 from .marks import Mark, marks_of, split_marks
 from .moving import NAME as MOVING
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits
-from .starts import Commit, Line, Seen, Start, StartsByName, later_than, split_starts
+from .starts import Line, Seen, Start, StartsByName, later_than, split_starts
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
@@ -90,7 +90,7 @@ class Root:
         return f"{self.folder(step)}/{archive.name}"
 
     def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
-        return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
+        return f"{self.folder(step)}/{archive_name(rank, attempt)}"
 
     def driver_path(self, step: int, attempt: str) -> str:
         return f"{self.folder(step)}/driver.{attempt}.tar"
@@ -166,7 +166,7 @@ class Root:
             self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
-        line = Line([*known], listing.starts, lambda step: commit_of(known.get(step)), self.seen, self.own)
+        line = Line([*known], listing.starts, known.get, self.seen, self.own)
         stale = self.out = line.out(known) | {
             step: attempt for step, attempt in self.outside.items() if is_excluded(step, known.get(step), self.outside)
         }
@@ -293,10 +293,13 @@ class Root:
         except CheckpointError:
             return None
 
+    def known_or_found(self, step: int) -> Manifest | None:
+        """The manifest of a step, as it is known, or is there now; None if there is none that can be read."""
+        return self.known.get(step) or self.find(step)
+
     def line(self, listing: Listing) -> Line:
         """The rule which commits of a listing count. Reads manifests if a process has taken the run from another."""
-        committed = cache(lambda step: commit_of(self.known.get(step) or self.find(step)))
-        return Line(listing.steps, listing.starts, committed, self.seen, self.own)
+        return Line(listing.steps, listing.starts, cache(self.known_or_found), self.seen, self.own)
 
     def seen(self, start: Start) -> Seen | None:
         """The commits that a listed start has seen."""
@@ -316,11 +319,12 @@ class Root:
 
     def _retired_by(self, listing: Listing, line: Line) -> dict[int, str]:
         """The attempts, by step, that announced rollbacks have retired, if just the announced attempt counts."""
-
-        def counting(step: int) -> list[Manifest]:
-            return [one for one in (self.find(step),) if one is not None and line.counts(step, Commit.of(one))]
-
-        return retired_attempts(listing.intents, counting)
+        retired: dict[int, str] = {}
+        for step, attempt in listing.intents:
+            manifest = self.find(step)
+            if manifest is not None and manifest.attempt == attempt and line.counts(step, manifest):
+                retired.update(manifest.retires)
+        return retired
 
     def excluded(self, listing: Listing, steps: Sequence[int]) -> dict[int, str]:
         """The attempts at these steps that do not count: rollbacks have retired them, or a later start has not seen
@@ -331,9 +335,8 @@ class Root:
 
     def is_gap(self, listing: Listing, manifest: Manifest) -> bool:
         """Whether a commit of another root is missing here: below those of the later starts that have not seen it."""
-        step, commit = manifest.step, Commit.of(manifest)
-        by_steps = Line(listing.steps, listing.starts, lambda one: commit_of(self.find(one)))
-        return not self.line(listing).counts(step, commit) and by_steps.counts(step, commit)
+        by_steps = Line(listing.steps, listing.starts, self.find)
+        return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
 
     def make_new_version(self, step: int, mark: str) -> None:
         """Give a manifest other bytes, and so another version: then the replacement of the one before is refused."""
@@ -425,10 +428,6 @@ def formats_at(storage: Storage) -> list[str]:
             return formats
         before = names  # a step that was listed may have been deleted, by a writer that has committed a newer one
     raise overtaken_error(storage.locate(""))
-
-
-def commit_of(manifest: Manifest | None) -> Commit | None:
-    return None if manifest is None else Commit.of(manifest)
 
 
 def attempt_of(manifest: Manifest | None) -> str | None:

@@ -35,7 +35,7 @@ from .naming import Naming
 from .retention import Commits
 from .root import attempt_of
 from .run import Run
-from .starts import Commit, Line
+from .starts import Line
 from .tiers_file import TiersFile
 
 T = TypeVar("T")
@@ -356,8 +356,8 @@ class Roots:
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
         """Remove the commits of processes that had lost the run, by the starts of each root and the steps of all."""
 
-        def committed(step: int) -> Commit | None:
-            return next(filter(None, (run.commit_of(step) for run in holders[step])), None)
+        def committed(step: int) -> Manifest | None:
+            return _first(run.root.known_or_found(step) for run in holders[step])
 
         out: dict[int, str] = {}
         for run in runs:  # a root that lists two starts tells their order
@@ -365,9 +365,8 @@ class Roots:
         for step, attempt in out.items():
             sound = []
             for run in holders[step]:
-                commit = run.commit_of(step)
-                if commit is not None and commit.attempt == attempt:
-                    run.note_outside(step, attempt)
+                if attempt_of(run.root.known_or_found(step)) == attempt:
+                    run.root.outside = {**run.root.outside, step: attempt}
                 else:
                     sound.append(run)
             if sound:

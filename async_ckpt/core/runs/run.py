@@ -56,10 +56,9 @@ from .retention import (
     unknown_metric,
     without_needed,
 )
-from .root import Listing, Root, commit_of
+from .root import Listing, Root
 from .starts import (
     NUM_KEPT,
-    Commit,
     Seen,
     Start,
     Tenure,
@@ -142,10 +141,6 @@ class Run:
         """The committed steps, ascending."""
         return self.root.steps()
 
-    def note_outside(self, step: int, attempt: str) -> None:
-        """Note that, by the commits at other roots, this commit does not count."""
-        self.root.outside = {**self.root.outside, step: attempt}
-
     @property
     def has_start(self) -> bool:
         """Whether this process has taken the root."""
@@ -155,10 +150,6 @@ class Run:
     def token(self) -> str:
         """That of the start of this process at the root; empty before its first save."""
         return self._start.token if self._start is not None else ""
-
-    def commit_of(self, step: int) -> Commit | None:
-        """The step's commit for the rule of starts; None if there is none that can be read."""
-        return commit_of(self.root.known.get(step) or self.root.find(step))
 
     def known_steps(self) -> list[int]:
         """The committed steps; at a store, without a request, those that this object has seen or committed."""
@@ -331,16 +322,15 @@ class Run:
         here = {Retired(s, manifest.attempt if manifest else "") for s, manifest in newer.items()}
         retires = _in_order(self._retired_elsewhere(step, known_elsewhere, retire=retire), here)
         before = replaces[0] if replaces else None
-        earlier = (before.attempt, *before.replaces) if before else ()
-        others = known_elsewhere.get(step, ())
-        earlier = (*dict.fromkeys((*earlier, *(name for one in others for name in (one.attempt, *one.replaces)))),)
+        replaced = [*filter(None, (before,)), *known_elsewhere.get(step, ())]
+        earlier = dict.fromkeys(name for one in replaced for name in (one.attempt, *one.replaces) if name)
         manifest = Manifest(
             step,
             attempt,
             world_size,
             self._clock(),
             archives if ranks is None else (),
-            tuple(filter(None, earlier)),
+            tuple(earlier),
             record or {},
             elsewhere,
             retires,
@@ -498,21 +488,12 @@ class Run:
         """
         if self._start is not None and self._start.first <= step:
             return False
-        self._start, is_new = self._tenure.take(
-            self,
-            self.storage,
-            step,
-            next((other._start.token for other in others if other._start is not None), self._opening),
-            lambda: self.root.relist().starts,
-            lambda: [start for other in others for start in other.root.starts],
-            self._see,
-            partial(self._descended, others),
-            roots=sorted(run.storage.locate("") for run in (self, *others)),
-        )
+        token = next((other.token for other in others if other.token), self._opening)
+        self._start, is_new = self._tenure.take(self, step, token, others)
         self.root.note_start(self._start, Seen.parse(self._tenure.seen))
         return is_new
 
-    def _see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
+    def see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
         """The starts that a new start sees, and the attempts that it goes on from.
 
         A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
@@ -528,7 +509,7 @@ class Run:
             return listing.starts, dict.fromkeys(self.steps(), "")
         return listing.starts, {step: manifest.attempt if manifest else "" for step, manifest in commits.items()}
 
-    def _descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
+    def descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
         """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
         and their own ancestors.
         """
@@ -551,7 +532,15 @@ class Run:
     def refuse_strangers(self, known: Collection[str]) -> None:
         """Raise ConflictError if a commit here is of a listed start that is none of these."""
         for manifest, stranger in self.strange_commits(known):
-            raise self._conflict(manifest.step, stranger)
+            where, about = self.storage.locate(""), about_start(self.storage, stranger)
+            raise ConflictError(
+                f"{where}: step {manifest.step} there was saved by process {about.get('pid')} on "
+                f"{about.get('host')!a:.200}, which went on from another step than this run did; nothing is copied "
+                "there. Restore from that place to continue from its steps, give this run another place, or decide "
+                "with async-ckpt move --adopt or --retire",
+                path=where,
+                step=manifest.step,
+            )
 
     def strange_commits(self, known: Collection[str]) -> Iterator[tuple[Manifest, Start]]:
         """The commits here of listed starts that are none of these, the newest first."""
@@ -562,19 +551,9 @@ class Run:
             if manifest is not None and stranger is not None:
                 yield manifest, stranger
 
-    def _conflict(self, step: int, stranger: Start) -> ConflictError:
-        where, about = self.storage.locate(""), about_start(self.storage, stranger)
-        error = ConflictError(
-            f"{where}: step {step} there was saved by process {about.get('pid')} on {about.get('host')!a:.200}, which "
-            "went on from another step than this run did; nothing is copied there. Restore from that place to "
-            "continue from its steps, give this run another place, or decide with async-ckpt move --adopt or --retire"
-        )
-        error.path, error.step = where, step
-        return error
-
     def retired_by(self, step: int | None) -> frozenset[Retired]:
         """The commits that the manifest of this step retires."""
-        manifest = None if step is None else self.root.known.get(step) or self.root.find(step)
+        manifest = None if step is None else self.root.known_or_found(step)
         return frozenset(() if manifest is None else manifest.retires)
 
     def takes(self, step: int) -> bool:
@@ -610,11 +589,9 @@ class Run:
         """Before a commit or a deletion, raise RunTakenError if another process has taken the run since. `token` is
         that of this process's start at another root, if this one may have been taken in its name.
         """
-        if self._start is not None:
-            self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
-        elif token:
+        if self._start is not None or token:
             starts = self.root.relist().starts
-            own = max((start for start in starts if start.token == token), default=None)
+            own = self._start or max((start for start in starts if start.token == token), default=None)
             self._tenure.refuse_if_later(self.storage, own, starts)
 
     @contextmanager
@@ -707,7 +684,7 @@ class Run:
         """Copy the marks that another root has, by its last listing, of commits that are here, too."""
         here = {*self.root.marks}
         for mark in source.root.marks:
-            commit = self.commit_of(mark.step) if mark not in here else None
+            commit = self.root.known_or_found(mark.step) if mark not in here else None
             if commit is not None and commit.attempt == mark.attempt:
                 with suppress(FileExistsError, FileNotFoundError):
                     self.storage.put_new(mark.name, source.storage.read(mark.name)[0])

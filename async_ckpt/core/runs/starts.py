@@ -32,10 +32,10 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...errors import CheckpointError, RunTakenError
 from ..fields import count, entries, items, number, row, table, text
@@ -44,6 +44,9 @@ from ..storage.interface import Storage
 from ..timing import shown_time, wall_time
 from .manifest import Manifest, seal, unseal
 from .receipts import as_ranges
+
+if TYPE_CHECKING:
+    from .run import Run
 
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.(json|seen)")
 # All names of starts sort between these texts.
@@ -127,7 +130,7 @@ class Seen:
             return cls.parse(storage.read(start.seen_name)[0])
         return None
 
-    def has(self, step: int, commit: Commit | None) -> bool:
+    def has(self, step: int, commit: Manifest | None) -> bool:
         """Whether it has seen a commit. Without one: whether it has seen all that there may ever be at this step."""
         if (attempt := self._attempts.get(step)) is not None:
             return commit is not None and attempt in (commit.attempt, *commit.replaces)
@@ -137,18 +140,6 @@ class Seen:
     def names(self, step: int, attempt: str) -> bool:
         """Whether it has seen just this attempt, as far as it says so."""
         return self._attempts.get(step) == attempt
-
-
-class Commit(NamedTuple):
-    """A committed step for the rule of `Line`: what its manifest says."""
-
-    attempt: str
-    start: str
-    replaces: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Commit:
-        return cls(manifest.attempt, manifest.start, manifest.replaces)
 
 
 class StartsByName(dict[str, Start]):
@@ -169,7 +160,7 @@ class _Later(NamedTuple):
     seen: Seen | None
     lowest: int | None
 
-    def has_seen(self, step: int, commit: Commit | None = None) -> bool:
+    def has_seen(self, step: int, commit: Manifest | None = None) -> bool:
         """Whether it has seen a commit, and not gone back below it since."""
         is_below = self.lowest is None or step < self.lowest
         return is_below and (self.seen is None or self.seen.has(step, commit))
@@ -187,12 +178,12 @@ class Line:
         self,
         steps: Sequence[int],
         starts: Iterable[Start],
-        committed: Callable[[int], Commit | None],
+        committed: Callable[[int], Manifest | None],
         seen: Callable[[Start], Seen | None] = lambda _: None,
         own: Start | None = None,
     ) -> None:
-        """`steps` are ascending; `committed` reads the commit of a step, None if there is none. The start `own` counts
-        as one that has a commit: its process takes nothing for committed that it has not seen.
+        """`steps` are ascending; `committed` reads the manifest of a step, None if there is none. The start `own` is
+        taken for one that has a commit: its process takes nothing for committed that it has not seen.
         """
         self._committed = committed
         in_order = sorted(starts)
@@ -215,7 +206,7 @@ class Line:
         commit = self._committed(step)
         return commit is not None and self._starts.of(commit.start) == start and self.counts(step, commit)
 
-    def counts(self, step: int, commit: Commit) -> bool:
+    def counts(self, step: int, commit: Manifest) -> bool:
         own = self._starts.of(commit.start) if self._later else None
         return own is None or all(one.has_seen(step, commit) for one in self._later if own.is_before(one.start))
 
@@ -249,8 +240,8 @@ class Tenure:
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._hold = _Hold()
-        weakref.finalize(self, self._hold.release).atexit = False
+        self._file_lock = ExitStack()  # on the file of the start, as long as this object lives
+        weakref.finalize(self, self._file_lock.close).atexit = False
 
     def leave(self, user: object, withdraw: Callable[[Start], None] = lambda _: None) -> None:
         """Remove a user. After the last one, another process may take the root.
@@ -267,35 +258,21 @@ class Tenure:
                     if start is not None:
                         withdraw(start)
                 finally:
-                    self._hold.release()
+                    self._file_lock.close()
 
-    def take(
-        self,
-        user: object,
-        storage: Storage,
-        step: int,
-        token: str,
-        listed: Callable[[], Sequence[Start]],
-        elsewhere: Callable[[], Iterable[Start]],
-        commits: Callable[[Start], tuple[Sequence[Start], Mapping[int, str]]],
-        ancestors: Callable[[Sequence[Start]], Sequence[str]] = lambda _: (),
-        *,
-        roots: Sequence[str] = (),
-    ) -> tuple[Start, bool]:
-        """Take a root for a user that is about to save, unless that was done for this step or a lower one. A process
+    def take(self, run: Run, step: int, token: str, others: Sequence[Run]) -> tuple[Start, bool]:
+        """Take a root for a run that is about to save, unless that was done for this step or a lower one. A process
         that stands in for another one takes it in its name, without a lock, unless that was done.
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
-        start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
-        `ancestors` names the starts that the new one follows, by the starts here. `commits` lists what the new start
-        sees: the starts, and the attempts that count by their steps. Raises RunTakenError for a root that another
-        process has taken meanwhile or that a living one has, and StorageUnavailableError.
+        start at this root and those of the `others`. Raises RunTakenError for a root that another process has taken
+        meanwhile or that a living one has, and StorageUnavailableError.
         """
         with self._taking:
-            self._users.add(user)
+            self._users.add(run)
             if self.start is not None and self.start.first <= step:
                 return self.start, False
-            starts = listed()
+            storage, starts = run.storage, run.root.relist().starts
             if self.start is not None:
                 self.refuse_if_later(storage, self.start, starts)
                 token = self.start.token
@@ -307,13 +284,15 @@ class Tenure:
                     return there, True
             refuse_if_alive(storage, starts)
             # Another root of the run may have been taken a moment ago.
-            least_number = max((s.number + (s.token != token) for s in elsewhere()), default=1)
+            elsewhere = (start for other in others for start in other.root.starts)
+            least_number = max((s.number + (s.token != token) for s in elsewhere), default=1)
             number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
-            self._facts = {**(self.about or {}), "roots": [*roots], "ancestors": [*ancestors(starts)]}
+            roots = sorted(one.storage.locate("") for one in (run, *others))
+            self._facts = {**(self.about or {}), "roots": roots, "ancestors": run.descended(others, starts)}
             self._put(storage, start)
-            self._put_seen(storage, start, listed, *commits(start))
+            self._put_seen(run, start, *run.see(start))
             self.start = start
             return start, True
 
@@ -331,17 +310,13 @@ class Tenure:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
             storage.put_new(start.name, seal({**_about_this_process(), **self._facts}))
         if self.about is None:
-            self._hold.replace(storage.hold(start.name))
+            unlock = storage.hold(start.name)
+            self._file_lock.close()
+            self._file_lock.callback(_unlock_in, os.getpid(), unlock)
 
-    def _put_seen(
-        self,
-        storage: Storage,
-        own: Start,
-        listed: Callable[[], Sequence[Start]],
-        starts: Sequence[Start],
-        commits: Mapping[int, str],
-    ) -> None:
+    def _put_seen(self, run: Run, own: Start, starts: Sequence[Start], commits: Mapping[int, str]) -> None:
         """Put what a start has seen, and first that of earlier starts which were killed before they put theirs."""
+        storage = run.storage
         if self.start is not None and later_than(self.start, starts):  # it was not there when this one was named
             storage.delete(own.name)
         self.refuse_if_later(storage, self.start or own, starts)
@@ -356,7 +331,7 @@ class Tenure:
             storage.put_new(own.seen_name, self.seen)
         except FileExistsError:
             if storage.read(own.seen_name)[0] != self.seen:  # else an earlier put that failed has arrived
-                self.refuse_if_later(storage, own, listed())
+                self.refuse_if_later(storage, own, run.root.relist().starts)
                 raise _taken_error(storage.locate(""), own, {}, is_alive=False) from None
 
     def put_back(self, storage: Storage, start: Start) -> None:
@@ -369,9 +344,8 @@ class Tenure:
 
     def unknown_error(self, storage: Storage, step: int, error: Exception) -> RunTakenError:
         """The error of a rank that finds the manifest of a step, but cannot list the starts."""
-        taken = RunTakenError(f"whether another process has taken the run is unknown, and so is step {step}: {error}")
-        taken.path, taken.host, taken.pid, taken.since, taken.undecided = storage.locate(""), "", 0, 0.0, True
-        return taken
+        text = f"whether another process has taken the run is unknown, and so is step {step}: {error}"
+        return RunTakenError(text, path=storage.locate(""), host="", pid=0, since=0.0, undecided=True)
 
     def refuse_if_lost(self) -> None:
         """Raise RunTakenError if it is known that a later start has the root."""
@@ -406,21 +380,10 @@ def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:
     return [start for start in starts if own is not None and own.is_before(start)]
 
 
-class _Hold:
-    """The lock on the file of a start. Its Tenure owns it; a finalizer releases it, but not in a forked child."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._unlock: Callable[[], None] | None = None
-
-    def replace(self, unlock: Callable[[], None]) -> None:
-        self.release()
-        self._unlock = unlock
-
-    def release(self) -> None:
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None and os.getpid() == self._pid:
-            unlock()
+def _unlock_in(process: int, unlock: Callable[[], None]) -> None:
+    """Unlock the file of a start, but not in a forked child."""
+    if os.getpid() == process:
+        unlock()
 
 
 _tokens: set[str] = set()  # of the starts of this process
@@ -508,6 +471,4 @@ def _taken_error(
             f". The manifest of step {put} was put before that was known, so the step may be committed all the same: "
             "look at what is committed"
         )
-    error = RunTakenError(text)
-    error.path, error.host, error.pid, error.since, error.undecided = root, host, pid, since, put is not None
-    return error
+    return RunTakenError(text, path=root, host=host, pid=pid, since=since, undecided=put is not None)

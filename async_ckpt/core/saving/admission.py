@@ -26,9 +26,9 @@ class Slot:
 
     __slots__ = ("__weakref__", "bell", "is_admitted", "needs", "step")
 
-    def __init__(self, step: int | None, needs: Callable[[], Collection[int]] = tuple) -> None:
+    def __init__(self, step: int | None) -> None:
         self.step = step
-        self.needs = needs  # steps that must stay on storage until this save is decided
+        self.needs: Callable[[], Collection[int]] = tuple  # steps that must stay on storage until it is decided
         self.is_admitted = False
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings when another slot has left
 
@@ -54,7 +54,7 @@ class Admission:
         `check` is called while waiting, and raises when there is nothing to wait for.
         """
         self._claims.append(weakref.ref(slot))
-        while not self._is_its_turn(slot):
+        while slot not in self._living()[: self.max_in_flight]:
             if self.may_skip and not must:
                 self.leave(slot)
                 return False
@@ -86,9 +86,6 @@ class Admission:
     def under_way(self) -> list[Slot]:
         """The admitted slots, oldest first."""
         return [slot for slot in self._living() if slot.is_admitted]
-
-    def _is_its_turn(self, slot: Slot) -> bool:
-        return slot in self._living()[: self.max_in_flight]
 
     def _living(self) -> list[Slot]:
         slots = [(claim, claim()) for claim in list(self._claims)]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from ...errors import CheckpointError, ClosedError, NotUnchangedError, StorageUnavailableError
+from ...errors import CheckpointError, ClosedError, NotUnchangedError
 from ..host.loop import get_loop
 from ..host.operations import tell
 from ..ranks.calls import JointSave
@@ -35,7 +35,7 @@ from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
 from .planner import small_archive
-from .taken_over import TakenOver, UnchangedTensors
+from .taken_over import TakenOver, UnchangedTensors, still_lends
 from .tiers import CopyStep, Tiers
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
@@ -46,10 +46,8 @@ _FIRST: Final = -(2**63)
 _log = logging.getLogger("async_ckpt")
 
 
-class CatchUp(Protocol):
-    """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
-
-    def __call__(self, roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]: ...
+# Copies to a run the steps that only other roots have, and returns these: `loading.catch_up.catch_up`.
+CatchUp: TypeAlias = Callable[..., list[int]]
 
 
 class Lineage:
@@ -156,11 +154,8 @@ class Lineage:
         those that further places are to have.
         """
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
-        return {step for step in steps if step is not None} | self.lenders() | self.tiers.held(run)
-
-    def lenders(self) -> set[int]:
-        """The steps that the next save may borrow from."""
-        return self.groups.lenders() | self.tensors.lenders()
+        lenders = self.groups.lenders() | self.tensors.lenders()
+        return {step for step in steps if step is not None} | lenders | self.tiers.held(run)
 
     def catch_up(self) -> dict[str, list[int]]:
         """Copy to each root the steps that only others have. Returns the steps copied to each root.
@@ -239,10 +234,6 @@ class SavedGroup:
     outline: StateOutline
     run: Run
 
-    @property
-    def archives(self) -> tuple[Archive, ...]:
-        return tuple(lent.archive for lent in self.borrowed)
-
 
 class Driver(NamedTuple):
     """The archive of the entries that one process holds for all ranks: `driver=`."""
@@ -250,6 +241,11 @@ class Driver(NamedTuple):
     image: bytes
     digest: str
     groups: tuple[str, ...]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any], step: int) -> Driver:
+        """Raises ValueError for too many bytes."""
+        return cls(*small_archive(entries, step=step, max_bytes=_MAX_DRIVER_BYTES), tuple(entries))
 
 
 class StepCall(NamedTuple):
@@ -264,15 +260,12 @@ class StepCall(NamedTuple):
     driver: Driver | None = None
     given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
 
-    @staticmethod
-    def driver_of(driver: Mapping[str, Any], step: int) -> Driver:
-        """The entries of `driver=` as an archive. Raises ValueError for too many bytes."""
-        image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
-        return Driver(image, digest, tuple(driver))
 
-
-class StepContents(NamedTuple):
-    """The contents of one step that is being saved: the call, and what it borrows."""
+@dataclass(slots=True)
+class StepContents:
+    """The contents of one step that is being saved: the call, and what it borrows. The request adds to it as the save
+    is planned.
+    """
 
     call: StepCall
     number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
@@ -281,12 +274,9 @@ class StepContents(NamedTuple):
     over: TakenOver | None = None  # tensors of groups that are written
 
     @property
-    def step(self) -> int:
-        return self.call.step
-
-    @property
-    def joint(self) -> JointSave | None:
-        return self.call.joint
+    def lenders(self) -> Mapping[str, int]:
+        """The borrowed groups, and the steps that have them."""
+        return {lent.group: lent.step for lent in self.borrowed}
 
     def lent(self) -> tuple[GroupLocation, ...]:
         """The archives of earlier steps that this one borrows from."""
@@ -339,12 +329,8 @@ class UnchangedGroups:
         self._begun.append((number, step))
         return number
 
-    def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
-        """The newest groups; with several ranks, those that all of them know of when the save begins."""
-        known = self._newest(joint)
-        return known.groups if known else {}
-
     def _newest(self, joint: JointSave | None = None) -> _Known | None:
+        """The newest groups; with several ranks, those that all of them know of when the save begins."""
         known = [one for one in self._known if joint is None or one.since <= joint.newest_decided]
         return known[-1] if known else None
 
@@ -390,7 +376,7 @@ class UnchangedGroups:
             known = lent.get(name)
             if known is None or (known.run is not run and call.joint is None):
                 continue  # it has to be written
-            if not _still_lends(known.run, known.borrowed):
+            if not still_lends(known.run, known.borrowed):
                 continue  # somebody has deleted it by hand
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
@@ -423,9 +409,10 @@ class UnchangedGroups:
         """Note a commit: from now on its groups may be borrowed."""
         if contents.outline is None:
             return
-        step, joint = contents.step, contents.joint
+        step, joint = contents.call.step, contents.call.joint
         with self._lock:
-            lent = {**self._written(), **self._written(joint)}
+            known = filter(None, (self._newest(), self._newest(joint)))
+            lent = {name: group for one in known for name, group in one.groups.items()}
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
             for name in contents.outline.groups:
                 written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
@@ -461,16 +448,6 @@ class UnchangedGroups:
         with self._lock:
             written = {group: SavedGroup(lent[0].step, lent, outline, run) for group, lent in parts.items()}
             self._set([_Known(_FIRST, next(self._numbers), written)])
-
-
-def _still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
-    """Whether a root still has what it lends. A store is asked at the commit, not on the caller's thread."""
-    if run.storage.remote:
-        return True
-    try:
-        return run.lends(lent)
-    except StorageUnavailableError:  # the commit finds out
-        return True
 
 
 def _entry(state: Any, name: Any) -> Any:

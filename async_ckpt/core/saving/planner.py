@@ -19,7 +19,6 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from ..timing import wall_time
 from .block_digests import BlockDigests, GroupDigests, Groups
-from .story import UnchangedIn
 from .taken_over import TakenOver
 from .target import Target
 
@@ -41,8 +40,6 @@ class SavePlan(NamedTuple):
     shared: SharedValues | None
     """The values that all ranks should have alike, if there are several."""
     groups: GroupDigests
-    unchanged_in: UnchangedIn
-    """See `StateSave`."""
     over: TakenOver | None
     """The tensors that are taken over from earlier steps, if any may be."""
 

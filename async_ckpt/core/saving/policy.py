@@ -34,7 +34,6 @@ from .interval import (
     median,
     slower_seconds,
 )  # fmt: skip
-from .process_goodput import ProcessGoodput
 from .signals import Signals, signals_of
 
 Deadline = Moment | Callable[[], float | None]
@@ -44,6 +43,8 @@ MARGIN_SECONDS: Final = 30.0
 _NUM_STEPS: Final = 100
 # Of saves that begin between two calls of `should_save`: more than any training makes.
 _NUM_STARTS: Final = 64
+# Saves that a rollback within the process may go back over.
+_NUM_MARKS: Final = 1000
 # How often the history gets the step that was reached: so much of a killed training it does not know.
 PROGRESS_SECONDS: Final = 60.0
 
@@ -124,6 +125,39 @@ class SaveStart(NamedTuple):
     def was_skipped(self) -> bool:
         save = self.save
         return save.done() and Future.exception(save) is None and Future.result(save).status == "skipped"
+
+
+class ProcessGoodput:
+    """The time since `opened` by its use. A policy creates it, tells it of each save and restore, and guards it by its
+    own lock.
+
+    `stall_seconds` returns the seconds for which saves have held the training so far.
+    """
+
+    def __init__(self, opened: float, stall_seconds: Callable[[], float]) -> None:
+        self.slower_seconds = 0.0
+        self._opened, self._stall_seconds = opened, stall_seconds
+        self._restore_seconds = self._redone_seconds = 0.0
+        # Steps that were saved or restored, with the seconds trained until then, ascending in both.
+        self._marks: deque[tuple[int, float]] = deque(maxlen=_NUM_MARKS)
+
+    def saved(self, step: int, at: float) -> None:
+        self._marks.append((step, self.spent(at).trained_seconds))
+
+    def restored(self, step: int, at: float, seconds: float) -> None:
+        """The training goes back to a step, by a restore that took `seconds`."""
+        self._restore_seconds += seconds
+        trained = self.spent(at).trained_seconds
+        kept = [mark for mark in self._marks if mark[0] <= step]
+        if self._marks:  # before the first restore there was nothing to lose
+            self._redone_seconds += trained - (kept[-1][1] if kept else self._marks[0][1])
+        self._marks = deque([*kept, (step, self.spent(at).trained_seconds)], maxlen=_NUM_MARKS)
+
+    def spent(self, now: float) -> Goodput:
+        stall = self._stall_seconds()
+        lost = stall + self.slower_seconds + self._restore_seconds + self._redone_seconds
+        trained = max(0.0, now - self._opened - lost)
+        return Goodput(trained, stall, self.slower_seconds, self._restore_seconds, self._redone_seconds)
 
 
 class _Durations:

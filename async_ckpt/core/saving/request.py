@@ -6,14 +6,13 @@ In: arguments of `save`. Out: targets, and the state to write to them. Knows not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..ranks.calls import JointSave
 from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
-from ..runs.manifest import GroupLocation
 from ..runs.run import Run
 from ..spec import entry_names, flag
 from ..staging.guard import refuse_guard
@@ -21,33 +20,13 @@ from ..staging.snapshot import Snapshot
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
-from .lineage import Lineage, StateOutline, StepCall, StepContents
-from .story import UnchangedIn
+from .lineage import Driver, Lineage, StateOutline, StepCall, StepContents
 from .taken_over import frozen_memory
 from .target import Target
 from .targets import begin_step, folder_target
 
 if TYPE_CHECKING:
     from .weight_mean import WeightMean
-
-MakeTarget: TypeAlias = Callable[[StepContents | None], Target]
-
-
-class Written(NamedTuple):
-    """The state that a save writes, and what it does not write again."""
-
-    state: Any
-    per_rank: Collection[str] = ()
-    """The names of what each rank has for itself."""
-    borrowed: tuple[GroupLocation, ...] = ()
-    """The groups that earlier steps have; these must stay on storage until the save is settled."""
-    number: int = 0
-    """The number of the save, in the order of the calls."""
-
-    @property
-    def lenders(self) -> Mapping[str, int]:
-        """The borrowed groups, and the steps that have them."""
-        return {lent.group: lent.step for lent in self.borrowed}
 
 
 class SaveRequest(ABC):
@@ -57,8 +36,10 @@ class SaveRequest(ABC):
     guard: Any = None
     select: Select = None
     joint: JointSave | None = None  # the save as all ranks see it, where there are several
+    contents: StepContents | None = None  # of a step of a run; `begin` sets them
     copy: Snapshot | None = None  # made first, for this save to be filled from; `written` sets it
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
+    _state: Any
 
     @property
     def skipped_path(self) -> str:
@@ -69,32 +50,21 @@ class SaveRequest(ABC):
         """Tell the history that the save was not begun, since others are under way."""
 
     @abstractmethod
-    def begin(self) -> MakeTarget:
-        """Begin the save, whose turn it is, and return what makes its target, by what is planned for it. Raises the
-        refusal of the save.
-        """
+    def begin(self) -> Target:
+        """Begin the save, whose turn it is, and return its target. Raises the refusal of the save."""
 
-    @abstractmethod
-    def written(self) -> Written:
+    def written(self) -> Any:
         """The state to write, once it is this save's turn; it is given once. Raises the refusal of the save."""
+        state, self._state = self._state, None  # so that the save does not keep it alive
+        return state
 
-    def contents(self, written: Written, captured: Capture) -> StepContents | None:  # noqa: ARG002
-        """The contents of a step: its call, and what it borrows. Raises the refusal of what was captured."""
-        refuse_guard(captured.completions, self.guard)
-        return None
+    def check_captured(self, whole: Capture) -> None:
+        """Raises the refusal of the state that was captured."""
+        refuse_guard(whole.completions, self.guard)
 
-    def taken_over(
-        self,
-        captured: Capture,
-        whole: Capture,  # noqa: ARG002
-        contents: StepContents | None,
-    ) -> tuple[Capture, StepContents | None]:
+    def taken_over(self, captured: Capture, whole: Capture) -> Capture:  # noqa: ARG002
         """The part of the state that this process writes, without the tensors that earlier steps have."""
-        return captured, contents
-
-    def unchanged_in(self, written: Written, contents: StepContents | None) -> UnchangedIn:  # noqa: ARG002
-        """See `StateSave`. The function keeps neither the state nor its guard alive: a handle may live for long."""
-        return lambda _: ()
+        return captured
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
@@ -132,13 +102,8 @@ class FileRequest(SaveRequest):
         self._state, self._target, self.guard, self.select = state, target, guard, select
         self.state_dict_of = state_dict_of
 
-    def begin(self) -> MakeTarget:
-        target = self._target
-        return lambda _: target
-
-    def written(self) -> Written:
-        state, self._state = self._state, None  # so that the save does not keep it alive
-        return Written(state)
+    def begin(self) -> Target:
+        return self._target
 
 
 class FolderRequest(SaveRequest):
@@ -154,22 +119,20 @@ class FolderRequest(SaveRequest):
         select: Select = None,
         state_dict_of: StateDictOf = state_dict_of,
     ) -> None:
-        self.joint: JointSave = ranks.called_once(folder)
+        joint = ranks.called(None, folder.path)
+        assert joint is not None, "one rank saves no folder"
+        self.joint: JointSave = joint
         self._state, self._folder, self._ranks = state, folder, ranks
         self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
 
-    def begin(self) -> MakeTarget:
-        target = folder_target(self._folder, self.joint, self._ranks)
-        return lambda _: target
-
-    def written(self) -> Written:
-        state, self._state = self._state, None  # so that the save does not keep it alive
-        return Written(state)
+    def begin(self) -> Target:
+        return folder_target(self._folder, self.joint, self._ranks)
 
 
 class StepRequest(SaveRequest):
     """A state as one step of a run."""
 
+    contents: StepContents
     _run: Run  # that the step goes to, as far as this rank knows
 
     def __init__(
@@ -230,7 +193,7 @@ class StepRequest(SaveRequest):
             record,
             unchanged,
             own,
-            StepCall.driver_of(driver, call.step) if driver is not None and is_rank_0 else None,
+            Driver.of(driver, call.step) if driver is not None and is_rank_0 else None,
             frozenset(driver if driver is not None and not is_rank_0 else ()),
         )
 
@@ -243,47 +206,38 @@ class StepRequest(SaveRequest):
         step = self._call.step
         self._lineage.note("skipped", step, first_step=step, count=1)
 
-    def begin(self) -> MakeTarget:
-        self._run, made = begin_step(self._lineage, self._call, self._ranks)
-        return lambda contents: made(contents or StepContents(self._call))
+    def begin(self) -> Target:
+        target = begin_step(self._lineage, self._call, self._ranks)
+        self.contents, self._run = target.contents, target.run
+        return target
 
-    def written(self) -> Written:
+    def written(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
-        state, self._state = self._state, None  # so that the save does not keep it alive
-        groups, call = self._lineage.groups, self._call
-        number = groups.begin(call.step)
-        left, borrowed = groups.without(state, call, number, run=self._run)
+        groups, call, contents = self._lineage.groups, self._call, self.contents
+        contents.number = groups.begin(call.step)
+        left, contents.borrowed = groups.without(super().written(), call, contents.number, run=self._run)
         if self.mean is not None:
             left, self._of_mean, self.copy = self.mean.joined(left, call.step, self.guard)
-        return Written(left, call.per_rank, borrowed, number)
+        return left
 
-    def contents(self, written: Written, captured: Capture) -> StepContents:
+    def check_captured(self, whole: Capture) -> None:
         if self._is_own_guard:
-            refuse_guard([one for one in captured.completions if one not in self._of_mean], self.guard)
-        # Nothing can be borrowed from a step that was saved in part.
-        outline = StateOutline(captured) if self.select is None else None
-        return StepContents(self._call, written.number, written.borrowed, outline)
+            refuse_guard([one for one in whole.completions if one not in self._of_mean], self.guard)
+        if self.select is None:  # nothing can be borrowed from a step that was saved in part
+            self.contents.outline = StateOutline(whole)
 
     def begun(self, staged: Future[None]) -> None:
         """The save has begun, and is in host memory once `staged` is done."""
         if self.mean is not None and self._of_mean:
             self.mean.follow(staged)
 
-    def taken_over(
-        self, captured: Capture, whole: Capture, contents: StepContents | None
-    ) -> tuple[Capture, StepContents | None]:
+    def taken_over(self, captured: Capture, whole: Capture) -> Capture:
         lineage, call = self._lineage, self._call
-        if not self._looks_for_unchanged or whole.completions or contents is None or not lineage.has_one_root:
+        if not self._looks_for_unchanged or whole.completions or not lineage.has_one_root:
             lineage.tensors.forget()
-            return captured, contents
+            return captured
         # A step that replaces or retires others is whole.
         may_take = not (call.overwrite or lineage.rolled_back or call.step in lineage.damaged)
         frozen = frozen_memory(whole)
-        captured, over = lineage.tensors.begin(captured, frozen, self._run, call.step, may_take=may_take)
-        return captured, contents._replace(over=over)
-
-    def unchanged_in(self, written: Written, contents: StepContents | None) -> UnchangedIn:
-        lineage, borrowed = self._lineage, {lent.group for lent in written.borrowed}
-        if contents is not None and contents.over is not None:
-            borrowed |= contents.over.whole_groups
-        return lambda digests: lineage.unchanged_in(digests, borrowed)
+        captured, self.contents.over = lineage.tensors.begin(captured, frozen, self._run, call.step, may_take=may_take)
+        return captured

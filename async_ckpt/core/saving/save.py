@@ -78,7 +78,8 @@ class Save(ABC):
         `spans` began with the call.
         """
         self.staged, self.spans, self.context = staged, spans, copy_context()
-        staged.add_done_callback(partial(_add_stage, spans, spans.clock()))
+        begin = spans.clock()
+        staged.add_done_callback(lambda _: spans.add("stage", begin))
         self.life = new_life()
         self.settled = running_future()  # committed or failed, and tidied: the next save may commit
         self.finished = running_future()  # retention has ended, too; of a save that promises nothing, also the bar
@@ -163,10 +164,6 @@ class Save(ABC):
 
     def __repr__(self) -> str:
         return f"<Save of {name_of(self.handle)}: {self.life.now.value}>"
-
-
-def _add_stage(spans: Spans, begin: float, _: object) -> None:
-    spans.add("stage", begin)
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None, *, promises: bool = True) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ import torch
 
 from ...errors import ClosedError
 from ..backends import has_plain_bytes
-from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.threads import Crew
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
+from ..ranks.meeting import Meeting
 from ..ranks.peers import Ranks
 from ..ranks.world import world_of
 from ..staging.device import first_device
@@ -80,7 +80,7 @@ class Saver:
         self._writers = writers or Writers()
         self._trace_file = trace_file
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
-        self._keep_warm, self._ranks = keep_warm, ranks
+        self._keep_warm, self._ranks = keep_warm, ranks or Ranks(Meeting((0, 1)), 1)
         self._finite_checks = None if check is None else FiniteChecks(check)
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
@@ -135,20 +135,21 @@ class Saver:
 
     def _plan(self, request: SaveRequest, optimizers: Optimizers, slot: Slot) -> SavePlan:
         """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
-        make_target, written, joint, contents = request.begin(), request.written(), request.joint, None
-        lenders = written.lenders
+        target, state, contents = request.begin(), request.written(), request.contents
+        lenders = {} if contents is None else contents.lenders
         slot.needs = lenders.values  # from now on, retention keeps these steps
-        if isinstance(written.state, RankShare):  # divided already
-            part = PlannedPart(written.state.captured, written.state.ranks)
+        if isinstance(state, RankShare):  # divided already
+            part = PlannedPart(state.captured, state.ranks)
             captured = part.captured
         else:
-            whole = self._captured(written.state, request.select, request.state_dict_of)
-            contents = request.contents(written, whole)
+            whole = self._captured(state, request.select, request.state_dict_of)
+            request.check_captured(whole)
             # A trainer saves parts of its state one by one, all with its guard; a step of a run has the whole state.
             if contents is not None and request.select is None and not lenders and not whole.completions:
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
-            part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
-            captured, contents = request.taken_over(part.captured, whole, contents)
+            per_rank = () if contents is None else contents.call.per_rank
+            part = self._ranks.divider.divided(whole, request.joint, per_rank=per_rank, borrowed=lenders)
+            captured = request.taken_over(part.captured, whole)
         step, over = request.step, None if contents is None else contents.over
         layout = self._planner.lay_out(captured, step, part.facts, () if over is None else [*over.lenders])
         if contents is not None and over is not None:
@@ -160,19 +161,18 @@ class Saver:
             shared.lie_in(layout)
         return SavePlan(
             step,
-            make_target(contents),
+            target,
             captured,
             first_device(captured.tensors),
             layout,
             shared,
             self._planner.group_digests(layout, step),
-            request.unchanged_in(written, contents),
             over,
         )
 
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
         """The objects that copy, write and commit a plan. None of them begins."""
-        captured, layout, target, groups, over = plan.captured, plan.layout, plan.target, plan.groups, plan.over
+        layout, target, groups, over = plan.layout, plan.target, plan.groups, plan.over
         target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
         readers = (groups, plan.shared, target.finite, None if over is None else over.digests)
         drain = Drain(
@@ -185,13 +185,9 @@ class Saver:
         )
         if over is not None:
             over.of_blocks = drain.digests.of_blocks
-        frozen = captured.frozen
-        if not self._planner.may_defer(drain.num_segments, layout, target):
-            optimizers, frozen = (), frozenset()
-        copy_name = f"the copy of {named(plan.step, target.path)}"
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
+        snapshot = self._snapshot(plan, drain, optimizers)
         attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
-        save = StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
+        save = StateSave(plan.step, attempt, snapshot, len(plan.captured.specs), groups)
         if over is not None:
             save.finished.add_done_callback(lambda _: over.drop())
         return save
@@ -208,7 +204,8 @@ class Saver:
             save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))
             save.finished.add_done_callback(lambda _: get_loop().background.submit(write))
         self._begin(save, slot)
-        self.warm_for(drain.num_segments, device)
+        if self._keep_warm:  # then neither this save nor the next waits for segments to be written
+            self._reserve(drain.num_segments, device)
 
     def _begin(self, save: Save, slot: Slot) -> None:
         save.settled.add_done_callback(lambda _: self.admission.leave(slot))
@@ -231,25 +228,16 @@ class Saver:
             get_loop().soon(end)
         save.snapshot.give_up(error)
 
-    def _snapshot(
-        self,
-        captured: Capture,
-        layout: Layout,
-        drain: Drain,
-        optimizers: Optimizers,
-        frozen: frozenset[int],
-        device: torch.device | None,
-        copy_name: str,
-    ) -> Snapshot:
-        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive.
-
-        `frozen` are tensors of held snapshots: they do not change any more, but some may still be filled.
-        """
-        loop = get_loop()
+    def _snapshot(self, plan: SavePlan, drain: Drain, optimizers: Optimizers) -> Snapshot:
+        """The snapshot, which copies tensors into segments for the drain, and from now on alone keeps them alive."""
+        captured, layout, loop = plan.captured, plan.layout, get_loop()
+        frozen = captured.frozen  # tensors of held snapshots: they do not change any more, but may still be filled
+        if not self._planner.may_defer(drain.num_segments, layout, plan.target):
+            optimizers, frozen = (), frozenset()
         deferred = deferrable(optimizers, captured.tensors)
-        if device is not None:
+        if plan.device is not None:
             # Several threads make it, while the first copies are under way; a copy that finds none says why.
-            self._reserve(drain.num_segments, device, loop.copiers)
+            self._reserve(drain.num_segments, plan.device, loop.copiers)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -257,7 +245,7 @@ class Saver:
             frozen=frozen,
             after=captured.completions,
             copies_small=True,
-            wording=Wording(copy_name),
+            wording=Wording(f"the copy of {named(plan.step, plan.target.path)}"),
         )
         return Snapshot(
             source,
@@ -314,7 +302,7 @@ class Saver:
         with self._trace.span("prewarm"):
             whole = self._captured(state)
             note(whole)
-            captured = self._divided(whole).captured
+            captured = self._ranks.divider.divided(whole).captured
             crew = get_loop().copiers
             self._planner.take_memory(captured, crew)
             crew.run_all([partial(warm_up, captured.tensors)])
@@ -328,7 +316,7 @@ class Saver:
             return None
         with suppress(Exception):  # the first save raises the errors of a state dict
             whole = self._captured(state, state_dict_of=state_dict_of)
-            captured = self._divided(whole).captured
+            captured = self._ranks.divider.divided(whole).captured
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
             return whole
         return None
@@ -346,14 +334,6 @@ class Saver:
         num_bytes = sum(part.nbytes for part in tensors if has_plain_bytes(part))
         self.pool.admit(num_bytes, self.admission.max_in_flight, least=0)
         self.pool.reserve(-(-num_bytes // self.pool.segment_bytes), None, pin=first_device(tensors), goes_on=goes_on)
-
-    def warm_for(self, num_segments: int, device: torch.device | None) -> None:
-        """Let the pool grow to the size of a save while the save is under way. On the loop's thread.
-
-        Then neither this save nor the next waits for segments to be written.
-        """
-        if self._keep_warm:
-            self._reserve(num_segments, device)
 
     def _reserve(self, num_segments: int, device: torch.device | None, crew: Crew | None = None) -> None:
         """Take the memory for as many segments in the background, if the pool may have more than it has."""
@@ -408,21 +388,7 @@ class Saver:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _captured(self, state: Any, select: Select = None, state_dict_of: StateDictOf = state_dict_of) -> Capture:
-        slicer = self._ranks.divider.slicer if self._ranks else None
-        return capture(state, select, slicer=slicer, state_dict_of=state_dict_of)
-
-    def _divided(
-        self,
-        captured: Capture,
-        joint: JointSave | None = None,
-        *,
-        per_rank: Collection[str] = (),
-        borrowed: Mapping[str, int] | None = None,
-    ) -> PlannedPart:
-        """With several ranks, each writes a part."""
-        if self._ranks is None:
-            return PlannedPart(captured)
-        return self._ranks.divider.divided(captured, joint, per_rank=per_rank, borrowed=borrowed)
+        return capture(state, select, slicer=self._ranks.divider.slicer, state_dict_of=state_dict_of)
 
     def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
         """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
@@ -436,7 +402,7 @@ class Saver:
             wait.goes_on(self.ledger.progress)
 
         admission = self.admission
-        if self._ranks is None or joint is None or not admission.may_skip:
+        if joint is None or not admission.may_skip:
             return admission.enter(slot, goes_on)
         enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
         return enters and (slot.is_admitted or admission.enter(slot, goes_on, must=True))

@@ -10,12 +10,12 @@ ones. The story waits for the last, and decides whether the archive is committed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop, ask_for_exception
@@ -26,7 +26,7 @@ from ..runs.manifest import Archive, SaveTimes
 from ..staging.snapshot import Snapshot
 from ..storage.interface import Sink, Storage
 from ..timing import Spans
-from .block_digests import GroupDigest, GroupDigests
+from .block_digests import GroupDigests
 from .drain import Drain, Lane, Writers
 from .save import Save, SaveState
 from .target import SaveOutcome, Target
@@ -35,8 +35,6 @@ from .target import SaveOutcome, Target
 _FOLLOW_SECONDS: Final = 0.05
 # Between two looks whether a copy there has to be sent again.
 _LOOK_SECONDS: Final = 0.5
-
-UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 
 class Staging(Protocol):
@@ -109,23 +107,23 @@ class Attempt:
         """The bytes that this process has written for the checkpoint."""
         return self.drain.file_bytes + self.target.num_driver_bytes
 
-    def running(self, off_loop: OffLoop) -> Self:
+    @asynccontextmanager
+    async def running(self, off_loop: OffLoop) -> AsyncIterator[None]:
         """The block in which the attempt is made."""
         self._off_loop = off_loop
-        return self
+        try:
+            yield
+        except BaseException as error:
+            await self._end_in_vain(error)
+            raise
+        assert self._sink is not None
+        await off_loop(self._sink.close)
+        if self._following is None:
+            self.over.set_result(None)
+        else:
+            self._following.add_done_callback(lambda _: self.over.set_result(None))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if error is None:
-            assert self._sink is not None
-            await self._off_loop(self._sink.close)
-            if self._following is None:
-                self.over.set_result(None)
-            else:
-                self._following.add_done_callback(lambda _: self.over.set_result(None))
-            return
+    async def _end_in_vain(self, error: BaseException) -> None:
         self.drain.fail(error)
         may_delete = False
         with suppress(CheckpointError, OSError):
@@ -264,7 +262,6 @@ class Attempt:
         """Wait until all ranks have done their parts, as far as this one is to know."""
         self.target.times = self._times()
         await self.target.agree(self._archive, self._off_loop, self.drain.check)
-        await self.target.hear(self._off_loop, self.drain.check)
 
     async def commit(self) -> None:
         """Make the object the checkpoint; raise the error that prevents it."""
@@ -290,14 +287,6 @@ class Attempt:
                 with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
                     await self._off_loop(self.target.discard)
         await self._off_loop(self._sink.close)
-
-    async def tidy(self) -> None:
-        """After the commit: remove what the save has put beside the checkpoint and is not to stay."""
-        await self._off_loop(self.target.tidy)
-
-    async def afterwards(self) -> None:
-        """After the commit: apply retention. Raises an error, which does not make the save less true."""
-        await self._off_loop(self.target.afterwards)
 
     def report(
         self,
@@ -349,20 +338,13 @@ class StateSave(Save):
     """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to its target."""
 
     def __init__(
-        self,
-        step: int | None,
-        attempt: Attempt,
-        snapshot: Snapshot,
-        num_tensors: int,
-        groups: GroupDigests,
-        unchanged_in: UnchangedIn,
+        self, step: int | None, attempt: Attempt, snapshot: Snapshot, num_tensors: int, groups: GroupDigests
     ) -> None:
-        """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
         drain = attempt.drain
         super().__init__(step, attempt.target.path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
         self.called = attempt.called
-        self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
+        self._num_tensors, self._groups = num_tensors, groups
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         attempt = self.attempt
@@ -372,7 +354,7 @@ class StateSave(Save):
             call_seconds,
             step=self.handle.step,
             num_tensors=self._num_tensors,
-            unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
+            unchanged_groups=attempt.target.unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
         self.written_bytes = attempt.written_bytes
         attempt.target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
@@ -395,8 +377,8 @@ class StateSave(Save):
         super().give_up(error)
         self.attempt.drain.fail(error)
 
-    async def tidy(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        await self.attempt.tidy()
+    async def tidy(self, off_loop: OffLoop) -> None:
+        await off_loop(self.attempt.target.tidy)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        await self.attempt.afterwards()
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        await off_loop(self.attempt.target.afterwards)

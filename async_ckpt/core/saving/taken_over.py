@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...errors import TornSnapshotError
+from ...errors import StorageUnavailableError, TornSnapshotError
 from ..backends import device_of, is_dense, is_host, is_on_host
 from ..format.digests import block_digest, joined_digest
 from ..format.layout import Layout
@@ -198,7 +198,7 @@ class UnchangedTensors:
         """
         candidates = [one for one in _candidates(captured, frozen) if one.key not in self._distrusted]
         known = self._known.copy()
-        gone = {one for one in {saved.location for saved in known.values()} if not _still_lends(run, one)}
+        gone = {one for one in {saved.location for saved in known.values()} if not still_lends(run, (one,))}
         same = {
             one.key: saved
             for one in candidates
@@ -267,9 +267,14 @@ def _group(path: Path) -> str:
     return str(path[0]) if len(path) > 1 else "model"
 
 
-def _still_lends(run: Run, location: GroupLocation) -> bool:
-    """Whether the run has an archive. A store is asked at the commit, not on the caller's thread."""
-    return run.storage.remote or run.lends((location,))
+def still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
+    """Whether a root still has what it lends. A store is asked at the commit, not on the caller's thread."""
+    if run.storage.remote:
+        return True
+    try:
+        return run.lends(lent)
+    except StorageUnavailableError:  # the commit finds out
+        return True
 
 
 _scratch = threading.local()  # where bytes are copied to, since their own memory may be freed meanwhile

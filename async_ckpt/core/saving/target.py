@@ -13,6 +13,7 @@ from ..host.loop import OffLoop
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..storage.interface import Sink, Storage
+from .block_digests import GroupDigest
 from .finite import FiniteCheck
 
 
@@ -95,13 +96,11 @@ class Target:
         """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Tell the other ranks that the object is durable; on the rank that decides, wait for theirs.
+        """Tell the other ranks that the object is durable; on the rank that decides, wait for theirs, on another for
+        the decision. Raises when that is a refusal.
 
         `check` is called in between, and raises when nobody waits any more.
         """
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Wait for the decision, if another rank decides. Raises when it is a refusal."""
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         """Tell the other ranks that the save has failed.
@@ -112,6 +111,10 @@ class Target:
 
     def commit(self, archives: tuple[Archive, ...]) -> None:
         """Make the durable object the checkpoint."""
+
+    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:  # noqa: ARG002
+        """The groups with the bytes of the commit before. Called once, after the commit."""
+        return ()
 
     def promise(self) -> Future[int] | None:
         """After the commit: what the save waits for still, if there is anything."""

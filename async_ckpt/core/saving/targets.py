@@ -10,12 +10,11 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import (
     CheckpointError,
@@ -37,13 +36,13 @@ from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.interface import Sink, Storage
 from ..storage.locks import refuse_in_running
+from .block_digests import GroupDigest
 from .lineage import Lineage, StepCall, StepContents
 from .target import Target
+from .tiers import Mover
 
 if TYPE_CHECKING:
     from ..ranks.agreement import Agreement
-
-T = TypeVar("T")
 
 _log = logging.getLogger("async_ckpt")
 
@@ -51,41 +50,24 @@ _log = logging.getLogger("async_ckpt")
 class Alone:
     """Stands for the `Agreement` of a process that saves alone, and has nothing to agree on."""
 
-    rank, world_size, has_others, decides = 0, 1, False, True
+    rank, world_size, has_others, decides, follows = 0, 1, False, True, True
     is_apart = fails_elsewhere = is_told = False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
     found = ""
     lent: Final[Collection[tuple[str, int]]] = ()
 
-    def __init__(self, attempt: str) -> None:
-        self.attempt = attempt
+    def __init__(self, attempt: str, place: int) -> None:
+        self.attempt, self.place = attempt, place
 
-    async def named(self, check: Callable[[], None]) -> None:
-        """Do nothing: the attempt has its name."""
+    async def _wait(self, *_: Any) -> None:
+        """Do nothing: the attempt has its name, and no other rank makes room, writes or decides."""
 
-    async def has_room(self, check: Callable[[], None]) -> None:
-        """Do nothing: this process makes room itself."""
+    def _tell(self, *_: Any) -> None:
+        """Do nothing: no other rank waits for a word of this one."""
 
-    def made_room(self) -> None:
-        """Do nothing: no other rank waits for room."""
-
-    async def agree(self, *_: Any) -> None:
-        """Do nothing: no other rank writes the step."""
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Do nothing: no other rank decides."""
-
-    def claim(self) -> None:
-        """The root is this process's."""
-
-    def committing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def committed(self, manifest: Manifest) -> None:
-        """Do nothing: no other rank waits for the commit."""
-
-    def afterwards(self) -> None:
-        """Do nothing: there are no receipts."""
+    named = has_room = agree = hear = _wait
+    claim = made_room = committed = afterwards = _tell
+    committing = nullcontext
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         return True
@@ -98,7 +80,6 @@ class JointTarget(Target):
     _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
     _manifest: Manifest | None = None  # that another rank has committed
     _found = ""  # values of this rank that are not finite, in words
-    lent: Sequence[tuple[str, int]] = ()  # groups of which this rank's archive refers to earlier steps, and the steps
 
     async def begin(self, check: Callable[[], None]) -> None:
         if self._agreement.has_others:
@@ -109,12 +90,15 @@ class JointTarget(Target):
     def _archive_path(self) -> str:
         """The path of this rank's archive, once the attempt has its name."""
 
+    @property
+    def _lent(self) -> Sequence[tuple[str, int]]:
+        """The groups of which this rank's archive refers to earlier steps, and the steps."""
+        return ()
+
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         assert self.times is not None
         self._found = "" if self.finite is None else self.finite.found()
-        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found, self.lent)
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found, self._lent)
         self._manifest = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:
@@ -173,7 +157,7 @@ class FolderTarget(JointTarget):
 
 class StepAdmission:
     """The admission of a step to its place: what refuses it is asked on the rank that decides, at once where no network
-    is asked, and before the commit where that gave no answer. Made by `begin_step`; a target asks it elsewhere.
+    is asked, and before the commit where that gave no answer. A target makes it, and asks it elsewhere.
     """
 
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
@@ -226,49 +210,46 @@ class StepAdmission:
 
 
 class StepTarget(JointTarget):
-    """One attempt at one step. A plan creates it; an attempt calls it elsewhere."""
+    """One attempt at one step. A request creates it; an attempt calls it elsewhere."""
 
-    def __init__(
-        self,
-        lineage: Lineage,
-        contents: StepContents,
-        agreement: Agreement | Alone,
-        check: StepAdmission,
-        place: Callable[[], Run],
-        follows: Callable[[], bool],
-    ) -> None:
+    def __init__(self, lineage: Lineage, call: StepCall, agreement: Agreement | Alone) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step, and
-        chooses the `place`, which the others know once the attempt has its name, and whether the next place gets a copy
-        in the same pass, which `follows` tells.
+        chooses its place, and whether the next place gets a copy in the same pass. The others know that once the
+        attempt has its name. Raises as `StepAdmission`.
         """
-        call, run = contents.call, place()
+        run = lineage.roots.runs[agreement.place]
         folder = run.folder(call.step)
         name = folder if agreement.has_others else run.attempt_path(call.step, agreement.attempt)
         super().__init__(run.storage, name)
         self.has_further_places = not lineage.has_one_root
-        self._lineage, self._call, self._place, self._follows = lineage, call, place, follows
-        self._contents, self._agreement, self._check = contents, agreement, check
+        self._lineage, self._call, self._agreement = lineage, call, agreement
+        self._check = StepAdmission(lineage, run, call, agreement)
+        self.contents = StepContents(call)
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
         self._num_bytes = 0  # of the archive
-        self._follower: Run | None = None  # the place that a copy is written to
+        self._follower: Mover | None = None  # to whose place a copy is written
         self._has_copy = False
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
-        self.lent = () if contents.over is None else [*contents.over.locations]
 
     async def begin(self, check: Callable[[], None]) -> None:
         await super().begin(check)
         await self._agreement.has_room(check)
-        self.storage = self._run.storage
-        self.path = self.storage.locate(self._run.folder(self._call.step) if self._agreement.has_others else self._name)
+        self.storage = self.run.storage
+        self.path = self.storage.locate(self.run.folder(self._call.step) if self._agreement.has_others else self._name)
 
     @property
-    def _run(self) -> Run:
-        return self._place()
+    def run(self) -> Run:
+        """The run at the place, as far as this rank knows."""
+        return self._lineage.roots.runs[self._agreement.place]
+
+    @property
+    def _lent(self) -> Sequence[tuple[str, int]]:
+        return () if self.contents.over is None else [*self.contents.over.locations]
 
     def _archive_path(self) -> str:
-        return self._run.attempt_path(self._call.step, self._token, self._agreement.rank)
+        return self.run.attempt_path(self._call.step, self._token, self._agreement.rank)
 
     @property
     def _token(self) -> str:
@@ -287,14 +268,14 @@ class StepTarget(JointTarget):
         if self._agreement.decides and not self.storage.remote:
             if self._take():
                 self._check.again()
-            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
-        if self._agreement.decides and self._run.keep.free is not None:
+            self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+        if self._agreement.decides and self.run.keep.free is not None:
             self._make_room()
         return super().open(num_bytes, segment_bytes, max_segments)
 
     def _make_room(self) -> None:
         """Delete steps for which there will be no room, before any rank writes."""
-        run = self._run
+        run = self.run
         if self.storage.remote:  # it is the folders of nodes
             self.storage.prove(for_run=True)
             self._take()
@@ -312,13 +293,12 @@ class StepTarget(JointTarget):
         self._agreement.made_room()
 
     def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:
-        if not self._follows():
+        if not self._agreement.follows:
             return None
-        run = self._lineage.tiers.begin_following(self._run, self._call.step, lambda: self.followed_bytes)
-        if run is None:
+        mover = self._lineage.tiers.next_mover(self.run)
+        if mover is None or not mover.begin_following(self._call.step, lambda: self.followed_bytes):
             return None
-        self._follower = run
-        storage = run.storage
+        self._follower, storage = mover, mover.run.storage
         return storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         ), storage
@@ -326,11 +306,11 @@ class StepTarget(JointTarget):
     def followed(self, *, is_whole: bool) -> None:
         if self._follower is not None:
             self._has_copy = is_whole
-            self._lineage.tiers.end_following(self._follower, self._call.step)
+            self._follower.end_following(self._call.step)
 
     def check(self) -> None:
-        if self._contents.over is not None:
-            self._contents.over.compare()
+        if self.contents.over is not None:
+            self.contents.over.compare()
         if not self._agreement.decides:
             return
         if self.storage.remote:
@@ -339,51 +319,51 @@ class StepTarget(JointTarget):
         self._check.once()
         if self.storage.remote:
             with suppress(CheckpointError):
-                self._run.learn()
+                self.run.learn()
         if self._check.overwrite:
-            self._replaces = self._run.manifest_to_replace(self._call.step)
+            self._replaces = self.run.manifest_to_replace(self._call.step)
 
     def _take(self) -> bool:
         """Take the place for this process, at its first save there. True if it was taken now."""
-        is_new = self._lineage.roots.take(self._run, self._call.step)
+        is_new = self._lineage.roots.take(self.run, self._call.step)
         if is_new:
-            self._lineage.roots.tell_places(self._run)
+            self._lineage.roots.tell_places(self.run)
         return is_new
 
     def commit(self, archives: tuple[Archive, ...]) -> None:
         if self._manifest is not None:  # rank 0 has committed
             if not self._agreement.is_told:
-                self._lineage.tiers.note_commit(self._run, self._call.step)
-            self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
+                self._lineage.tiers.note_commit(self.run, self._call.step)
+            self.contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
             self._is_committed_as(self._manifest, archives)
             self._is_announced = True
             return
         if self._agreement.has_others:
-            self._run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
-        elsewhere = (*self._contents.lent(), *self._lent_to_others(), *self._write_driver())
+            self.run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
+        elsewhere = (*self.contents.lent(), *self._lent_to_others(), *self._write_driver())
         manifest = self._put_manifest(archives, elsewhere)
         self._close_driver()
         if found := self._agreement.found or self._found:
             self._mark_bad(found)  # before anybody hears of the commit, and copies the step or restarts from it
         self._agreement.committed(manifest)
         self._is_committed_as(manifest, archives)
-        self._lineage.tiers.committed(self._run, self._call.step, manifest.num_bytes)
+        self._lineage.tiers.committed(self.run, self._call.step, manifest.num_bytes)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
 
     def _lent_to_others(self) -> list[GroupLocation]:
         """The archives of earlier steps that archives of other ranks refer to, and this rank's does not."""
-        own = {(lent.group, lent.step) for lent in self._contents.lent()}
+        own = {(lent.group, lent.step) for lent in self.contents.lent()}
         others = [(group, step) for group, step in self._agreement.lent if (group, step) not in own]
         return [
-            GroupLocation(group, step, self._run.folder(step), self._run.manifest(step).lenders[0], in_part=True)
+            GroupLocation(group, step, self.run.folder(step), self.run.manifest(step).lenders[0], in_part=True)
             for group, step in sorted(others)
         ]
 
     def _put_manifest(self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...]) -> Manifest:
         try:
             with self._agreement.committing(), self._check.telling_ranks():
-                return self._run.commit(
+                return self.run.commit(
                     self._call.step,
                     self._token,
                     archives,
@@ -394,7 +374,7 @@ class StepTarget(JointTarget):
                     ranks=self._of_ranks,
                     world_size=self._agreement.world_size,
                     times=self.times,
-                    known_elsewhere=self._lineage.roots.known_elsewhere(self._run),
+                    known_elsewhere=self._lineage.roots.known_elsewhere(self.run),
                 )
         except NotCommittedError as error:
             self._lineage.groups.forget(error.step)
@@ -402,23 +382,23 @@ class StepTarget(JointTarget):
 
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...]) -> None:
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
-        self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
-        if self._contents.over is not None:
-            self._contents.over.committed(self._run, self._call.step, archives[0], manifest.lenders[0])
+        self._lineage.groups.committed(self.run, manifest.lenders, self.contents)
+        if self.contents.over is not None:
+            self.contents.over.committed(self.run, self._call.step, archives[0], manifest.lenders[0])
         self._lineage.committed(since=self._check.rolled_back)
 
     def _mark_bad(self, found: str) -> None:
         """Mark the step, which was just committed. A failure is only logged."""
         outcome, found = "is marked bad", shortened(found)
         try:
-            self._run.put_mark(Mark(self._call.step, self._token, 1, BAD), found)
+            self.run.put_mark(Mark(self._call.step, self._token, 1, BAD), found)
             self._lineage.note("mark", self._call.step, mark=BAD, note=found)
         except CheckpointError as error:
             outcome = f"could not be marked bad ({error})"
         _log.warning("%s: step %s %s: %s", self.storage.locate(""), self._call.step, outcome, found)
 
     def _announce(self) -> None:
-        self._run.announce(self._call.step, in_flight=self._lineage.in_flight(self._run))
+        self.run.announce(self._call.step, in_flight=self._lineage.in_flight(self.run))
         self._is_announced = True
 
     def _write_driver(self) -> list[GroupLocation]:
@@ -426,7 +406,7 @@ class StepTarget(JointTarget):
         driver = self._call.driver
         if driver is None:
             return []
-        path, num_bytes = self._run.root.driver_path(self._call.step, self._token), len(driver.image)
+        path, num_bytes = self.run.root.driver_path(self._call.step, self._token), len(driver.image)
         # By a sink, which keeps other processes from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
@@ -439,7 +419,7 @@ class StepTarget(JointTarget):
             raise
         self.num_driver_bytes = num_bytes
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
-        folder = self._run.folder(self._call.step)
+        folder = self.run.folder(self._call.step)
         return [GroupLocation(group, self._call.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
@@ -452,12 +432,16 @@ class StepTarget(JointTarget):
         is_apart, on_other_rank = self._agreement.is_apart, self._agreement.fails_elsewhere
         if is_apart or on_other_rank or isinstance(error, StorageUnavailableError | StorageFullError):
             self._lineage.tiers.failed(
-                self._run, error, num_bytes=self._num_bytes, for_good=is_apart, on_other_rank=on_other_rank
+                self.run, error, num_bytes=self._num_bytes, for_good=is_apart, on_other_rank=on_other_rank
             )
         return super().refuse(error)
 
+    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:
+        over = self.contents.over
+        return self._lineage.unchanged_in(digests, {*self.contents.lenders, *(over.whole_groups if over else ())})
+
     def promise(self) -> Future[int] | None:
-        return self._lineage.tiers.promise(self._run, self._call.step)
+        return self._lineage.tiers.promise(self.run, self._call.step)
 
     def is_kept(self) -> bool:
         return self._lineage.tiers.is_kept(self._call.step)
@@ -466,8 +450,8 @@ class StepTarget(JointTarget):
         self._close_driver()
         if self._follower is not None and self._has_copy:
             with suppress(CheckpointError):
-                self._follower.storage.delete(self._name)
-        self._run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
+                self._follower.run.storage.delete(self._name)
+        self.run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
         if not self._agreement.decides:
@@ -482,16 +466,16 @@ class StepTarget(JointTarget):
         try:
             self._retain()
         finally:
-            self._run.write_events()
+            self.run.write_events()
         if refusal is not None:
             raise refusal
 
     def _retain(self) -> None:
         replaced = self._replaces[0] if self._replaces else None
         self._agreement.afterwards()
-        self._run.retain(self._call.step, replaced=replaced, in_flight=self._lineage.in_flight(self._run))
+        self.run.retain(self._call.step, replaced=replaced, in_flight=self._lineage.in_flight(self.run))
         if self.storage.remote:
-            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
+            self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
 
     def _note_save(self) -> None:
         """Tell the history what the save has come to."""
@@ -509,7 +493,7 @@ class StepTarget(JointTarget):
             free_bytes=self.storage.free_bytes(),
             groups=largest(groups),
             unchanged=report.unchanged_groups,
-            borrowed={lent.group: lent.step for lent in self._contents.lent()},
+            borrowed={lent.group: lent.step for lent in self.contents.lent()},
             record=brief(self._call.record),
             destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
             world_size=self._agreement.world_size,
@@ -522,47 +506,32 @@ class StepTarget(JointTarget):
         facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
         self._lineage.note("failed", self._call.step, **facts)
         if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
-            self._run.write_events()
+            self.run.write_events()
 
     def hangs(self, quiet: Future[None]) -> None:
         where = self.path
-        self._lineage.tiers.failed(self._run, StorageUnavailableError(f"{where} does not answer", path=where), quiet)
+        self._lineage.tiers.failed(self.run, StorageUnavailableError(f"{where} does not answer", path=where), quiet)
         get_loop().note_hanging(quiet)
 
 
-def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> tuple[Run, Callable[[StepContents], StepTarget]]:
-    """Begin an attempt at a step; of all ranks together, if there are several. Raises what refuses it.
-
-    Returns the run that it goes to, as far as this rank knows, and what makes its target, once it is planned what it
-    gets.
-    """
+def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:
+    """Begin an attempt at a step; of all ranks together, if there are several. Raises what refuses it."""
     joint, runs = call.joint, lineage.roots.runs
     if joint is None:
-        run = runs[lineage.tiers.choose()]
-        agreement: Agreement | Alone = Alone(os.urandom(4).hex())
-        place, follows = partial(_value, run), partial(_value, True)
+        agreement: Agreement | Alone = Alone(os.urandom(4).hex(), lineage.tiers.choose())
     else:
         if ranks.world.rank == 0:
             joint.place = lineage.tiers.choose()
-            joint.follows = lineage.tiers.may_follow(runs[joint.place], call.step)
+            mover = lineage.tiers.next_mover(runs[joint.place])
+            joint.follows = mover is not None and mover.may_follow(call.step)
             joint.makes_room = runs[joint.place].keep.free is not None
         from ..ranks.agreement import Agreement
 
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])
-        agreement, place = Agreement(ranks, joint, runs), partial(_of_joint, runs, joint)
-        follows = partial(getattr, joint, "follows")  # known once the attempt has its name
-    check = StepAdmission(lineage, place(), call, agreement)
-    return place(), lambda contents: StepTarget(lineage, contents, agreement, check, place, follows)
-
-
-def _value(value: T) -> T:
-    return value
-
-
-def _of_joint(runs: Sequence[Run], joint: JointSave) -> Run:
-    return runs[joint.place]
+        agreement = Agreement(ranks, joint, runs)
+    return StepTarget(lineage, call, agreement)
 
 
 def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:

@@ -15,11 +15,11 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...errors import (
     CheckpointError,
@@ -35,7 +35,6 @@ from ..host.process import in_forked_child
 from ..host.threads import Crew, running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
 from ..ranks.peers import Ranks
-from ..runs.manifest import Retired
 from ..runs.moving import Moving, Told
 from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
@@ -68,22 +67,8 @@ _log = logging.getLogger("async_ckpt")
 _all: set[Tiers] = set()
 
 
-class CopyStep(Protocol):
-    """Copies a step from one run to another: `loading.catch_up.copy_step`."""
-
-    def __call__(
-        self,
-        source: Run,
-        target: Run,
-        step: int,
-        *,
-        check: Callable[[], None],
-        background: bool,
-        pace: Pace | None,
-        retires: Sequence[Retired],
-        on_bytes: Callable[[int], None],
-        pool: SegmentPool,
-    ) -> list[int]: ...
+# Copies a step from one run to another: `loading.catch_up.copy_step`.
+CopyStep: TypeAlias = Callable[..., list[int]]
 
 
 class _Out(NamedTuple):
@@ -126,7 +111,7 @@ class Tiers:
                 copy_step,
                 pace_of,
                 in_flight,
-                partial(ranks.calls.say_arrival, number),
+                partial(ranks.calls.say_copy, number),
             )
             for number, run in enumerate(self.runs)
             if number
@@ -137,9 +122,9 @@ class Tiers:
             if number > lasting:
                 mover.elsewhere = partial(_told_at, mover.run, Moving(mover.run.storage))
             if self.runs[number - 1].is_volatile:  # handles wait for this place
-                mover.on_failure = partial(ranks.calls.say_failure, number)
-        ranks.calls.hear_commit, ranks.calls.hear_arrival = self._hear_commit, self._hear_arrival
-        ranks.calls.hear_failure = self._hear_failure
+                mover.on_failure = partial(ranks.calls.say_copy, number)
+        ranks.calls.hear_commit = lambda number, step: self.note_commit(self.runs[number], step)
+        ranks.calls.hear_copy = self._hear_copy
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -231,14 +216,12 @@ class Tiers:
             else:
                 mover.want(step)
 
-    def _hear_commit(self, number: int, step: int) -> None:
-        self.note_commit(self.runs[number], step)
-
-    def _hear_arrival(self, number: int, step: int) -> None:
-        self.movers[number - 1].arrived(step)
-
-    def _hear_failure(self, number: int, step: int, why: str) -> None:
-        self.movers[number - 1].failed_elsewhere(step, why)
+    def _hear_copy(self, number: int, step: int, why: str | None) -> None:
+        mover = self.movers[number - 1]
+        if why is None:
+            mover.arrived(step)
+        else:
+            mover.failed_elsewhere(step, why)
 
     def wake(self, after: Run | None = None) -> None:
         """Begin to move what nearer places hold, to the places behind `after`, or to all."""
@@ -288,27 +271,8 @@ class Tiers:
         """Whether a reboot would lose the newest step, which this process has committed."""
         return self._has_committed and not self.is_safe
 
-    # --- copies in the same pass ------------------------------------------------------------------------------
-
-    def may_follow(self, run: Run, step: int) -> bool:
-        """Whether the place behind the one that a save goes to can get a copy in the same pass."""
-        mover = self._next(run)
-        return mover is not None and mover.may_follow(step)
-
-    def begin_following(self, run: Run, step: int, written: Callable[[], int]) -> Run | None:
-        """The place behind the one that a save goes to, if it gets a copy in the same pass, of which so many bytes are
-        `written`. `end_following` follows.
-        """
-        mover = self._next(run)
-        return mover.run if mover is not None and mover.begin_following(step, written) else None
-
-    def end_following(self, run: Run, step: int) -> None:
-        """The copy there is whole, or was given up."""
-        for mover in self.movers:
-            if mover.run is run:
-                mover.end_following(step)
-
-    def _next(self, run: Run) -> Mover | None:
+    def next_mover(self, run: Run) -> Mover | None:
+        """The mover to the place behind this one, which may get copies in the pass of a save."""
         at = self.runs.index(run)
         return self.movers[at] if at < len(self.movers) else None
 
@@ -494,7 +458,7 @@ class Mover:
         self._answered_at = 0.0  # when the place has answered last, after the end has begun
         self._bell = threading.Event()  # ends a pause
         self._lock = threading.Lock()  # guards all below
-        self._is_wanted = self._is_running = False
+        self._is_wanted = self._is_running = False  # something is to be copied; is being copied, or about to be
         self._is_ending = self._is_stopped = False
         self._num_wants = 0  # calls of `want`: what was found before the last one is old
         self._newest: int | None = None  # the newest step there, as far as is known
@@ -522,7 +486,9 @@ class Mover:
         return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
     def begin_following(self, step: int, written: Callable[[], int]) -> bool:
-        """Take a copy in the pass of a save, if the place may have one. `end_following` follows if this is True."""
+        """Take a copy in the pass of a save, of which so many bytes are `written`, if the place may have one.
+        `end_following` follows if this is True.
+        """
         with self._lock:
             begins = self._may_follow(step)
             if begins:
@@ -567,16 +533,6 @@ class Mover:
     def error(self) -> CheckpointError | None:
         """Why the last move has failed."""
         return self._error
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that were copied so far."""
-        return self._num_bytes
-
-    @property
-    def is_running(self) -> bool:
-        """Whether something is being copied, or is about to be."""
-        return self._is_running
 
     def begin_end(self) -> None:
         """Have `ended` resolve once the newest step is there, or the place does not answer."""

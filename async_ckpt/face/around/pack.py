@@ -228,10 +228,6 @@ class _PackSave(Save):
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        assert self._attempt is not None
-        await self._attempt.afterwards()
-
 
 def _keep(scratch: Scratch, error: BaseException) -> None:
     """Keep the files that were not packed, if there are any: there may be no other copy of this checkpoint."""

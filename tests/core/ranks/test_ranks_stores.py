@@ -13,8 +13,8 @@ from rank_states import numbered
 from rank_worlds import Worlds
 from states import open_run
 
-from async_ckpt.core.ranks import answers
-from async_ckpt.core.ranks.answers import Answers
+from async_ckpt.core.ranks import meeting
+from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.store import Connection, Words
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -124,13 +124,16 @@ def test_ranks_with_a_store_skip_and_commit_at_several_places_alike(worlds: Worl
 
 def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pytest.MonkeyPatch):
     """A training asks at every step, about some steps twice, and the store is memory of rank 0's process."""
-    monkeypatch.setattr(answers, "_KEPT", 2)
+    monkeypatch.setattr(meeting, "_KEPT", 2)
     store = dist.HashStore()
     words = Words(Connection(store), "start")
-    first, second = (Answers(lambda: words, lambda keys, *_: words.hear(keys, lambda _: None)) for _ in range(2))
+    first, second = (Meeting((rank, 2), store=store) for rank in range(2))
+    for one in (first, second):
+        monkeypatch.setattr(one, "words", lambda: words)
+        monkeypatch.setattr(one, "hear", lambda keys, *_: words.hear(keys, lambda _: None))
     for step in (1, 2, 2, 3, 4):
-        answer = first.of_rank_0(first.question("due", step), lambda: (True, False))
-        assert second.of_rank_0(second.question("due", step), None) == answer == (True, False)
+        answer = first.answers_of_rank_0("due", step, lambda: (True, False))
+        assert second.answers_of_rank_0("due", step, tuple) == answer == (True, False)
 
     said = [f"answer/due/{step}/{number}" for step in (1, 2, 3, 4) for number in (0, 1)]
     assert words.said_of(said) == ["answer/due/3/0", "answer/due/4/0"]

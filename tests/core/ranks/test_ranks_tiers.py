@@ -239,7 +239,7 @@ said, real = [], WordLog.say
 WordLog.say = lambda log, topic, word: (said.append(word), real(log, topic, word))[1]
 for step in (1, 2):
     ckpt.save(small(step), step).at(ckpt.roots[1]).result(PATIENCE)
-here.tell([word["arrived"] for word in said if "arrived" in word])
+here.tell([word["copied"] for word in said if "copied" in word])
 """
     first, *others = run(worlds, script, *roots, size=3)
 

@@ -31,8 +31,8 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.core.runs.manifest import seal
-from async_ckpt.core.runs.starts import Commit, Line, Start, Tenure
+from async_ckpt.core.runs.manifest import Manifest, seal
+from async_ckpt.core.runs.starts import Line, Start, Tenure
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -616,7 +616,9 @@ def test_the_steps_that_count_are_those_of_the_definition(owners, listed):
     firsts = {n: min((i for i, (own, _) in enumerate(owners) if own == n), default=0) for n in listed}
     known = [Start(n, f"{n:08x}", first) for n, first in firsts.items()]
     commits = {
-        i: Commit(f"{i:08x}", f"{own:08d}.{own:08x}" if own else "") for i, (own, there) in enumerate(owners) if there
+        i: Manifest(i, f"{i:08x}", 1, 0.0, (), start=f"{own:08d}.{own:08x}" if own else "")
+        for i, (own, there) in enumerate(owners)
+        if there
     }
 
     def is_out(step: int) -> bool:

@@ -10,8 +10,8 @@ from interleaved import Objects, Process, line
 
 from async_ckpt import RunTakenError, StepExistsError
 from async_ckpt.core.runs import run
-from async_ckpt.core.runs.manifest import seal, unseal
-from async_ckpt.core.runs.starts import Commit, Line, Seen, Start, split_starts
+from async_ckpt.core.runs.manifest import Manifest, seal, unseal
+from async_ckpt.core.runs.starts import Line, Seen, Start, split_starts
 
 Begin = Callable[..., Process]
 
@@ -85,7 +85,7 @@ def test_what_a_start_has_seen_stays_small_however_many_steps_there_are() -> Non
     commits = dict.fromkeys(range(0, 500_000, 100), "0123abcd")
     objects = Objects()
     one = Process(objects, [1], retire=False)
-    one.run._see = lambda own: ([], commits)  # type: ignore[method-assign]
+    one.run.see = lambda own: ([], commits)  # type: ignore[method-assign]
     one.finish()
     (name,) = (name for name in objects.data if name.endswith(".seen"))
     assert len(objects.data[name][0]) < 2000
@@ -333,7 +333,7 @@ def test_a_hostile_one_costs_no_memory() -> None:
 def test_without_a_word_of_what_it_has_seen_a_start_has_seen_the_steps_below_its_own() -> None:
     """As in runs of older versions, and where the file is damaged."""
     starts = [Start(1, "a" * 8), Start(2, "b" * 8, 3)]
-    commits = {step: Commit(f"{step:08x}", starts[step == 3].label) for step in (1, 3, 5)}
+    commits = {step: Manifest(step, f"{step:08x}", 1, 0.0, (), start=starts[step == 3].label) for step in (1, 3, 5)}
     for has_seen in (False, True):
         told = [starts[0], Start(2, "b" * 8, 3, has_seen=has_seen)]
         assert Line([1, 3, 5], told, commits.get).out([1, 3, 5]) == {5: commits[5].attempt}

@@ -140,7 +140,7 @@ def parse_names(data: bytes) -> None:
     foreign_entries.formats_of(foreign_entries.possible_steps(names))
     _, found_starts = starts.split_starts(sorted(names))
     steps = list(range(0, 40, 3))
-    commits = [starts.Commit("0" * 8, start.label) for start in found_starts] or [None]
+    commits = [manifest.Manifest(0, "0" * 8, 1, 0.0, (), start=start.label) for start in found_starts] or [None]
     starts.Line(steps, found_starts, lambda step: commits[step % len(commits)]).out(steps)
 
 

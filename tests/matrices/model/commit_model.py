@@ -38,7 +38,7 @@ STANDS_FOR: Final = {
     "check": Run.check,
     "list starts": Tenure.take,
     "put start": Tenure._put,
-    "list commits": Run._see,
+    "list commits": Run.see,
     "new version": Root.make_new_version,
     "help": Tenure._put_seen,
     "put seen": Tenure._put_seen,

@@ -151,7 +151,7 @@ class Player:
             self.gate("look before deleting" if self._is_committing else "look")
             look()
 
-        see, renew = self.run._see, root.make_new_version
+        see, renew = self.run.see, root.make_new_version
 
         def gated_see(*arguments: Any) -> Any:
             self.gate("list commits")
@@ -166,7 +166,7 @@ class Player:
             renew(*arguments)
 
         root._retire, self.run.check_taken = gated_retire, gated_look  # type: ignore[method-assign]
-        root.make_new_version, self.run._see = gated_renew, gated_see  # type: ignore[method-assign]
+        root.make_new_version, self.run.see = gated_renew, gated_see  # type: ignore[method-assign]
 
     # --- the training ---
 

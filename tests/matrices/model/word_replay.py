@@ -172,9 +172,6 @@ class _Start:
 
     def note_all_here(self) -> None: ...
 
-    def now(self) -> float:
-        return _now()
-
     def silence_since(self, begun: float) -> str:
         is_silent = self._player.replay.store.is_gone and _now() - begun > SILENCE_SECONDS
         return "the store is silent" if is_silent else ""
@@ -222,7 +219,7 @@ class _Task:
         else:
             structure, shared = SimpleNamespace(digest=_STRUCTURE, text=""), SimpleNamespace(digest=lambda: "0" * 32)
             of_channel.plan(joint)
-            joint.take(OwnPart(structure, (), shared, 0, None), joint.table)  # type: ignore[arg-type]
+            joint.part = OwnPart(structure, (), shared, 0, None)  # type: ignore[arg-type]
             self.run = self.player.replay.loop.create_task(self._run())
 
     async def gate(self, at: str) -> str:
