@@ -15,12 +15,12 @@ from ..ranks.peers import Ranks
 from ..runs.roots import NOT_GOOD, Roots
 from ..spec import flag
 from ..state.rng import RngState
+from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
 from .live.kinds import is_looked_into
-from .live.state_dicts import LiveStateDicts
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
@@ -42,7 +42,7 @@ class RunRestore:
         from_ranks: Mapping[str, int] | None,
         fallback: bool,
         only_good: bool,
-        before: Callable[[Sequence[Part], LiveStateDicts], None] = lambda *_: None,
+        before: Callable[[Sequence[Part], StateDictCache], None] = lambda *_: None,
     ) -> None:
         """`before` the state is filled, it reads what it wants of the archives, of each step that is tried."""
         check_verify(options.verify)
@@ -50,7 +50,7 @@ class RunRestore:
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
         self._fallback, self._only_good, self._before = flag("fallback", fallback), only_good, before
-        self.state_dicts = LiveStateDicts()
+        self.state_dicts = StateDictCache()
         self._skipped: dict[int, str] = {}  # steps, and why
 
     @property

@@ -66,6 +66,20 @@ def has_own(optimizer: Optimizer, method: str) -> bool:
     return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
 
 
+def is_plain_optimizer(optimizer: Any) -> bool:
+    """True for torch's optimizers, and for those that save and load like them."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    if any(has_own(optimizer, method) for method in ("state_dict", "load_state_dict")):
+        return False
+    hooks = (
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_state_dict_post_hooks",
+    )
+    return not any(getattr(optimizer, name, None) for name in hooks)
+
+
 def _walk(optimizer: Optimizer, by_id: dict[int, Optimizer]) -> None:
     if id(optimizer) not in by_id:
         by_id[id(optimizer)] = optimizer

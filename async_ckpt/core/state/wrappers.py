@@ -22,6 +22,7 @@ import torch
 
 from ..slicing.sharded import as_declared, declare_like, is_declared, is_sharded
 from .captured import SnapshotView, has_dtensors
+from .optimizers import is_plain_optimizer
 from .plain import fields_of, is_record
 from .plain import method_of as method_of
 
@@ -359,7 +360,7 @@ SEQUENCES: Final = list | tuple | deque
 
 
 class StateDictCache:
-    """State dicts, each of which is taken once: taking one may be a collective, or take minutes."""
+    """State dicts, each of which is taken once: taking one may be a collective, as under FSDP1, or take minutes."""
 
     def __init__(self) -> None:
         # By the id of the object, which is kept alive so that no other object gets its id.
@@ -373,6 +374,25 @@ class StateDictCache:
         if error is not None:
             raise error
         return state
+
+    def take_all(self, state: Any) -> None:
+        """Take the state dicts of all objects in a state, in their order there. Errors are kept for `of`.
+
+        A single process takes only those that it needs. Several ranks take all of them before anything else, in the
+        same order on every rank, whatever is committed.
+        """
+        self._take_all(state, set())
+
+    def _take_all(self, value: Any, seen: set[int]) -> None:
+        if id(value) in seen or isinstance(value, torch.Tensor | type):
+            return
+        seen.add(id(value))
+        if None in (method_of(value, "load_state_dict"), method_of(value, "state_dict")):
+            for item in items_of(value):
+                self._take_all(item, seen)
+        elif not is_plain_optimizer(value):
+            with suppress(Exception):
+                self.of(value)
 
     def is_spread(self, state: Any) -> bool:
         """True if other ranks hold parts of tensors of this state. Errors of state dicts are kept for `of`."""

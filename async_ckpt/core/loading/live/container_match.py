@@ -37,7 +37,7 @@ from ...state.plain import (
     method_of,
 )
 from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
-from ...state.wrappers import SEQUENCES
+from ...state.wrappers import SEQUENCES, StateDictCache
 from ..archives.contents import Contents
 from ..fill import Wanted
 from .containers import (
@@ -60,7 +60,6 @@ from .containers import (
 )
 from .differences import Differences
 from .filled_objects import FilledObjects
-from .state_dicts import LiveStateDicts
 
 HOW_TO_MAKE_ONE: Final = (
     "nothing here can be filled: give its class in types=, or make it first, as an optimizer does in its first step"
@@ -75,7 +74,7 @@ class ContainerMatch:
         archive: Contents,
         objects: list[Any],
         chosen: Selector | None,
-        state_dicts: LiveStateDicts,
+        state_dicts: StateDictCache,
         *,
         keeps_empty: bool,
         goes_back: bool,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...state.optimizers import has_own
 from ...state.plain import is_record
 from ...state.wrapped import plain_parts
 from ...state.wrappers import SEQUENCES
@@ -44,20 +43,6 @@ def _is_fully_shard_hook(hook: Any) -> bool:
     """True for the hook of FSDP2 that reshards a module, which taking the state dict has already done."""
     module: str = getattr(hook, "hook", hook).__module__
     return module.startswith("torch.distributed.fsdp._fully_shard")
-
-
-def is_plain_optimizer(live: Any) -> bool:
-    """True for torch's optimizers, and for those that save and load like them."""
-    if not isinstance(live, torch.optim.Optimizer):
-        return False
-    if any(has_own(live, method) for method in ("state_dict", "load_state_dict")):
-        return False
-    hooks = (
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-        "_optimizer_state_dict_post_hooks",
-    )
-    return not any(getattr(live, name, None) for name in hooks)
 
 
 def is_optimizer_state(saved: Any) -> bool:

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ...state.optimizers import groups_of, has_own, names_in, parts_of
+from ...state.optimizers import groups_of, has_own, is_plain_optimizer, names_in, parts_of
 from ...state.wrappers import by_bare_name, same_but_wrapped
-from .kinds import is_optimizer_state, is_plain_optimizer, state_of_parameter
+from .kinds import is_optimizer_state, state_of_parameter
 from .optimizer_kinds import SavedParameters, has_one_state, kind_difference
 
 _STATE: Final = "state."
