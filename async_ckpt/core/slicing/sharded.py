@@ -261,14 +261,14 @@ class Slicer:
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
         whole, _ = self._local_of(shard.of, name)
         if whole.cuts is None or whole.mesh is None:
-            raise _refused(name, "the mesh of a wrapped tensor numbers the ranks differently from this save")
+            raise refused(name, "the mesh of a wrapped tensor numbers the ranks differently from this save")
         cuts, local = whole.cuts, shard.inner.detach()
         if shard.whole is None:
             cuts = tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts))
             local = local[(None,) * len(cuts)]
         slices = Slices.at(whole.coordinate, global_shape=shard.shape, cuts=cuts, mesh=whole.mesh)
         if slices.local_shape not in (None, tuple(local.shape)) and local.numel():
-            raise _refused(
+            raise refused(
                 name, f"{tuple(local.shape)} of {slices.global_shape} are in this shard, and the shards are uneven"
             )
         return LocalShards(slices, _parts(local, slices.rectangles))
@@ -285,7 +285,7 @@ class Slicer:
         if _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
             local = local.wait()
         if shape is not None and local.shape != shape and (local.numel() or prod(shape)):
-            raise _refused(
+            raise refused(
                 name,
                 f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} "
                 f"on a mesh of {slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; "
@@ -320,7 +320,7 @@ class Slicer:
             offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
             inner = self.slice(shard.tensor, name=name)
             if inner.slices.global_shape != sizes and prod(sizes):
-                raise _refused(name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}")
+                raise refused(name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}")
             for rectangle, part in zip(inner.slices.rectangles, inner.parts, strict=True):
                 moved = _sum(offsets, rectangle.global_offsets)
                 rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
@@ -339,11 +339,11 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
     try:
         cuts = cuts_of(placed, mesh.shape, order=order)
     except ValueError as error:
-        raise _refused(name, str(error)) from error
+        raise refused(name, str(error)) from error
     for first, second in itertools.combinations(cuts, 2):
         strided = max(first, second, key=lambda cut: cut.mesh_dim)
         if first.dim == second.dim and strided.runs > 1 and not _is_cut_from_the_left(spec, mesh, strided):
-            raise _refused(
+            raise refused(
                 name,
                 f"with this version of torch {list(spec.placements)} may have been cut from either end of "
                 "the mesh, and nothing says from which; install torch 2.12 or newer",
@@ -356,18 +356,18 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     if placement.is_replicate():
         return None
     if placement.is_partial():
-        raise _refused(
+        raise refused(
             name,
             f"a DTensor that is {placement!r} on a dimension of its mesh holds only partial values; "
             "call redistribute() to Replicate or Shard first",
         )
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
-        raise _refused(
+        raise refused(
             name, f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate"
         )
     dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
     if not 0 <= dim < num_dims:
-        raise _refused(name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have")
+        raise refused(name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have")
     return dim, int(getattr(placement, "split_factor", 1))
 
 
@@ -391,14 +391,14 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     shape, *lists = (getattr(tensor, attribute) for attribute in _DECLARED)
     offsets, local_offsets, sizes = ([tuple(map(int, ints)) for ints in rows] for rows in lists)
     if not len(offsets) == len(local_offsets) == len(sizes):
-        raise _refused(
+        raise refused(
             name, f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes"
         )
     rectangles = [Rectangle(*facts) for facts in zip(offsets, local_offsets, sizes, strict=True)]
     rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
     for rectangle in rectangles:
         if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
-            raise _refused(name, f"{rectangle} is not inside its shape {tuple(tensor.shape)}")
+            raise refused(name, f"{rectangle} is not inside its shape {tuple(tensor.shape)}")
     return LocalShards(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
@@ -409,7 +409,7 @@ def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[t
     """
     shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:
-        raise _refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
+        raise refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
     originals = [shards for shards in sliced if not shards.slices.is_copy]
     held = [pair for shards in originals or sliced for pair in zip(shards.slices.rectangles, shards.parts, strict=True)]
     slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not originals)
@@ -420,7 +420,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     """The shards of Megatron's ShardedTensor: `data` is the block at `global_offset`, or a range of its elements."""
     data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
     if data is None:
-        raise _refused(name, f"the ShardedTensor {sharded.key!r} has no data")
+        raise refused(name, f"the ShardedTensor {sharded.key!r} has no data")
     offset, sizes = tuple(sharded.global_offset), (1,) * added + tuple(sharded.local_shape)
     elements = getattr(sharded, "flattened_range", None)
     if elements is None:
@@ -431,7 +431,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
         blocks = [(_sum(offset, inner), inner_sizes) for inner, inner_sizes in ranges]
         lengths = [prod(inner_sizes) for _, inner_sizes in ranges]
         if tuple(data.shape) != (sum(lengths),):
-            raise _refused(
+            raise refused(
                 name, f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}"
             )
         flat = data.detach().split(lengths) if lengths else ()
@@ -439,7 +439,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     rectangles = [Rectangle(at, (0,) * len(at), size) for at, size in blocks]
     for part, rectangle in zip(parts, rectangles, strict=True):
         if tuple(part.shape) != rectangle.sizes:
-            raise _refused(name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}")
+            raise refused(name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}")
     held = [pair for pair in zip(rectangles, parts, strict=True) if pair[0].num_elements]
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
@@ -452,14 +452,14 @@ def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: s
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
-            raise _refused(name, f"{rectangle} is not inside the global shape {shape}")
+            raise refused(name, f"{rectangle} is not inside the global shape {shape}")
     ordered = sorted(rectangles)
     for number, rectangle in enumerate(ordered, start=1):
         for other in itertools.islice(ordered, number, None):
             if shape and other.global_offsets[0] >= rectangle.global_offsets[0] + rectangle.sizes[0]:
                 break  # all that follow begin behind it, too
             if Box.of(rectangle).common(Box.of(other)) is not None:
-                raise _refused(name, f"{rectangle} and {other} overlap")
+                raise refused(name, f"{rectangle} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
 
 
@@ -499,5 +499,6 @@ def _declares_slices(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _DECLARED)
 
 
-def _refused(name: str, why: str) -> UnsupportedStateError:
+def refused(name: str, why: str) -> UnsupportedStateError:
+    """The error for a tensor that a save does not take."""
     return UnsupportedStateError(f"{name}: {why}; nothing was written", path=name)

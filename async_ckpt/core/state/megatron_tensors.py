@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import UnsupportedStateError
-from ..slicing.sharded import Slicer, declares_fields, is_of_megatron, joined
+from ..slicing.sharded import Slicer, declares_fields, is_of_megatron, joined, refused
 from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
@@ -44,10 +43,10 @@ class MegatronTensors:
         """
         if is_of_megatron(value):
             if not path or not isinstance(value.key, str):
-                raise _refused(path, f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
+                raise refused(shown(path), f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
             if self._slicer is None:
-                raise _refused(
-                    path,
+                raise refused(
+                    shown(path),
                     "each rank has only a part of a ShardedTensor; save it on every rank with an AsyncCheckpointer, "
                     "in a process group",
                 )
@@ -63,7 +62,7 @@ class MegatronTensors:
             sliced = [self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer]
             dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
-                raise _refused(name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+                raise refused(shown(name), f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
             yield MegatronTensor(name, slices, parts, dtypes.pop())
 
@@ -71,7 +70,7 @@ class MegatronTensors:
 def refuse_others(value: Any, path: Path) -> None:
     """Raise UnsupportedStateError for Megatron's objects that are no tensors."""
     if why := _why_not(value):
-        raise _refused(path, f"{with_article(type(value).__name__)} {why}")
+        raise refused(shown(path), f"{with_article(type(value).__name__)} {why}")
 
 
 def name_of(value: Any, path: Path) -> Path:
@@ -101,7 +100,7 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
                 items.append([key, inner])
             items = _items_of(inner, name)
         if any(key_of(raw) == name[-1] for raw, _ in items):
-            raise _refused(name, "another entry has the name of this ShardedTensor; rename the entry")
+            raise refused(shown(name), "another entry has the name of this ShardedTensor; rename the entry")
         items.append([name[-1], {"tensor": number}])
     return node
 
@@ -109,7 +108,9 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
 def _items_of(node: Json, name: Path) -> Any:
     items = node.get("dict", node.get("ordered")) if isinstance(node, dict) else None
     if items is None:
-        raise _refused(name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one")
+        raise refused(
+            shown(name), "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one"
+        )
     return items
 
 
@@ -122,7 +123,3 @@ def _why_not(value: Any) -> str | None:
     if type(value).__name__ == "LocalNonpersistentObject":
         return "is not to be saved; leave it out of the state"
     return None
-
-
-def _refused(path: Path, why: str) -> UnsupportedStateError:
-    return UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
