@@ -64,8 +64,7 @@ class Loop:
         self._lock = threading.Lock()
         self._writers: dict[str, Crew] = {}  # under _lock
         self._hurries = False  # under _lock
-        self._hanging: list[Future[None]] = []  # under _lock
-        self._calls: set[Future[Any]] = set()  # of `off_loop` that have not returned; under _lock
+        self._calls: set[Future[Any]] = set()  # that have not returned; under _lock
         prepare_for_exit()
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("loop", self._run)
@@ -104,36 +103,8 @@ class Loop:
         if crew is not None:
             crew.stop()
 
-    def note_hanging(self, quiet: Future[None]) -> None:
-        """Note writes or calls that no save waits for any more; `quiet` resolves when they have returned."""
-        with self._lock:
-            self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
-
-    async def off_loop(self, fn: Callable[[], T], /) -> T:
-        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
-        outcome: Future[T] = Future()
-        ended = self._loop.create_future()
-        with self._lock:
-            self._calls.add(outcome)
-
-        def call() -> None:
-            _resolve(outcome, fn)
-            with self._lock:
-                self._calls.discard(outcome)
-            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
-                self._loop.call_soon_threadsafe(ended.set_result, None)
-
-        try:
-            self.callers.submit(call)
-        except RuntimeError:  # there is no thread to be had
-            with self._lock:
-                self._calls.discard(outcome)
-            raise
-        await ended
-        return outcome.result()
-
     def note_call(self, outcome: Future[Any]) -> None:
-        """Note a blocking call of another thread, which may not return. On the loop's thread."""
+        """Note a blocking call, or several, that may not return; `outcome` resolves when they have returned."""
         with self._lock:
             self._calls.add(outcome)
         outcome.add_done_callback(self._returned)
@@ -141,6 +112,25 @@ class Loop:
     def _returned(self, outcome: Future[Any]) -> None:
         with self._lock:
             self._calls.discard(outcome)
+
+    async def off_loop(self, fn: Callable[[], T], /) -> T:
+        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
+        outcome: Future[T] = Future()
+        ended = self._loop.create_future()
+        self.note_call(outcome)
+
+        def call() -> None:
+            _resolve(outcome, fn)
+            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+                self._loop.call_soon_threadsafe(ended.set_result, None)
+
+        try:
+            self.callers.submit(call)
+        except RuntimeError:  # there is no thread to be had
+            self._returned(outcome)
+            raise
+        await ended
+        return outcome.result()
 
     def soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
@@ -201,7 +191,7 @@ class Loop:
     def is_quiet(self, seconds: float) -> bool:
         """True if all calls and writes that no save waits for return within these seconds."""
         with self._lock:
-            left = [future for future in (*self._hanging, *self._calls) if not future.done()]
+            left = list(self._calls)
         return wait_for_all(left, seconds)
 
     def stop(self) -> None:
