@@ -67,9 +67,8 @@ class BufferPool:
         # it, by calls of C that need none.
         self._idle: deque[HostBuffer] = deque()
         self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has reported
-        # Guards all below: three counters. Buffers are made and freed without it.
+        # Guards all below: two counters. Buffers are made and freed without it.
         self._changed = threading.Condition()
-        self._num_lent = 0
         self._lent_bytes = 0
         self._most_bytes = 0
         self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
@@ -109,7 +108,7 @@ class BufferPool:
         """
         # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held
-        if self._held and self._is_too_much(num_bytes, max_bytes):
+        if self._held and self.lent_bytes + num_bytes > self._limit(max_bytes):
             for let_go in self._sharers:
                 let_go()
             gc.collect()  # copies in reference cycles are still counted
@@ -143,30 +142,26 @@ class BufferPool:
         """Count a copy as lent. False if another has to end before, after a short wait for that."""
         with self._changed:
             self._settle()
-            if may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
+            if may_wait and self._lent_bytes and self._lent_bytes + num_bytes > self._limit():
                 self._changed.wait(LIVENESS_SECONDS)
-                if self._lent_bytes + num_bytes > self._limit() and self._num_lent:
-                    return False
-            if self._held:
-                self._refuse_too_much(num_bytes, max_bytes)
-            self._num_lent += 1
+                return False
+            if self._held and self._lent_bytes + num_bytes > self._limit(max_bytes):
+                raise self._refusal(num_bytes, max_bytes)
             self._lent_bytes += num_bytes
             self._most_bytes = max(self._most_bytes, self._lent_bytes)
             return True
 
-    def returned(self, num_bytes: int) -> None:
-        """A copy of this size has ended. Memory that is still in use counts only if copies are held."""
+    def returned(self, num_bytes: int, *, by_finalizer: bool = False) -> None:
+        """A copy of this size has ended. Memory that is still in use counts only if copies are held.
+
+        A finalizer wakes no copy that waits, which looks again by itself.
+        """
         if self._held:
             return
-        with self._changed:
-            self._num_lent -= 1
-            self._lent_bytes -= num_bytes
-            self._changed.notify_all()
-
-    def returned_by_finalizer(self, num_bytes: int) -> None:
-        """Like `returned`, for a finalizer: the copy is counted off when the next buffer is taken."""
-        if not self._held:
-            self._unsettled.append(num_bytes)
+        self._unsettled.append(num_bytes)
+        if not by_finalizer:
+            with self._changed:
+                self._changed.notify_all()
 
     @property
     def lent_bytes(self) -> int:
@@ -177,20 +172,13 @@ class BufferPool:
         with suppress(IndexError):
             while True:
                 self._lent_bytes -= self._unsettled.popleft()
-                self._num_lent -= 1
 
-    def _is_too_much(self, num_bytes: int, max_bytes: int | None) -> bool:
-        return self.lent_bytes + num_bytes > (self._limit() if max_bytes is None else max_bytes)
-
-    def _refuse_too_much(self, num_bytes: int, max_bytes: int | None) -> None:
-        if not self._is_too_much(num_bytes, max_bytes):
-            return
-        limit = self._limit() if max_bytes is None else max_bytes
+    def _refusal(self, num_bytes: int, max_bytes: int | None) -> MemoryError:
         others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
-        raise MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {limit:,}; close other snapshots and "
-            "wait for their readers, leave out what you do not need, or raise host_bytes"
+        return MemoryError(
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close other "
+            "snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
     def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
@@ -242,9 +230,11 @@ class BufferPool:
                 )
         return HostBuffer.near(device, num_bytes)
 
-    def _limit(self) -> int:
-        if self._max_bytes is not None:
-            return self._max_bytes
+    def _limit(self, max_bytes: int | None = None) -> int:
+        """The limit of all copies together: that of one call, that of the pool, or what is free."""
+        limit = self._max_bytes if max_bytes is None else max_bytes
+        if limit is not None:
+            return limit
         return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
 
     def _idle_bytes(self) -> int:
@@ -339,37 +329,24 @@ class HostCopy:
         device = first_device(source.tensor for source in parts)
         taken_bytes = max(1, self.num_bytes)
         buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes, shared=memory.is_shared)
-        self._buffer: HostBuffer | None = buffer
+        self._is_released = False
         owner = memory._owner_of(buffer, taken_bytes)
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock, wording)
+            segments = _BufferSegments(buffer, self.num_bytes)
+            pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
+            self.snapshot = Snapshot(
+                _to_copy(parts, optimizers, wording),
+                slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
+                segments,
+                StagingHost(segments, crew, clock),
+                optimizers=optimizers,
+            )
             self.tensors = _rebuilt(tensors, of_each, owner)
             # The owner may drop them while they are being filled.
             self.snapshot.keeps = self.tensors
         except BaseException:
             self.release()
             raise
-
-    def _stage(
-        self, parts: Sequence[_SourceStorage], optimizers: Optimizers, crew: Crew, clock: Clock, wording: Wording
-    ) -> Snapshot:
-        assert self._buffer is not None
-        sources = [part.tensor for part in parts]
-        owners = deferrable(optimizers, sources)
-        pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
-        segments = _BufferSegments(self._buffer, self.num_bytes)
-        return Snapshot(
-            SourceTensors(
-                [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
-                sources,
-                deferred={i: owner for i, owner in owners.items() if parts[i].whole},
-                wording=wording,
-            ),
-            slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
-            segments,
-            StagingHost(segments, crew, clock),
-            optimizers=optimizers,
-        )
 
     @property
     def completion(self) -> Future[None]:
@@ -379,20 +356,11 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
-    def release(self) -> None:
+    def release(self, *, by_finalizer: bool = False) -> None:
         """Drop the copies; the next one may have the memory. Idempotent."""
-        if self._drop():
-            self._memory.returned(max(1, self.num_bytes))
-
-    def release_by_finalizer(self) -> None:
-        """Like `release`, for a finalizer."""
-        if self._drop():
-            self._memory.returned_by_finalizer(max(1, self.num_bytes))
-
-    def _drop(self) -> bool:
-        """False if the copies were dropped before."""
-        is_first, self._buffer, self.tensors = self._buffer is not None, None, []
-        return is_first
+        is_first, self._is_released, self.tensors = not self._is_released, True, []
+        if is_first:
+            self._memory.returned(max(1, self.num_bytes), by_finalizer=by_finalizer)
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
@@ -410,6 +378,16 @@ def _place(parts: Sequence[_SourceStorage]) -> int:
         part.at = at
         at = align_up(at + part.num_bytes, _ALIGNMENT)
     return at
+
+
+def _to_copy(parts: Sequence[_SourceStorage], optimizers: Optimizers, wording: Wording) -> SourceTensors:
+    sources = [part.tensor for part in parts]
+    return SourceTensors(
+        [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
+        sources,
+        deferred={i: owner for i, owner in deferrable(optimizers, sources).items() if parts[i].whole},
+        wording=wording,
+    )
 
 
 def _covers(tensor: torch.Tensor) -> bool:
