@@ -239,15 +239,7 @@ class StepArchives(Opener):
         def open_one(rank: int) -> None:
             path, entry = self.named.archives[rank]
             try:
-                opened[rank] = open_archive(
-                    self.named.storage,
-                    path,
-                    entry,
-                    self._verify,
-                    self._stack,
-                    self.named.named_by,
-                    self.named.holders,
-                )
+                opened[rank] = self._opened_at(self.named.storage, path, entry)
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     first, more = ", ".join(names[:_MANY]), len(names) - _MANY
@@ -276,16 +268,12 @@ class StepArchives(Opener):
             if known is None:
                 path = self.named.storage.locate(self.named.folder)
                 raise CorruptCheckpointError(f"{path}: its manifest does not name {folder}/{name}", path=path)
-            self._lenders[folder, name] = open_archive(
-                known[0],
-                f"{folder}/{name}",
-                known[1],
-                self._verify,
-                self._stack,
-                self.named.named_by,
-                self.named.holders,
-            )
+            self._lenders[folder, name] = self._opened_at(known[0], f"{folder}/{name}", known[1])
         return self._lenders[folder, name]
+
+    def _opened_at(self, storage: Storage, path: str, entry: Archive) -> OpenArchive:
+        named = self.named
+        return open_archive(storage, path, entry, self._verify, self._stack, named.named_by, named.holders)
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""
@@ -356,7 +344,7 @@ def open_archive(
     verify: bool,
     stack: contextlib.ExitStack,
     named_by: int,
-    holders: Holders | None = None,
+    holders: Holders | None,
 ) -> OpenArchive:
     """An archive that the manifest of step `named_by` names; with `holders`, from the first place where it is sound.
 
