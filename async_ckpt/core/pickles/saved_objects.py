@@ -358,11 +358,6 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
             raise ValueError(f"it makes a container of {with_article(type(argument).__name__.strip('_'))}")
 
 
-def _set(survey: _Survey, *arguments: Any) -> _Opaque:
-    _spend_on_items(survey, arguments)
-    return _OPAQUE
-
-
 def _dict(survey: _Survey, *arguments: Any) -> _Dict:
     _spend_on_items(survey, arguments)
     return _Dict(item for argument in arguments if isinstance(argument, list | tuple) for item in argument)
@@ -376,7 +371,7 @@ def _size(survey: _Survey, sizes: Any = ()) -> tuple[Any, ...]:
 
 
 def _value(survey: _Survey, *arguments: Any) -> _Opaque:
-    """Allow a complex number, a device or a layout."""
+    """Allow a set, a complex number, a device or a layout."""
     _spend_on_items(survey, arguments)
     return _OPAQUE
 
@@ -402,17 +397,8 @@ def _tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, 
     return _tensor_within(storage, storage.item_bytes, offset, size, stride)
 
 
-def _tensor_of_dtype(
-    survey: _Survey,  # noqa: ARG001
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _requires_grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    *_: Any,
-) -> _Tensor:
+def _tensor_of_dtype(_: _Survey, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> _Tensor:
+    _requires_grad, _hooks, dtype, *_rest = more
     return _tensor_within(storage, DTYPES[dtype.name.removeprefix("torch.")][0], offset, size, stride)
 
 
@@ -463,7 +449,7 @@ def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state:
 
 
 _RULES: Final[dict[str, Callable[..., Any]]] = {
-    "builtins.set": _set,
+    "builtins.set": _value,
     "collections.Counter": _dict,
     "collections.OrderedDict": _dict,
     "torch.Size": _size,
