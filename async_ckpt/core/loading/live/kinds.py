@@ -47,14 +47,20 @@ def _is_fully_shard_hook(hook: Any) -> bool:
 
 def is_optimizer_state(saved: Any) -> bool:
     """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
-    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
-        return False
-    groups = saved.get("param_groups")
+    return has_groups(saved, of=int) and "state" in saved
+
+
+def has_groups(saved: Any, *, of: type) -> bool:
+    """True for a state with groups of parameters, which are known by values of this type, and a dict for each that has
+    state.
+    """
+    groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
     return (
         isinstance(groups, list)
+        and isinstance(states, dict)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-        and all(type(number) is int for group in groups for number in group["params"])
-        and all(isinstance(state, dict) for state in saved["state"].values())
+        and all(type(one) is of for group in groups for one in group["params"])
+        and all(isinstance(state, dict) for state in states.values())
     )
 
 
