@@ -238,7 +238,8 @@ class Slicer:
         """
         value = as_declared(value)
         if is_dtensor(value):
-            return self._of_dtensor(value, name)
+            slices, local = self._local_of(value, name)
+            return LocalShards(slices, _parts(local, slices.rectangles))
         if isinstance(value, InnerShard):
             return self._of_inner(value, name)
         if is_of_fsdp1(value):
@@ -253,10 +254,6 @@ class Slicer:
     def local_tensor(self, tensor: Any, *, name: str) -> torch.Tensor:
         """The local tensor of a DTensor, after the collective that it may be the result of. Raises as `slice` does."""
         return self._local_of(tensor, name)[1]
-
-    def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
-        slices, local = self._local_of(tensor, name)
-        return LocalShards(slices, _parts(local, slices.rectangles))
 
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
         whole, _ = self._local_of(shard.of, name)
@@ -473,12 +470,11 @@ def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
 def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.Tensor, ...]:
     if len(rectangles) == 1 and rectangles[0].sizes == local.shape:
         return (local,)
-    return tuple(_narrowed(local, rectangle.local_offsets, rectangle.sizes) for rectangle in rectangles)
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
-    within = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    return tensor.detach()[within]  # a view of a parameter would belong to its graph
+    local = local.detach()  # a view of a parameter would belong to its graph
+    return tuple(
+        local[tuple(slice(at, at + size) for at, size in zip(block.local_offsets, block.sizes, strict=True))]
+        for block in rectangles
+    )
 
 
 def _sum(a: Ints, b: Ints) -> Ints:

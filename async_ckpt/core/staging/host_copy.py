@@ -47,8 +47,6 @@ _ANY_COPY: Final = Wording("the copy of a snapshot")
 
 _log: Final = logging.getLogger("async_ckpt")
 
-_Key = tuple[torch.device, int, int]  # of a storage
-
 
 class BufferPool:
     """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
@@ -314,10 +312,11 @@ class HostCopy:
         max_bytes: int | None = None,
         wording: Wording = _ANY_COPY,
     ) -> None:
-        sources: dict[_Key, _SourceStorage] = {}
+        sources: dict[tuple[torch.device, int, int], _SourceStorage] = {}
         of_each: list[_SourceStorage] = []
         for tensor, name in zip(tensors, names, strict=True):
-            key = _key(tensor)
+            storage = tensor.untyped_storage()
+            key = tensor.device, storage.data_ptr(), storage.nbytes()
             source = sources.get(key)
             if source is None:
                 source = sources[key] = _SourceStorage(tensor, name)
@@ -364,11 +363,6 @@ class HostCopy:
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
-
-
-def _key(tensor: torch.Tensor) -> _Key:
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def _place(parts: Sequence[_SourceStorage]) -> int:

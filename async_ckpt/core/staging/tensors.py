@@ -164,18 +164,17 @@ class SourceTensors:
                     segment.tensor[at : at + block.numel()].copy_(block)
 
     def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
-        """Enqueue the copies of pieces on a device; the event fires when they have ended."""
+        """Enqueue the copies of pieces on a device; the event fires when they have ended.
+
+        Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory.
+        """
         try:
             return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
         finally:
-            self.refuse_gone(pieces)
-
-    def refuse_gone(self, pieces: Iterable[Piece]) -> None:
-        """Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory."""
-        aliases = self.aliases
-        gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
-        if gone:
-            raise self.torn(gone)
+            aliases = self.aliases
+            gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
+            if gone:
+                raise self.torn(gone)
 
     def gone_from_devices(self) -> set[int]:
         """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.

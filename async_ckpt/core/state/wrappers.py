@@ -16,6 +16,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -46,7 +47,7 @@ class PlainNames:
     """The names of one module's parts without its wrappers. False if there are no wrappers."""
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self._classes: dict[type, str | None] = {}
+        self._attribute = cache(_attribute_of)
         self._open: set[int] = set()  # modules between the root and here
         self._inner: dict[str, list[str]] = {}  # by plain name: the attributes of the wrappers around it
         self._modules: dict[str, str] = {}
@@ -90,11 +91,6 @@ class PlainNames:
                 self._inner.setdefault(at, []).append(name)
             self._walk(child, at if name == attribute else _joined(at, name))
         self._open.discard(id(module))
-
-    def _attribute(self, cls: type) -> str | None:
-        if cls not in self._classes:
-            self._classes[cls] = _attribute_of(cls)
-        return self._classes[cls]
 
     def _without_wrappers(self, parts: list[str]) -> str:
         at, left = "", deque(parts)
@@ -369,7 +365,10 @@ class StateDictCache:
     def of(self, value: Any) -> Any:
         """The state dict of an object. Raises the error of its `state_dict()`."""
         if id(value) not in self._taken:
-            self._taken[id(value)] = (value, *_take(value))
+            try:
+                self._taken[id(value)] = value, state_dict_of(value), None
+            except Exception as error:
+                self._taken[id(value)] = value, None, error
         _, state, error = self._taken[id(value)]
         if error is not None:
             raise error
@@ -431,10 +430,3 @@ def _parameters_of(value: Any) -> Iterable[Any]:
     if isinstance(value, torch.optim.Optimizer):
         return (parameter for group in value.param_groups for parameter in group["params"])
     return ()
-
-
-def _take(value: Any) -> tuple[Any, Exception | None]:
-    try:
-        return state_dict_of(value), None
-    except Exception as error:
-        return None, error

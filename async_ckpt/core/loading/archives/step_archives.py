@@ -166,12 +166,6 @@ class StepArchives(Opener):
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
-    @property
-    def _preferred(self) -> float:
-        """The position in the world, from 0 to 1, of the rank among equals that probably has the wanted tensors."""
-        rank, size = self._readers.ranks or (0, 1)
-        return rank / size
-
     def _initial_ranks(self) -> Collection[int]:
         size = len(self.named.archives)
         everybody = range(size)
@@ -189,7 +183,10 @@ class StepArchives(Opener):
     def _representatives(self) -> Collection[int]:
         """Ranks whose archives together have all names."""
         locator = self._locator()
-        return range(len(self.named.archives)) if locator is None else locator.representatives(self._preferred)
+        if locator is None:
+            return range(len(self.named.archives))
+        rank, size = self._readers.ranks or (0, 1)
+        return locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
 
     def _naming_ranks(self) -> Collection[int]:
         """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
