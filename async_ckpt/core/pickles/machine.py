@@ -4,7 +4,8 @@ In: a program. Out: the object that its last instruction leaves on the stack. Kn
 
 Numbers, texts, lists and tuples stand for themselves. Subclasses decide what stands on the stack for everything else:
 a name, a call, a dict. The time is linear in the program, with one Python call for each instruction, which reads its
-argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long).
+argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long). A `Recorder`
+records what each object is made of.
 
 The instructions are those of https://docs.python.org/3/library/pickletools.html that `torch.save` and
 torch.distributed.checkpoint write, in protocols 2 to 5.
@@ -294,3 +295,53 @@ ALL: Final = frozenset(_STEPS) - {"LONG4"}
 PROTOCOL_2: Final = ALL - {
     "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "MEMOIZE", "STACK_GLOBAL", "FRAME"
 }  # fmt: skip
+
+
+# --- the operations that would create pickled objects, recorded and not carried out --------------------------------
+
+
+class UnknownInstructionError(Exception):
+    """An instruction is not known to the machine."""
+
+
+class Recorded:
+    """The result of an operation on values of the stack, with the items that were added to it later."""
+
+    __slots__ = ("operation", "parts")
+
+    def __init__(self, operation: str, parts: Iterable[Any] = ()) -> None:
+        self.operation, self.parts = operation, [*parts]
+
+
+class Recorder(PickleMachine):
+    """Interprets a pickle, and records for each object the operations that would create it."""
+
+    accepted: ClassVar = ALL
+    protocols: ClassVar = range(2, 6)
+
+    def refuse(self, instruction: str) -> NoReturn:
+        raise UnknownInstructionError(instruction)
+
+    def find_global(self, module: str, name: str) -> Recorded:
+        return Recorded("name", [f"{module}.{name}"])
+
+    def call(self, function: Any, arguments: Any) -> Recorded:
+        return Recorded("call", [function, arguments])
+
+    def set_state(self, target: Any, state: Any) -> None:
+        target.parts += [Recorded("state"), state]
+
+    def persistent_load(self, key: Any) -> Recorded:
+        return Recorded("storage", key)
+
+    def empty_dict(self) -> Recorded:
+        return Recorded("dict")
+
+    def empty_set(self) -> Recorded:
+        return Recorded("set")
+
+    def set_items(self, into: Any, items: list[Any]) -> None:
+        into.parts += items
+
+    def append(self, into: Any, items: list[Any]) -> None:
+        (into.parts if isinstance(into, Recorded) else into).extend(items)

@@ -24,8 +24,7 @@ import torch
 
 from ..collector import no_collection
 from ..spec import DTYPES, with_article
-from .machine import PROTOCOL_2, PickleMachine
-from .recorder import Recorded, Recorder
+from .machine import PROTOCOL_2, PickleMachine, Recorded, Recorder
 from .zip_records import ignore_missing_checksums
 
 # The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
