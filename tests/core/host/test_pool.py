@@ -19,8 +19,7 @@ from async_ckpt.core.host import limits as host
 from async_ckpt.core.host import threads
 from async_ckpt.core.host.limits import free_memory_bytes
 from async_ckpt.core.host.loop import Loop
-from async_ckpt.core.host.memory import HostBuffer
-from async_ckpt.core.host.numa import _node_at, prefer_node
+from async_ckpt.core.host.memory import HostBuffer, _node_at, prefer_node
 from async_ckpt.core.host.pool import MIN_SEGMENTS, SegmentPool
 from async_ckpt.core.host.threads import Crew
 
