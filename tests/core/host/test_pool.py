@@ -370,7 +370,7 @@ def test_a_crew_keeps_nothing_of_a_task_that_has_ended(crew):
 
 def test_running_all_begins_nothing_when_a_thread_cannot_be_had(crew, monkeypatch):
     start, done = threading.Thread.start, []
-    monkeypatch.setattr(threads, "_reserve", threads._Reserve())  # empty, as on most versions of Python
+    monkeypatch.setattr(threads, "_reserve", threads.Crew("reserve", 1))  # empty, as on most versions of Python
 
     def scarce(thread):
         if thread.name.endswith("-3"):
