@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import ClosedError
 from .process import in_forked_child, never_end
-from .threads import Crew, Task, TaskQueue, prepare_for_exit, start_thread
+from .threads import Crew, Task, prepare_for_exit, start_thread
 from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
 
 T = TypeVar("T")
@@ -39,16 +39,6 @@ class OffLoop(Protocol):
     def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class _LoopTaskQueue:
-    """A crew that takes tasks from a thread that a signal may interrupt. The loop's thread submits them."""
-
-    def __init__(self, loop: Loop, crew: Crew) -> None:
-        self._loop, self._crew = loop, crew
-
-    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        self._loop.soon(lambda: self._crew.submit(task, refused))
-
-
 class Loop:
     """The loop of this process and its crews. `get_loop` creates it; any thread may use it."""
 
@@ -56,7 +46,6 @@ class Loop:
         self.pid = os.getpid()
         self.is_stopped = False
         self.copiers = Crew("copy", 32)
-        self.copying: TaskQueue = _LoopTaskQueue(self, self.copiers)
         self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self.callers = Crew("call", 64)
@@ -84,6 +73,10 @@ class Loop:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def copy(self, task: Task, refused: Callable[[RuntimeError], None]) -> None:
+        """Have a copier run a task, for a thread that a signal may interrupt: the loop's thread submits it."""
+        self.soon(lambda: self.copiers.submit(task, refused))
 
     def writers(self, root: str = "") -> Crew:
         """The threads that write to one of several roots, or to a root with a limit of bandwidth.

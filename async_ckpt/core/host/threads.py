@@ -19,13 +19,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from .process import in_forked_child
 
 S = TypeVar("S")
 
 Task = Callable[[], None]
+# Queues a task. If the system has no thread left for it, the second function is called with the error.
+Submit = Callable[[Task, Callable[[RuntimeError], None]], None]
 
 _BACKGROUND_NICENESS: Final = 10
 # ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served
@@ -38,16 +40,6 @@ _IOPRIO_USUAL: Final = 0  # what the nice value says
 _NUM_RESERVED: Final = 64
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
-
-
-class TaskQueue(Protocol):
-    """An object that takes tasks for threads of this library."""
-
-    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        """Queue a task.
-
-        If the system has no thread left for it, `refused` is called with the error, or else it is raised.
-        """
 
 
 class LibraryThread(threading.Thread):

@@ -263,7 +263,7 @@ class Saver:
             source,
             layout.segments(self.pool.segment_bytes),
             drain,
-            StagingHost(self.pool, loop.copying, monotonic, self._trace),
+            StagingHost(self.pool, loop.copy, monotonic, self._trace),
             order=next(self._orders),
             optimizers=optimizers,
         )

@@ -337,7 +337,7 @@ class HostCopy:
                 _to_copy(parts, optimizers, wording),
                 slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
                 segments,
-                StagingHost(segments, crew, clock),
+                StagingHost(segments, crew.submit, clock),
                 optimizers=optimizers,
             )
             self.tensors = _rebuilt(tensors, of_each, owner)

@@ -102,7 +102,7 @@ class Snapshot(StepHolder):
                     device.hold_training()
             if self._filler.fills_later:
                 self._barrier.close(self)
-                self._host.crew.submit(self._fill_later, refused=self._end)
+                self._host.submit(self._fill_later, self._end)
         except Exception as error:
             self._end(error)
         except BaseException as error:
@@ -134,7 +134,7 @@ class Snapshot(StepHolder):
             else:
                 outcome.put(None)
 
-        self._host.crew.submit(fill, refused=outcome.put)
+        self._host.submit(fill, outcome.put)
         wait = Wait("", ENDS_THE_CALL)
         while True:
             try:
