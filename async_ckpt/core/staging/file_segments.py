@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
-from ..format.layout import Image, SegmentPlan
-from ..format.tarball import TarEntry, stays_inside
+from ..format.layout import SegmentPlan
+from ..format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
@@ -125,18 +125,10 @@ def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class FileImage(Image, Protocol):
-    """An image whose pieces are parts of runs, and whose runs are parts of files."""
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(file, offset in it) of each run."""
-
-
 class FilesImage(NamedTuple):
-    """Files, and the image of the archive that is made of them."""
+    """Files, and the image of the archive that is made of them: its pieces are parts of runs, and these of files."""
 
-    image: FileImage
+    image: Tarball | WholeFile
     sources: Sequence[FileSource]
 
 
