@@ -18,8 +18,6 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, NoReturn
 
-_INT32: Final = struct.Struct("<i").unpack_from
-_DOUBLE: Final = struct.Struct(">d").unpack_from
 _CODES: Final = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 _NAMES: Final = {code: name for name, code in _CODES.items()}
 
@@ -182,14 +180,15 @@ def _byte(machine: PickleMachine, program: bytes, at: int) -> int:
     return at + 1
 
 
-def _int32(machine: PickleMachine, program: bytes, at: int) -> int:
-    machine.stack += _INT32(program, at)
-    return at + 4
+def _number(layout: str) -> _Step:
+    number = struct.Struct(layout)
+    read, size = number.unpack_from, number.size
 
+    def step(machine: PickleMachine, program: bytes, at: int) -> int:
+        machine.stack += read(program, at)
+        return at + size
 
-def _double(machine: PickleMachine, program: bytes, at: int) -> int:
-    machine.stack += _DOUBLE(program, at)
-    return at + 8
+    return step
 
 
 def _put_byte(machine: PickleMachine, program: bytes, at: int) -> int:
@@ -241,20 +240,16 @@ def _signed(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _push(machine: PickleMachine, value: Any) -> None:
-    machine.stack.append(value)
-
-
 _STEPS: Final[dict[str, _Step]] = {
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
     "NEWFALSE": _constant(False),
-    "BININT": _int32,
+    "BININT": _number("<i"),
     "BININT1": _byte,
-    "BININT2": _unsigned(2, _push),
+    "BININT2": _number("<H"),
     "LONG1": _sized(1, _signed),
     "LONG4": _sized(4, _signed),
-    "BINFLOAT": _double,
+    "BINFLOAT": _number(">d"),
     "BINUNICODE": _sized(4, _text),
     "SHORT_BINUNICODE": _sized(1, _text),
     "BINUNICODE8": _sized(8, _text),

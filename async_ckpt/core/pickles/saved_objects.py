@@ -63,7 +63,7 @@ def load(data: bytes, *, trust: bool) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # nosec B614
     contents = records(data)
     with no_collection():
-        _Survey(contents).run()
+        _Survey(contents).follow(contents["data.pkl"])
         return torch.load(io.BytesIO(_zip(contents)), map_location="cpu", weights_only=True)
 
 
@@ -240,9 +240,6 @@ class _Survey(PickleMachine):
         self._items_left = _FREE_ITEMS + _ITEMS_PER_BYTE * len(records["data.pkl"])
         self._tensor_items_left = sum(map(len, records.values()))
         self._known = _safe_globals()
-
-    def run(self) -> None:
-        self.follow(self._records["data.pkl"])
 
     def spend(self, num_items: int) -> None:
         self._items_left -= num_items
