@@ -377,12 +377,11 @@ class SegmentPool:
             error: BaseException | None = None
             try:
                 while goes_on() and (num_claimed := self._claim(num_segments, self.max_run, pin)):
+                    segments: list[Segment] = []
                     try:
                         segments = self._new(num_claimed, pin, touched=True)
-                    except BaseException:
-                        self.take_back([], num_made=num_claimed)
-                        raise
-                    self.take_back(segments, num_made=num_claimed)
+                    finally:
+                        self.take_back(segments, num_made=num_claimed)
             except BaseException as failure:
                 error = failure
             outcomes.put(error)
