@@ -192,7 +192,7 @@ class Match(ContainerMatch):
         state = with_room(state) if are_spread or are_wrapped else None
         return state if isinstance(state, dict) and (are_wrapped or has_shards(state)) else None
 
-    def _copied(self, live: torch.Tensor, saved: torch.Tensor, path: Path) -> Any:
+    def _copied(self, live: Any, saved: Any, path: Path) -> Any:
         """Match a live tensor with one in a pickled container."""
         if (live.shape, live.dtype) != (saved.shape, saved.dtype) or why_not(live) or _is_expanded(live):
             self.differences.add(
@@ -201,7 +201,7 @@ class Match(ContainerMatch):
                 "in the checkpoint",
             )
         else:
-            self.actions.append(functools.partial(_copy, live, saved))
+            self.actions.append(lambda: live.copy_(saved))
         return live
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
@@ -476,7 +476,3 @@ def _overlaps(
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _copy(live: torch.Tensor, saved: torch.Tensor) -> None:
-    live.copy_(saved)
