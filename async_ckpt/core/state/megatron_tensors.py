@@ -9,7 +9,7 @@ all layers. So a ShardedTensor becomes an entry of its group under its key, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,15 +18,6 @@ from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
 from .tree import key_of
-
-
-class MegatronTensor(NamedTuple):
-    """The slices of one ShardedTensor on this rank, under its name."""
-
-    path: Path
-    slices: Slices
-    parts: tuple[torch.Tensor, ...]
-    dtype: torch.dtype
 
 
 class MegatronTensors:
@@ -55,8 +46,11 @@ class MegatronTensors:
         refuse_others(value, path)
         return False
 
-    def tensors(self) -> Iterator[MegatronTensor]:
-        """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
+    def tensors(self) -> Iterator[tuple[Path, Slices, tuple[torch.Tensor, ...], torch.dtype]]:
+        """Each tensor once: its path, its slices on this rank, their parts and its dtype.
+
+        Raises UnsupportedStateError, naming its path, for slices that contradict each other.
+        """
         assert self._slicer is not None or not self._tensors
         for name, values in self._tensors.items():
             sliced = [self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer]
@@ -64,7 +58,7 @@ class MegatronTensors:
             if len(dtypes) > 1:
                 raise refused(shown(name), f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
-            yield MegatronTensor(name, slices, parts, dtypes.pop())
+            yield name, slices, parts, dtypes.pop()
 
 
 def refuse_others(value: Any, path: Path) -> None:
