@@ -103,9 +103,7 @@ class StepArchives(Opener):
         self._opened: dict[int, OpenArchive] = {}
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
-        self._layout: StepLayout | None = None
         self._located: tuple[set[str], ShardLocator] | None = None  # by the tied tensors of the open archives
-        self._has_looked = False
 
     def part(self) -> Part:
         """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
@@ -128,7 +126,7 @@ class StepArchives(Opener):
 
     @property
     def items(self) -> Sequence[StepItem]:
-        layout = self._find_layout() if self.named.is_shared_out else None
+        layout = self._layout if self.named.is_shared_out else None
         return layout.items if layout else ()
 
     @property
@@ -202,7 +200,7 @@ class StepArchives(Opener):
 
     def _locator(self) -> ShardLocator | None:
         """The locator for the layout and the archives that are open now; None without a layout."""
-        layout = self._find_layout()
+        layout = self._layout
         if layout is None:
             return None
         aliases = self._aliases()
@@ -210,14 +208,12 @@ class StepArchives(Opener):
             self._located = aliases, ShardLocator(layout, aliases)
         return self._located[1]
 
-    def _find_layout(self) -> StepLayout | None:
+    @functools.cached_property
+    def _layout(self) -> StepLayout | None:
         """The layout, which is looked for once; None if it is missing, damaged, or does not fit."""
-        if not self._has_looked:
-            layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
-            ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
-            self._layout = layout if ranks == list(range(len(self.named.archives))) else None
-            self._has_looked = True
-        return self._layout
+        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
+        ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
+        return layout if ranks == list(range(len(self.named.archives))) else None
 
     def _aliases(self) -> set[str]:
         return {
