@@ -227,7 +227,7 @@ class Slicer:
     def __init__(self, rank: int | None = None) -> None:
         """`rank` is the number of this rank in the save; by default the one in the process group."""
         self._rank = rank
-        self._meshes: dict[Any, Mesh] = {}
+        self._mesh_of = functools.cache(mesh_of)
         self._specs: dict[Any, _LocalSlices] = {}
 
     def slice(self, value: Any, *, name: str) -> LocalShards:
@@ -298,9 +298,7 @@ class Slicer:
         return slices._replace(cuts=None, mesh=None, coordinate=None)
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
-        if spec.mesh not in self._meshes:
-            self._meshes[spec.mesh] = mesh_of(spec.mesh)
-        mesh = self._meshes[spec.mesh]
+        mesh = self._mesh_of(spec.mesh)
         coordinate = spec.mesh.get_coordinate()
         return Slices.at(
             None if coordinate is None else tuple(coordinate),
