@@ -376,7 +376,7 @@ class SegmentPool:
         def make() -> None:
             error: BaseException | None = None
             try:
-                while goes_on() and (num_claimed := self._claim(num_segments, self.max_run, pin)):
+                while goes_on() and (num_claimed := self._claim(num_segments, pin)):
                     segments: list[Segment] = []
                     try:
                         segments = self._new(num_claimed, pin, touched=True)
@@ -400,11 +400,10 @@ class SegmentPool:
         if errors:
             raise errors[0]
 
-    def _claim(self, num_segments: int, at_once: int, pin: torch.device | None) -> int:
-        """Claim the next run of at most `at_once` segments, while the pool holds fewer than `num_segments`."""
+    def _claim(self, num_segments: int, pin: torch.device | None) -> int:
+        """Claim the next run of segments, while the pool holds fewer than `num_segments`."""
         with self._changed:
-            wanted = 0 if self._closed else num_segments - self._num_segments
-            num_claimed = self._claim_now(min(wanted, at_once), pin)
+            num_claimed = self._claim_now(0 if self._closed else num_segments - self._num_segments, pin)
             self._num_making += num_claimed
             return num_claimed
 
