@@ -11,40 +11,24 @@ more and the steps go on, behind the copies on their streams. When the last copy
 
 from __future__ import annotations
 
-import enum
 import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Literal
 
 from ...errors import SaveAbandonedError
 from ..backends import is_capturing
 from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
-from ..host.threads import Life
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
 from .guard import Optimizers, StepBarrier, StepHolder
 from .tensors import SourceTensors
 from .tripwires import Tripwires
 
-
-class _CopyPhase(enum.Enum):
-    """The phases of a snapshot."""
-
-    FILLING = "staging"
-    ENQUEUED = "enqueued"  # only devices still copy
-    STAGED = "staged"
-    FAILED = "failed"
-
-
-_NEXT_PHASES: Final = {
-    _CopyPhase.FILLING: {_CopyPhase.ENQUEUED, _CopyPhase.FAILED},
-    _CopyPhase.ENQUEUED: {_CopyPhase.STAGED, _CopyPhase.FAILED},
-    _CopyPhase.STAGED: (),
-    _CopyPhase.FAILED: (),
-}
+# Of a snapshot: it stages, or only devices still copy; and how it has ended.
+_Phase = Literal["staging", "enqueued", "staged", "failed"]
 
 
 class Snapshot(StepHolder):
@@ -75,7 +59,7 @@ class Snapshot(StepHolder):
         self._tripwires: Tripwires | None = None
         # Guards `_phase` alone, which decides which thread's end of the snapshot is the one that counts.
         self._deciding = threading.Lock()
-        self._phase = Life(_NEXT_PHASES)
+        self._phase: _Phase = "staging"
 
     # --- the caller's thread ----------------------------------------------------------------------------------
 
@@ -188,7 +172,8 @@ class Snapshot(StepHolder):
 
     def _all_enqueued(self) -> None:
         with self._deciding:
-            self._phase.go(_CopyPhase.ENQUEUED)
+            if self._phase == "staging":
+                self._phase = "enqueued"
         self._filler.all_enqueued()
 
     def _on_end_of_fill(self, error: BaseException | None) -> None:
@@ -211,8 +196,9 @@ class Snapshot(StepHolder):
     def _end(self, error: BaseException | None) -> None:
         """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
         with self._deciding:
-            if not self._phase.go(_CopyPhase.STAGED if error is None else _CopyPhase.FAILED):
+            if self._phase in ("staged", "failed"):
                 return
+            self._phase = "staged" if error is None else "failed"
         try:
             self._filler.stop(error)
         except Exception as failure:
@@ -232,7 +218,7 @@ class Snapshot(StepHolder):
                 self.completion.set_exception(error)
 
     def __repr__(self) -> str:
-        phase = "held" if self._barrier.holds_steps else self._phase.now.value
+        phase = "held" if self._barrier.holds_steps else self._phase
         return f"<Snapshot {self._order} {phase}>"
 
 
