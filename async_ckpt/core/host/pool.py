@@ -194,11 +194,7 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
 
 def _thrifty_run(num_segments: int, segment_bytes: int, taken_bytes: Callable[[int], int]) -> int:
     """The longest run, of up to `num_segments`, of which the allocator wastes the least."""
-
-    def used_share(num: int) -> tuple[float, int]:
-        return num * segment_bytes / taken_bytes(num * segment_bytes), num
-
-    return max(range(num_segments, 0, -1), key=used_share)
+    return max(range(num_segments, 0, -1), key=lambda n: (n * segment_bytes / taken_bytes(n * segment_bytes), n))
 
 
 class SegmentPool:
