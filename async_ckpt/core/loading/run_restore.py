@@ -68,14 +68,11 @@ class RunRestore:
         if not self._ranks.world.is_one:
             self.state_dicts.take_all(self._state)
         try:
-            return self._restore(step, sharing)
+            if sharing is None:
+                return self._read(step, None)
+            return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
         finally:
             self._ranks.hang_up()
-
-    def _restore(self, step: int | None, sharing: Sharing | None) -> int | None:
-        if sharing is None:
-            return self._read(step, None)
-        return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
 
     def restored_groups(self) -> list[str]:
         """The names of the groups whose memory has the bytes of the step now, so that `unchanged=` may refer to it."""
@@ -90,7 +87,7 @@ class RunRestore:
             self._see_own_saves()
             from_step(self._roots, step, use, verify=verify, readers=self._readers)
             if self._ranks.world.rank == 0 and (reason := self._roots.bad_mark(step)):
-                warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=5)
+                warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=4)
             return step
         self._ranks.meet_nodes()
         resumed = resume(
@@ -112,7 +109,7 @@ class RunRestore:
             warnings.warn(
                 f"step {step} is skipped, and a save at or below it will take its place: {reason}",
                 RuntimeWarning,
-                stacklevel=8,
+                stacklevel=7,
             )
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
