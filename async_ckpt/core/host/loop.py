@@ -19,6 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import ClosedError
@@ -110,18 +111,14 @@ class Loop:
         """Make a blocking call on a helper thread; its result, or the exception that it raised."""
         outcome: Future[T] = Future()
         ended = self._loop.create_future()
-        self.note_call(outcome)
 
-        def call() -> None:
-            _resolve(outcome, fn)
+        def wake(_: Future[T]) -> None:
             with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
                 self._loop.call_soon_threadsafe(ended.set_result, None)
 
-        try:
-            self.callers.submit(call)
-        except RuntimeError:  # there is no thread to be had
-            self._returned(outcome)
-            raise
+        self.note_call(outcome)
+        outcome.add_done_callback(wake)
+        self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception)
         await ended
         return outcome.result()
 
@@ -151,22 +148,16 @@ class Loop:
         """
         wait = Wait("", ENDS_THE_CALL)
         outcome: Future[T] = Future()
-        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-        def run() -> None:
-            _resolve(outcome, fn)
-            ended.put(None)
-
-        def refused(error: RuntimeError) -> None:
-            outcome.set_exception(error)
-            ended.put(None)
-
-        self.soon(lambda: self.callers.submit(run, refused))
+        ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()  # which an interrupt leaves as it is
+        outcome.add_done_callback(ended.put)
+        self.soon(lambda: self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception))
         while self.is_alive:
-            with suppress(queue.Empty):
+            try:
                 ended.get(timeout=LIVENESS_SECONDS)
+            except queue.Empty:
+                wait.goes_on(lambda: what)
+            else:
                 return outcome.result()
-            wait.goes_on(lambda: what)
         raise _exiting()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
