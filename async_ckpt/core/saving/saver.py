@@ -229,7 +229,7 @@ class Saver:
 
         with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
             get_loop().soon(end)
-        save.snapshot.give_up(error)
+        save.snapshot.end(error)
 
     def _snapshot(
         self,

@@ -86,12 +86,12 @@ class Snapshot(StepHolder):
                     device.hold_training()
             if self._filler.fills_later:
                 self._barrier.close(self)
-                self._host.submit(self._fill_later, self._end)
+                self._host.submit(self._fill_later, self.end)
         except Exception as error:
-            self._end(error)
+            self.end(error)
         except BaseException as error:
             # A task of asyncio must not end in one of these: it would end the loop.
-            self.give_up(interrupted(error))
+            self.end(interrupted(error))
             raise
 
     @property
@@ -162,7 +162,7 @@ class Snapshot(StepHolder):
             self._filler.fill_last()
             self._all_enqueued()
         except BaseException as error:
-            self._end(error)
+            self.end(error)
 
     def _let_go(self) -> None:
         """Every copy of a tensor that may change is enqueued: let the optimizers step."""
@@ -187,13 +187,9 @@ class Snapshot(StepHolder):
                     error = self._source.torn(torn)
         except BaseException as failure:
             error = failure
-        self._end(error)
+        self.end(error)
 
-    def give_up(self, error: Exception) -> None:
-        """End the snapshot with this error, unless it has ended."""
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
         with self._deciding:
             if self._phase in ("staged", "failed"):
