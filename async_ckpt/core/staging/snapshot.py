@@ -23,7 +23,7 @@ from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
-from .guard import Optimizers, StepBarrier, StepHolder
+from .guard import Optimizers, StepBarrier
 from .tensors import SourceTensors
 from .tripwires import Tripwires
 
@@ -31,7 +31,7 @@ from .tripwires import Tripwires
 _Phase = Literal["staging", "enqueued", "staged", "failed"]
 
 
-class Snapshot(StepHolder):
+class Snapshot:
     """The staging of one save. The saver or a `HostCopy` creates and owns it.
 
     A snapshot begins on the caller's thread and ends on a background one. `completion` resolves when the copy is
@@ -85,7 +85,7 @@ class Snapshot(StepHolder):
                 for device in devices:
                     device.hold_training()
             if self._filler.fills_later:
-                self._barrier.close(self)
+                self._barrier.close(self.hold)
                 self._host.submit(self._fill_later, self.end)
         except Exception as error:
             self.end(error)
@@ -204,7 +204,7 @@ class Snapshot(StepHolder):
             raise
         finally:  # whatever was raised: others wait for the completion
             self._barrier.lift()
-            self._barrier.open(self)
+            self._barrier.open(self.hold)
             self._source.drop()
             self._tripwires = self.keeps = None
             self.stage_seconds = self._host.clock() - self._start
