@@ -50,9 +50,8 @@ def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
     entries: list[TarEntry] = []
     sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
-    for path, name, status in _walk(str(folder), ".", os.lstat(folder)):
-        entry = _entry(path, name, status, first_names)
-        entries.append(entry)
+    for path, name, status in _walk(str(folder)):
+        entries.append(_entry(path, name, status, first_names))
         sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
 
@@ -62,8 +61,8 @@ def source_of(file: Path) -> FileSource:
     return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
-def _walk(path: str, name: str, status: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
-    todo = [(path, name, status)]
+def _walk(folder: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    todo = [(folder, ".", os.lstat(folder))]
     while todo:
         path, name, status = todo.pop()
         yield path, name, status

@@ -61,11 +61,9 @@ def _facts(value: Any) -> Json | None:
         # A class with a state of its own is pickled; SystemRandom has none.
         is_known = type(value).getstate is random.Random.getstate
         return ["python", _tree(value.getstate())] if is_known else None
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator):
+    if not is_generator(value) or type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
         return None
-    if type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
-        return None
+    numpy = sys.modules["numpy.random"]
     if isinstance(value, numpy.RandomState):
         return ["numpy.RandomState", _tree(value.get_state(legacy=False))]
     kind = "numpy.Generator" if isinstance(value, numpy.Generator) else "numpy.BitGenerator"
