@@ -37,13 +37,11 @@ from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
 from .snapshot import Snapshot
-from .tensors import SourceTensors, Wording
+from .tensors import ANY_COPY, SourceTensors, Wording
 
 # For vector loads; CUDA aligns its own allocations in the same way.
 _ALIGNMENT: Final = 512
 _MAX_IDLE: Final = 8
-
-_ANY_COPY: Final = Wording("the copy of a snapshot")
 
 _log: Final = logging.getLogger("async_ckpt")
 
@@ -310,7 +308,7 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
-        wording: Wording = _ANY_COPY,
+        wording: Wording = ANY_COPY,
     ) -> None:
         sources: dict[tuple[torch.device, int, int], _SourceStorage] = {}
         of_each: list[_SourceStorage] = []

@@ -23,11 +23,11 @@ from .device import Alias, Device, dense_blocks, memmove
 class Wording(NamedTuple):
     """The words of messages about one snapshot: its description, and the call that waits for it."""
 
-    what: str = "a copy"
+    what: str = "the copy of a snapshot"
     wait_call: str = "handle.wait_staged()"
 
 
-_ANY_COPY: Final = Wording()
+ANY_COPY: Final = Wording()
 
 # What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
 # would every segment with such a tensor, of which few can be filled in two goes.
@@ -52,7 +52,7 @@ class SourceTensors:
         frozen: frozenset[int] = frozenset(),
         after: Sequence[Future[None]] = (),
         copies_small: bool = False,
-        wording: Wording = _ANY_COPY,
+        wording: Wording = ANY_COPY,
     ) -> None:
         """`deferred` has the optimizer's own tensor by the number of each tensor that may be copied later.
 
