@@ -162,27 +162,22 @@ class FileFill:
             self._crew.submit(self._read)
 
     def _read(self) -> None:
+        error: BaseException | None = None
         try:
             while (job := self._take()) is not None:
                 self._fill(*job)
-        except BaseException as error:
-            self._fail(error)
+        except BaseException as raised:
+            error = raised
         with self._lock:
+            self._error = self._error or error
             self._num_readers -= 1
             last = self._num_readers == 0
         if last:
-            self._complete()
-
-    def _complete(self) -> None:
-        self.stage_seconds = self._clock() - self._start
-        if self._error is None:
-            self.completion.set_result(None)
-        else:
-            self.completion.set_exception(self._error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
+            self.stage_seconds = self._clock() - self._start
+            if self._error is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(self._error)
 
     def _check_alive(self) -> None:
         """Raises if this fill or its save has failed: a reader must not wait for memory of a failed one."""
@@ -206,17 +201,15 @@ class FileFill:
             for target, run, begin, length in plan.pieces:
                 number, offset = runs[run]
                 _read_into(view[target : target + length], sources[number], offset + begin)
-            if self._is_last():  # before the segment is handed on: the archive is not visible without it
+            with self._lock:
+                self._num_unfilled -= 1
+                last = self._num_unfilled == 0
+            if last:  # before the segment is handed on: the archive is not visible without it
                 self._compare_all()
         except BaseException:
             lease.release()
             raise
         self._receiver.put(plan.number, lease)
-
-    def _is_last(self) -> bool:
-        with self._lock:
-            self._num_unfilled -= 1
-            return self._num_unfilled == 0
 
     def _compare_all(self) -> None:
         """Raises TornSnapshotError if a file or folder changed.
