@@ -49,20 +49,19 @@ _log: Final = logging.getLogger("async_ckpt")
 class BufferPool:
     """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
 
-    Copies that are under way have no more than `max_bytes` together, by default half of the free memory; the next copy
-    waits. Memory that other code keeps after the end of a copy is not counted. If copies are `held` for as long as
-    their owner likes, the next one is refused instead, and a copy counts until nothing refers to it. At most twice the
-    memory that was ever needed at one time is kept for the next copies, which is enough for several that differ in
-    size.
+    Copies that are under way have no more than half of the free memory together; the next copy waits. Memory that other
+    code keeps after the end of a copy is not counted. If copies are `held` for as long as their owner likes, the next
+    one is refused instead, and a copy counts until nothing refers to it. At most twice the memory that was ever needed
+    at one time is kept for the next copies, which is enough for several that differ in size.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
-        self._max_bytes, self._held = max_bytes, held
+    def __init__(self, *, held: bool = False) -> None:
+        self._held = held
         self._pid = os.getpid()
         # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
         # it, by calls of C that need none.
         self._idle: deque[HostBuffer] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has reported
+        self._unsettled: deque[int] = deque()  # bytes of copies that have ended
         # Guards all below: two counters. Buffers are made and freed without it.
         self._changed = threading.Condition()
         self._lent_bytes = 0
@@ -208,11 +207,7 @@ class BufferPool:
         return None
 
     def _new(self, num_bytes: int, device: torch.device | None, shared: bool) -> HostBuffer:
-        if self._max_bytes is None:
-            scarce = num_bytes > spare_memory_bytes()
-        else:
-            scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
-        if scarce:
+        if num_bytes > spare_memory_bytes():
             self.release()
         if shared:
             try:
@@ -227,10 +222,9 @@ class BufferPool:
         return HostBuffer.near(device, num_bytes)
 
     def _limit(self, max_bytes: int | None = None) -> int:
-        """The limit of all copies together: that of one call, that of the pool, or what is free."""
-        limit = self._max_bytes if max_bytes is None else max_bytes
-        if limit is not None:
-            return limit
+        """The limit of all copies together: that of a call, or what is free."""
+        if max_bytes is not None:
+            return max_bytes
         return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
 
     def _idle_bytes(self) -> int:
