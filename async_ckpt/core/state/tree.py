@@ -731,6 +731,7 @@ def _key_node(key: Any, path: Path) -> Json:
     """A dict key as a node. Raises UnsupportedStateError for a key that needs a pickle."""
     if type(key) is str:
         return scalar_node(key)
+    cause: NotPlainError | None = None
     try:
         node = hashable_node(key)
         str(key)  # as in names of tensors, in decimal, of which Python writes some thousands of digits
@@ -738,7 +739,7 @@ def _key_node(key: Any, path: Path) -> Json:
     except NotPlainError as error:
         why, cause = f"a key of type {error.kind} cannot be stored; use a string or a number", error
     except ValueError:
-        why, cause = "a key with that many digits cannot be stored; use a string, or a smaller number", None
+        why = "a key with that many digits cannot be stored; use a string, or a smaller number"
     raise UnsupportedStateError(f"{shown(path)}: {why}", path=shown(path)) from cause
 
 
