@@ -11,9 +11,9 @@ from typing import Any
 
 from ..core.host.pool import SegmentPool
 from ..core.loading.archives.contents import Part
-from ..core.loading.live.state_dicts import LiveStateDicts
 from ..core.loading.restore import RestoreOptions, restore_state
 from ..core.saving.weight_mean import GROUP, Mean, WeightMean
+from ..core.state.wrappers import StateDictCache
 from ..errors import StateMismatchError
 
 
@@ -25,7 +25,7 @@ class MeanRestore:
         self._state, self._options, self._pool = state, options, pool
         self._found: Mean | None = None
 
-    def read(self, parts: Sequence[Part], state_dicts: LiveStateDicts) -> None:
+    def read(self, parts: Sequence[Part], state_dicts: StateDictCache) -> None:
         """Raises StateMismatchError for a mean of other weights; with `strict=False`, there is none then."""
         self._found, having = None, [part for part in parts if part.has_group(GROUP)]
         if self._mean is None or not having:

@@ -80,7 +80,7 @@ def held_by(optimizer: Any) -> tuple[torch.nn.Parameter, Holder]:
     parameter.grad = torch.ones_like(parameter)
     holder = Holder(parameter)
     for one in unwrapped(guard):
-        gate_of(one).close(holder)
+        gate_of(one).close(holder.hold)
     return parameter, holder
 
 

@@ -179,7 +179,7 @@ MUTANTS = [
         "tensor.is_contiguous()",
     ),
     # --- the guard
-    Mutant("no step waits", "self._pending.add(snapshot)", "pass"),
+    Mutant("no step waits", "self._pending.add(hold)", "pass"),
     Mutant(
         "a step does not wait until all is enqueued",
         "                while not self._is_lifted:\n",

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..spec import DTYPES, NEW_CODES
@@ -136,8 +135,13 @@ def parse_table(data: bytes) -> HeaderTable:
     """Like `parse_header`, for hundreds of thousands of tensors: it keeps few objects for the garbage
     collector.
     """
-    kinds = _Kinds()
-    table = _loaded(data, partial(json.loads, object_pairs_hook=kinds.of))
+    kinds, length = _Kinds(), int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES or 8 + length > len(data):
+        raise ValueError(f"safetensors header of {length} bytes does not fit")
+    try:
+        table = json.loads(data[8 : 8 + length], object_pairs_hook=kinds.of)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(_NO_TABLE) from error
     metadata = table.pop(RESERVED_NAME, {}) if isinstance(table, dict) else None
     if not isinstance(metadata, dict) or not all(type(row) is tuple for row in table.values()):
         raise ValueError(_NO_TABLE)
@@ -171,16 +175,6 @@ def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
         raise ValueError(f"it is cut off: its tensors end at {at:,} of {num_bytes:,} bytes")
     if at < num_bytes:
         raise ValueError(f"it has {num_bytes - at:,} bytes after its last tensor")
-
-
-def _loaded(data: bytes, load: Callable[[bytes], Any]) -> Any:
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES or 8 + length > len(data):
-        raise ValueError(f"safetensors header of {length} bytes does not fit")
-    try:
-        return load(data[8 : 8 + length])
-    except (TypeError, RecursionError) as error:
-        raise ValueError(_NO_TABLE) from error
 
 
 class _Kinds:

@@ -86,7 +86,7 @@ class WholeFile:
         if num_bytes < 1:
             raise ValueError("an empty file has no segments; write it as a small object")
         self.file_bytes = num_bytes
-        self.runs = [(0, 0)]
+        self.runs = [(0, 0)]  # as in a tarball
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
         return slices(self.file_bytes, segment_bytes, cut([(0, self.file_bytes, 0)], segment_bytes), ())

@@ -1,6 +1,6 @@
 """The host: threads and memory.
 
-- `limits.py`: how much of the machine this process may use; `numa.py`: memory next to a device.
+- `limits.py`: how much of the machine this process may use.
 - `memory.py`: buffers that a driver may page-lock, and segments of them; `pool.py`: the budget, and leases of segments.
 - `shared_memory.py`: memory that other processes map.
 - `threads.py`: thread pools, and the states of an object as a table; `loop.py`: the background thread with its asyncio

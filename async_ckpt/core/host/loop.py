@@ -19,11 +19,12 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import ClosedError
 from .process import in_forked_child, never_end
-from .threads import Crew, Task, TaskQueue, prepare_for_exit, start_thread
+from .threads import Crew, Task, prepare_for_exit, start_thread
 from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
 
 T = TypeVar("T")
@@ -39,16 +40,6 @@ class OffLoop(Protocol):
     def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class _LoopTaskQueue:
-    """A crew that takes tasks from a thread that a signal may interrupt. The loop's thread submits them."""
-
-    def __init__(self, loop: Loop, crew: Crew) -> None:
-        self._loop, self._crew = loop, crew
-
-    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        self._loop.soon(lambda: self._crew.submit(task, refused))
-
-
 class Loop:
     """The loop of this process and its crews. `get_loop` creates it; any thread may use it."""
 
@@ -56,7 +47,6 @@ class Loop:
         self.pid = os.getpid()
         self.is_stopped = False
         self.copiers = Crew("copy", 32)
-        self.copying: TaskQueue = _LoopTaskQueue(self, self.copiers)
         self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self.callers = Crew("call", 64)
@@ -64,8 +54,7 @@ class Loop:
         self._lock = threading.Lock()
         self._writers: dict[str, Crew] = {}  # under _lock
         self._hurries = False  # under _lock
-        self._hanging: list[Future[None]] = []  # under _lock
-        self._calls: set[Future[Any]] = set()  # of `off_loop` that have not returned; under _lock
+        self._calls: set[Future[Any]] = set()  # that have not returned; under _lock
         prepare_for_exit()
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("loop", self._run)
@@ -86,6 +75,10 @@ class Loop:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def copy(self, task: Task, refused: Callable[[RuntimeError], None]) -> None:
+        """Have a copier run a task, for a thread that a signal may interrupt: the loop's thread submits it."""
+        self.soon(lambda: self.copiers.submit(task, refused))
+
     def writers(self, root: str = "") -> Crew:
         """The threads that write to one of several roots, or to a root with a limit of bandwidth.
 
@@ -104,36 +97,8 @@ class Loop:
         if crew is not None:
             crew.stop()
 
-    def note_hanging(self, quiet: Future[None]) -> None:
-        """Note writes or calls that no save waits for any more; `quiet` resolves when they have returned."""
-        with self._lock:
-            self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
-
-    async def off_loop(self, fn: Callable[[], T], /) -> T:
-        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
-        outcome: Future[T] = Future()
-        ended = self._loop.create_future()
-        with self._lock:
-            self._calls.add(outcome)
-
-        def call() -> None:
-            _resolve(outcome, fn)
-            with self._lock:
-                self._calls.discard(outcome)
-            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
-                self._loop.call_soon_threadsafe(ended.set_result, None)
-
-        try:
-            self.callers.submit(call)
-        except RuntimeError:  # there is no thread to be had
-            with self._lock:
-                self._calls.discard(outcome)
-            raise
-        await ended
-        return outcome.result()
-
     def note_call(self, outcome: Future[Any]) -> None:
-        """Note a blocking call of another thread, which may not return. On the loop's thread."""
+        """Note a blocking call, or several, that may not return; `outcome` resolves when they have returned."""
         with self._lock:
             self._calls.add(outcome)
         outcome.add_done_callback(self._returned)
@@ -141,6 +106,21 @@ class Loop:
     def _returned(self, outcome: Future[Any]) -> None:
         with self._lock:
             self._calls.discard(outcome)
+
+    async def off_loop(self, fn: Callable[[], T], /) -> T:
+        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
+        outcome: Future[T] = Future()
+        ended = self._loop.create_future()
+
+        def wake(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+                self._loop.call_soon_threadsafe(ended.set_result, None)
+
+        self.note_call(outcome)
+        outcome.add_done_callback(wake)
+        self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception)
+        await ended
+        return outcome.result()
 
     def soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
@@ -168,22 +148,16 @@ class Loop:
         """
         wait = Wait("", ENDS_THE_CALL)
         outcome: Future[T] = Future()
-        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-        def run() -> None:
-            _resolve(outcome, fn)
-            ended.put(None)
-
-        def refused(error: RuntimeError) -> None:
-            outcome.set_exception(error)
-            ended.put(None)
-
-        self.soon(lambda: self.callers.submit(run, refused))
+        ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()  # which an interrupt leaves as it is
+        outcome.add_done_callback(ended.put)
+        self.soon(lambda: self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception))
         while self.is_alive:
-            with suppress(queue.Empty):
+            try:
                 ended.get(timeout=LIVENESS_SECONDS)
+            except queue.Empty:
+                wait.goes_on(lambda: what)
+            else:
                 return outcome.result()
-            wait.goes_on(lambda: what)
         raise _exiting()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -201,7 +175,7 @@ class Loop:
     def is_quiet(self, seconds: float) -> bool:
         """True if all calls and writes that no save waits for return within these seconds."""
         with self._lock:
-            left = [future for future in (*self._hanging, *self._calls) if not future.done()]
+            left = list(self._calls)
         return wait_for_all(left, seconds)
 
     def stop(self) -> None:

@@ -5,7 +5,8 @@ In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
 shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
 buffer has its exact size, while PyTorch's allocator of pinned memory, which some devices need, rounds up to a power of
-two. A `shared` buffer is memory that other processes can map.
+two. A `shared` buffer is memory that other processes can map. Memory lies on the NUMA node that its device is attached
+to, so that copies cross no link between processors.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
+import sys
 import threading
 import weakref
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..backends import backend_of
 from ..spec import MIB, PAGE_BYTES, align_up
-from .numa import node_of, prefer_node
 from .process import in_forked_child, never_end
 from .shared_memory import make_shared, provide
 from .threads import Crew
 
 _HUGE_PAGE_BYTES: Final = 2 * MIB
 _TOUCHED_AT_ONCE: Final = 64 * MIB
+# See mbind(2): among C libraries, only libnuma has a function for this call.
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+_MPOL_PREFERRED: Final = 1
+_NODES_PER_WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of this process
 
@@ -258,3 +265,43 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
     length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+# --- near a device --------------------------------------------------------------------------------------------------
+# On Linux alone: if the node is not known, or the kernel refuses, memory lies where it would lie anyway.
+
+
+@cache
+def node_of(device: torch.device) -> int | None:
+    """The NUMA node next to a device; None if the machine does not report it."""
+    address = backend_of(device).bus_address(device)
+    return None if address is None else _node_at(Path(f"/sys/bus/pci/devices/{address}/numa_node"))
+
+
+def _node_at(path: Path) -> int | None:
+    try:
+        node = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: the firmware does not report it
+
+
+def prefer_node(address: int, num_bytes: int, node: int) -> bool:
+    """Take the pages of an untouched range from this node, as long as it has free ones. False if that is refused."""
+    if _MBIND is None or sys.platform != "linux":
+        return False
+    words = (ctypes.c_ulong * (node // _NODES_PER_WORD + 1))()
+    words[node // _NODES_PER_WORD] = 1 << node % _NODES_PER_WORD
+    page = os.sysconf("SC_PAGE_SIZE")
+    begin = address // page * page
+    length = align_up(address + num_bytes - begin, page)
+    code = ctypes.CDLL(None).syscall(
+        ctypes.c_long(_MBIND),
+        ctypes.c_void_p(begin),
+        ctypes.c_ulong(length),
+        ctypes.c_int(_MPOL_PREFERRED),
+        words,
+        ctypes.c_ulong(len(words) * _NODES_PER_WORD + 1),
+        ctypes.c_uint(0),
+    )
+    return int(code) == 0

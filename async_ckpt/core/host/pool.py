@@ -194,11 +194,7 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
 
 def _thrifty_run(num_segments: int, segment_bytes: int, taken_bytes: Callable[[int], int]) -> int:
     """The longest run, of up to `num_segments`, of which the allocator wastes the least."""
-
-    def used_share(num: int) -> tuple[float, int]:
-        return num * segment_bytes / taken_bytes(num * segment_bytes), num
-
-    return max(range(num_segments, 0, -1), key=used_share)
+    return max(range(num_segments, 0, -1), key=lambda n: (n * segment_bytes / taken_bytes(n * segment_bytes), n))
 
 
 class SegmentPool:
@@ -376,13 +372,12 @@ class SegmentPool:
         def make() -> None:
             error: BaseException | None = None
             try:
-                while goes_on() and (num_claimed := self._claim(num_segments, self.max_run, pin)):
+                while goes_on() and (num_claimed := self._claim(num_segments, pin)):
+                    segments: list[Segment] = []
                     try:
                         segments = self._new(num_claimed, pin, touched=True)
-                    except BaseException:
-                        self.take_back([], num_made=num_claimed)
-                        raise
-                    self.take_back(segments, num_made=num_claimed)
+                    finally:
+                        self.take_back(segments, num_made=num_claimed)
             except BaseException as failure:
                 error = failure
             outcomes.put(error)
@@ -401,11 +396,10 @@ class SegmentPool:
         if errors:
             raise errors[0]
 
-    def _claim(self, num_segments: int, at_once: int, pin: torch.device | None) -> int:
-        """Claim the next run of at most `at_once` segments, while the pool holds fewer than `num_segments`."""
+    def _claim(self, num_segments: int, pin: torch.device | None) -> int:
+        """Claim the next run of segments, while the pool holds fewer than `num_segments`."""
         with self._changed:
-            wanted = 0 if self._closed else num_segments - self._num_segments
-            num_claimed = self._claim_now(min(wanted, at_once), pin)
+            num_claimed = self._claim_now(0 if self._closed else num_segments - self._num_segments, pin)
             self._num_making += num_claimed
             return num_claimed
 

@@ -19,13 +19,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from .process import in_forked_child
 
 S = TypeVar("S")
 
 Task = Callable[[], None]
+# Queues a task. If the system has no thread left for it, the second function is called with the error.
+Submit = Callable[[Task, Callable[[RuntimeError], None]], None]
 
 _BACKGROUND_NICENESS: Final = 10
 # ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served
@@ -40,16 +42,6 @@ _NUM_RESERVED: Final = 64
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
-class TaskQueue(Protocol):
-    """An object that takes tasks for threads of this library."""
-
-    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        """Queue a task.
-
-        If the system has no thread left for it, `refused` is called with the error, or else it is raised.
-        """
-
-
 class LibraryThread(threading.Thread):
     """A thread of this library. A task that waits for a save on such a thread would wait for itself."""
 
@@ -59,14 +51,6 @@ class LibraryThread(threading.Thread):
 
             claim_thread()
         super().run()
-
-
-class Running(Protocol):
-    """A thread, or a task on a thread of the reserve."""
-
-    def is_alive(self) -> bool: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
 
 
 def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
@@ -79,57 +63,11 @@ def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
     try:
         thread.start()
     except RuntimeError:
-        running = None if daemon else _reserve.run(name, run)
-        if running is None:
-            raise
-        return running
-    return thread
-
-
-class _Reserve:
-    """Threads that are started before they are needed, for the last saves of a Python that starts none while it exits.
-
-    There is one per process. A thread returns to it when its task has ended, and ends with the crews.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_started = 0  # under _lock, like all below
-        self._num_idle = 0
-        self._is_over = False
-        self._tasks: queue.SimpleQueue[_ReserveTask | None] = queue.SimpleQueue()
-
-    def fill(self, num_threads: int) -> None:
-        """Start threads until there are so many, or the system has none left."""
-        with self._lock, suppress(RuntimeError):
-            while self._num_started < num_threads and not self._is_over:
-                LibraryThread(target=self._serve, name="async_ckpt-reserve", daemon=False).start()
-                self._num_started += 1
-                self._num_idle += 1
-
-    def run(self, name: str, run: Task) -> _ReserveTask | None:
-        """Run this on a thread of the reserve; None if all are in use."""
-        with self._lock:
-            if self._is_over or not self._num_idle:
-                return None
-            self._num_idle -= 1
         reserved = _ReserveTask(name, run)
-        self._tasks.put(reserved)
+        if daemon or not _reserve.submit_if_idle(reserved.run):
+            raise
         return reserved
-
-    def _serve(self) -> None:
-        while (reserved := self._tasks.get()) is not None:
-            reserved.run()
-            del reserved
-            with self._lock:
-                self._num_idle += 1
-
-    def stop(self) -> None:
-        with self._lock:
-            self._is_over = True
-            num_threads = self._num_started
-        for _ in range(num_threads):
-            self._tasks.put(None)
+    return thread
 
 
 class _ReserveTask:
@@ -143,8 +81,6 @@ class _ReserveTask:
         threading.current_thread().name = self._name
         try:
             self._run()
-        except BaseException:
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         finally:
             self._ended.set()
 
@@ -155,22 +91,8 @@ class _ReserveTask:
         self._ended.wait(timeout)
 
 
-_reserve = _Reserve()
-
-
-def prepare_for_exit() -> None:
-    """Start the threads that saves under way may need while the interpreter exits.
-
-    Python 3.12.0 and 3.12.1 start none by then, not even for the hooks that run before the threads are joined.
-    """
-    if (3, 12, 0) <= sys.version_info < (3, 12, 2):
-        _reserve.fill(_NUM_RESERVED)
-
-
-@in_forked_child
-def _forget() -> None:
-    global _reserve
-    _reserve = _Reserve()
+# A thread, or a task on a thread of the reserve.
+Running: TypeAlias = threading.Thread | _ReserveTask
 
 
 def is_library_thread() -> bool:
@@ -235,6 +157,15 @@ class Crew:
                 if refused is None:
                     raise
                 refused(error)
+
+    def submit_if_idle(self, task: Task) -> bool:
+        """Run `task` if a thread of the crew is idle. False if none is."""
+        with self._lock:
+            is_idle = self._num_waiting < self._num_threads
+            if is_idle:
+                self._num_waiting += 1
+                self._tasks.put([task])
+            return is_idle
 
     def _run(self) -> None:
         with self._lock:
@@ -331,6 +262,26 @@ class Crew:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
 
 
+# Threads that are started before they are needed, for the last saves of a Python that starts none while it exits.
+_reserve = Crew("reserve", _NUM_RESERVED)
+
+
+def prepare_for_exit() -> None:
+    """Start the threads that saves under way may need while the interpreter exits.
+
+    Python 3.12.0 and 3.12.1 start none by then, not even for the hooks that run before the threads are joined.
+    """
+    if (3, 12, 0) <= sys.version_info < (3, 12, 2):
+        with suppress(RuntimeError):  # the system has none left
+            _reserve.run_all(())
+
+
+@in_forked_child
+def _forget() -> None:
+    global _reserve
+    _reserve = Crew("reserve", _NUM_RESERVED)
+
+
 def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
     """Like `Crew.run_all`, on new threads for these tasks alone. The caller itself runs a single task."""
     if len(tasks) < 2:
@@ -397,7 +348,6 @@ class Life(Generic[S]):
 def _stop_all() -> None:
     for crew in list(_crews):
         crew.stop(for_good=True)
-    _reserve.stop()
 
 
 # Runs before the interpreter joins its non-daemon threads; atexit would be too late.

@@ -158,15 +158,7 @@ class Completion(Future[None]):
         super().__init__()
         self._progress = progress
         self.set_running_or_notify_cancel()
-
-    def set_result(self, result: None) -> None:
-        super().set_result(result)
-        # The old function's object may refer to this future, and should not outlive the end.
-        self._progress = _ended_progress
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        super().set_exception(exception)
-        self._progress = _ended_progress
+        self.add_done_callback(_forget_progress)
 
     def result(self, timeout: float | None = None) -> None:
         self._wait(timeout)
@@ -183,8 +175,9 @@ class Completion(Future[None]):
         wait_for(self, timeout, lambda: wait.goes_on(self._progress))
 
 
-def _ended_progress() -> str:
-    return "an operation that has just ended"
+def _forget_progress(completion: Any) -> None:
+    """Let go of the function: its object may refer to the completion, and should not outlive the end."""
+    completion._progress = lambda: "an operation that has just ended"
 
 
 def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Future[None]:

@@ -262,8 +262,6 @@ class _Upload:
         self._stream = _stream_of(device)
         # Keeps the copies into the scratch buffer and out of it together. The stream keeps them in order.
         self._lock = threading.Lock()
-        self._scratch: torch.Tensor | None = None
-        self._is_full = False  # the device had no memory for the scratch buffer
 
     def follow_caller(self) -> None:
         """Order the copies after everything on the caller's stream until now."""
@@ -306,7 +304,7 @@ class _Upload:
         end = max(run.source + run.source_bytes for _, run in parts)
         with self._lock:
             rows = segment.tensor[begin:end]
-            if (scratch := self._scratch_buffer()) is not None:
+            if (scratch := self._scratch) is not None:
                 rows = scratch[: end - begin].copy_(rows, non_blocking=True)
             for flat, run in parts:
                 shape = run.times, run.length
@@ -315,13 +313,12 @@ class _Upload:
                 into = flat[run.target :].as_strided(shape, (run.target_step, 1))
                 into.copy_(piece, non_blocking=True)
 
-    def _scratch_buffer(self) -> torch.Tensor | None:
-        if self._scratch is None and not self._is_full:
-            try:
-                self._scratch = torch.empty(READ_BYTES, dtype=torch.uint8, device=self._device)
-            except torch.OutOfMemoryError:
-                self._is_full = True
-        return self._scratch
+    @functools.cached_property
+    def _scratch(self) -> torch.Tensor | None:
+        """A buffer on the device; None if there is no memory left for it. Under `_lock`."""
+        with suppress(torch.OutOfMemoryError):
+            return torch.empty(READ_BYTES, dtype=torch.uint8, device=self._device)
+        return None
 
 
 class _FillTarget:

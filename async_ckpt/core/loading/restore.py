@@ -21,12 +21,12 @@ from ..spec import with_article
 from ..state.generators import is_generator
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record, method_of
+from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Contents, Part, raise_unless_any
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping
 from .live.match import Match
-from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select
 from .sharing import Item, Sharing
 
@@ -55,7 +55,7 @@ def restore_state(
     *,
     pool: SegmentPool | None = None,
     sharing: Sharing | None = None,
-    state_dicts: LiveStateDicts | None = None,
+    state_dicts: StateDictCache | None = None,
     spans: Spans | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
@@ -74,7 +74,7 @@ def restore_state(
     spans = spans or Spans()
     begin = spans.clock()
     _check_root(live)
-    state_dicts = state_dicts or LiveStateDicts()
+    state_dicts = state_dicts or StateDictCache()
     shares = list(_shares(parts, live))
     check_lent([part for part, _ in shares], options.select)
     check_select(parts, options.select)
@@ -123,7 +123,7 @@ def restore_state(
                 action()
 
 
-def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions) -> Match:
+def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, options: RestoreOptions) -> Match:
     """The match of live objects with one archive, or with the archives of several ranks.
 
     If something has no counterpart in the open archives, those that know all names are opened, and matched again.

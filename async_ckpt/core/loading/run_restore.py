@@ -15,12 +15,12 @@ from ..ranks.peers import Ranks
 from ..runs.roots import NOT_GOOD, Roots
 from ..spec import flag
 from ..state.rng import RngState
+from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
 from .live.kinds import is_looked_into
-from .live.state_dicts import LiveStateDicts
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
@@ -42,7 +42,7 @@ class RunRestore:
         from_ranks: Mapping[str, int] | None,
         fallback: bool,
         only_good: bool,
-        before: Callable[[Sequence[Part], LiveStateDicts], None] = lambda *_: None,
+        before: Callable[[Sequence[Part], StateDictCache], None] = lambda *_: None,
     ) -> None:
         """`before` the state is filled, it reads what it wants of the archives, of each step that is tried."""
         check_verify(options.verify)
@@ -50,7 +50,7 @@ class RunRestore:
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
         self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
         self._fallback, self._only_good, self._before = flag("fallback", fallback), only_good, before
-        self.state_dicts = LiveStateDicts()
+        self.state_dicts = StateDictCache()
         self._skipped: dict[int, str] = {}  # steps, and why
 
     @property
@@ -68,14 +68,11 @@ class RunRestore:
         if not self._ranks.world.is_one:
             self.state_dicts.take_all(self._state)
         try:
-            return self._restore(step, sharing)
+            if sharing is None:
+                return self._read(step, None)
+            return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
         finally:
             self._ranks.hang_up()
-
-    def _restore(self, step: int | None, sharing: Sharing | None) -> int | None:
-        if sharing is None:
-            return self._read(step, None)
-        return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
 
     def restored_groups(self) -> list[str]:
         """The names of the groups whose memory has the bytes of the step now, so that `unchanged=` may refer to it."""
@@ -90,7 +87,7 @@ class RunRestore:
             self._see_own_saves()
             from_step(self._roots, step, use, verify=verify, readers=self._readers)
             if self._ranks.world.rank == 0 and (reason := self._roots.bad_mark(step)):
-                warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=5)
+                warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=4)
             return step
         self._ranks.meet_nodes()
         resumed = resume(
@@ -112,7 +109,7 @@ class RunRestore:
             warnings.warn(
                 f"step {step} is skipped, and a save at or below it will take its place: {reason}",
                 RuntimeWarning,
-                stacklevel=8,
+                stacklevel=7,
             )
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import torch
 
 from ...errors import PeerFailedError
+from ..backends import is_dense
 from ..spec import MIB
-from ..staging.device import flat_bytes
+from ..staging.device import flat_bytes, flat_items
 from .fill import Wanted
 
 T = TypeVar("T")
@@ -147,11 +148,8 @@ class Sharing:
     def _send(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
         """Broadcast tensors from their owner, as bytes: not every backend supports every dtype."""
         with torch.inference_mode():
-            is_one_dense = len(tensors) == 1 and _is_dense(tensors[0])
-            parts = [
-                flat_bytes(tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
-                for tensor in tensors
-            ]
+            is_one_dense = len(tensors) == 1 and is_dense(tensors[0])
+            parts = list(map(flat_items, tensors))
             message = parts[0] if is_one_dense else torch.cat(parts)
             source = self._dist.get_global_rank(self._group, owner)
             for begin in range(0, message.numel(), _MESSAGE_BYTES):
@@ -159,11 +157,7 @@ class Sharing:
             if is_one_dense or owner == self._rank:
                 return
             for tensor, part in zip(tensors, message.split([part.numel() for part in parts]), strict=True):
-                if _is_dense(tensor):
+                if is_dense(tensor):
                     flat_bytes(tensor).copy_(part)
                 else:
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -4,7 +4,8 @@ In: a program. Out: the object that its last instruction leaves on the stack. Kn
 
 Numbers, texts, lists and tuples stand for themselves. Subclasses decide what stands on the stack for everything else:
 a name, a call, a dict. The time is linear in the program, with one Python call for each instruction, which reads its
-argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long).
+argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long). A `Recorder`
+records what each object is made of.
 
 The instructions are those of https://docs.python.org/3/library/pickletools.html that `torch.save` and
 torch.distributed.checkpoint write, in protocols 2 to 5.
@@ -17,8 +18,6 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, NoReturn
 
-_INT32: Final = struct.Struct("<i").unpack_from
-_DOUBLE: Final = struct.Struct(">d").unpack_from
 _CODES: Final = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 _NAMES: Final = {code: name for name, code in _CODES.items()}
 
@@ -181,14 +180,15 @@ def _byte(machine: PickleMachine, program: bytes, at: int) -> int:
     return at + 1
 
 
-def _int32(machine: PickleMachine, program: bytes, at: int) -> int:
-    machine.stack += _INT32(program, at)
-    return at + 4
+def _number(layout: str) -> _Step:
+    number = struct.Struct(layout)
+    read, size = number.unpack_from, number.size
 
+    def step(machine: PickleMachine, program: bytes, at: int) -> int:
+        machine.stack += read(program, at)
+        return at + size
 
-def _double(machine: PickleMachine, program: bytes, at: int) -> int:
-    machine.stack += _DOUBLE(program, at)
-    return at + 8
+    return step
 
 
 def _put_byte(machine: PickleMachine, program: bytes, at: int) -> int:
@@ -240,20 +240,16 @@ def _signed(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _push(machine: PickleMachine, value: Any) -> None:
-    machine.stack.append(value)
-
-
 _STEPS: Final[dict[str, _Step]] = {
     "NONE": _constant(None),
     "NEWTRUE": _constant(True),
     "NEWFALSE": _constant(False),
-    "BININT": _int32,
+    "BININT": _number("<i"),
     "BININT1": _byte,
-    "BININT2": _unsigned(2, _push),
+    "BININT2": _number("<H"),
     "LONG1": _sized(1, _signed),
     "LONG4": _sized(4, _signed),
-    "BINFLOAT": _double,
+    "BINFLOAT": _number(">d"),
     "BINUNICODE": _sized(4, _text),
     "SHORT_BINUNICODE": _sized(1, _text),
     "BINUNICODE8": _sized(8, _text),
@@ -294,3 +290,53 @@ ALL: Final = frozenset(_STEPS) - {"LONG4"}
 PROTOCOL_2: Final = ALL - {
     "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "MEMOIZE", "STACK_GLOBAL", "FRAME"
 }  # fmt: skip
+
+
+# --- the operations that would create pickled objects, recorded and not carried out --------------------------------
+
+
+class UnknownInstructionError(Exception):
+    """An instruction is not known to the machine."""
+
+
+class Recorded:
+    """The result of an operation on values of the stack, with the items that were added to it later."""
+
+    __slots__ = ("operation", "parts")
+
+    def __init__(self, operation: str, parts: Iterable[Any] = ()) -> None:
+        self.operation, self.parts = operation, [*parts]
+
+
+class Recorder(PickleMachine):
+    """Interprets a pickle, and records for each object the operations that would create it."""
+
+    accepted: ClassVar = ALL
+    protocols: ClassVar = range(2, 6)
+
+    def refuse(self, instruction: str) -> NoReturn:
+        raise UnknownInstructionError(instruction)
+
+    def find_global(self, module: str, name: str) -> Recorded:
+        return Recorded("name", [f"{module}.{name}"])
+
+    def call(self, function: Any, arguments: Any) -> Recorded:
+        return Recorded("call", [function, arguments])
+
+    def set_state(self, target: Any, state: Any) -> None:
+        target.parts += [Recorded("state"), state]
+
+    def persistent_load(self, key: Any) -> Recorded:
+        return Recorded("storage", key)
+
+    def empty_dict(self) -> Recorded:
+        return Recorded("dict")
+
+    def empty_set(self) -> Recorded:
+        return Recorded("set")
+
+    def set_items(self, into: Any, items: list[Any]) -> None:
+        into.parts += items
+
+    def append(self, into: Any, items: list[Any]) -> None:
+        (into.parts if isinstance(into, Recorded) else into).extend(items)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ..spec import MIB
-from .recorder import Recorded, Recorder, UnknownInstructionError
+from .machine import Recorded, Recorder, UnknownInstructionError
 from .saved_objects import records
 
 # With the names of Python 2, too, since `torch.save` pickles by protocol 2.

@@ -24,8 +24,7 @@ import torch
 
 from ..collector import no_collection
 from ..spec import DTYPES, with_article
-from .machine import PROTOCOL_2, PickleMachine
-from .recorder import Recorded, Recorder
+from .machine import PROTOCOL_2, PickleMachine, Recorded, Recorder
 from .zip_records import ignore_missing_checksums
 
 # The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
@@ -64,7 +63,7 @@ def load(data: bytes, *, trust: bool) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # nosec B614
     contents = records(data)
     with no_collection():
-        _Survey(contents).run()
+        _Survey(contents).follow(contents["data.pkl"])
         return torch.load(io.BytesIO(_zip(contents)), map_location="cpu", weights_only=True)
 
 
@@ -242,9 +241,6 @@ class _Survey(PickleMachine):
         self._tensor_items_left = sum(map(len, records.values()))
         self._known = _safe_globals()
 
-    def run(self) -> None:
-        self.follow(self._records["data.pkl"])
-
     def spend(self, num_items: int) -> None:
         self._items_left -= num_items
         if self._items_left < 0:
@@ -358,11 +354,6 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
             raise ValueError(f"it makes a container of {with_article(type(argument).__name__.strip('_'))}")
 
 
-def _set(survey: _Survey, *arguments: Any) -> _Opaque:
-    _spend_on_items(survey, arguments)
-    return _OPAQUE
-
-
 def _dict(survey: _Survey, *arguments: Any) -> _Dict:
     _spend_on_items(survey, arguments)
     return _Dict(item for argument in arguments if isinstance(argument, list | tuple) for item in argument)
@@ -376,7 +367,7 @@ def _size(survey: _Survey, sizes: Any = ()) -> tuple[Any, ...]:
 
 
 def _value(survey: _Survey, *arguments: Any) -> _Opaque:
-    """Allow a complex number, a device or a layout."""
+    """Allow a set, a complex number, a device or a layout."""
     _spend_on_items(survey, arguments)
     return _OPAQUE
 
@@ -402,17 +393,8 @@ def _tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, 
     return _tensor_within(storage, storage.item_bytes, offset, size, stride)
 
 
-def _tensor_of_dtype(
-    survey: _Survey,  # noqa: ARG001
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _requires_grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    *_: Any,
-) -> _Tensor:
+def _tensor_of_dtype(_: _Survey, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> _Tensor:
+    _requires_grad, _hooks, dtype, *_rest = more
     return _tensor_within(storage, DTYPES[dtype.name.removeprefix("torch.")][0], offset, size, stride)
 
 
@@ -463,7 +445,7 @@ def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state:
 
 
 _RULES: Final[dict[str, Callable[..., Any]]] = {
-    "builtins.set": _set,
+    "builtins.set": _value,
     "collections.Counter": _dict,
     "collections.OrderedDict": _dict,
     "torch.Size": _size,

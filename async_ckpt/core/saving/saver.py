@@ -226,7 +226,7 @@ class Saver:
 
         with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
             get_loop().soon(end)
-        save.snapshot.give_up(error)
+        save.snapshot.end(error)
 
     def _snapshot(self, plan: SavePlan, drain: Drain, optimizers: Optimizers) -> Snapshot:
         """The snapshot, which copies tensors into segments for the drain, and from now on alone keeps them alive."""
@@ -251,7 +251,7 @@ class Saver:
             source,
             layout.segments(self.pool.segment_bytes),
             drain,
-            StagingHost(self.pool, loop.copying, monotonic, self._trace),
+            StagingHost(self.pool, loop.copy, monotonic, self._trace),
             order=next(self._orders),
             optimizers=optimizers,
         )

@@ -511,7 +511,7 @@ class StepTarget(JointTarget):
     def hangs(self, quiet: Future[None]) -> None:
         where = self.path
         self._lineage.tiers.failed(self.run, StorageUnavailableError(f"{where} does not answer", path=where), quiet)
-        get_loop().note_hanging(quiet)
+        get_loop().note_call(quiet)
 
 
 def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:

@@ -580,7 +580,7 @@ class Mover:
             self._bell.set()
         self._crew.stop()
         if is_running:
-            get_loop().note_hanging(self.ended)
+            get_loop().note_call(self.ended)
         self._give_up(self._left())
 
     def arrival(self, step: int, *, is_patient: bool = True) -> Future[int]:

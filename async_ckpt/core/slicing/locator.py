@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from .. import fields
 from ..spec import DTYPES, MAX_DIMS
 from .boxes import Box, cover
-from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
+from .shares import Holding, ReplicatedBytes, SliceCache, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
 
 # Ranks, ascending, by the digest of their states' structure.
@@ -247,16 +247,13 @@ class ShardLocator:
         """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.division`."""
         digest = self._structure_of[rank]
         mates = self._layout.shared[digest]
-        sharing: dict[tuple[Any, Any, Any], Replicas] = {}
+        replicas = SliceCache(lambda slices: sharers(slices, rank, mates, self._layout.root))
         holdings: dict[str, Holding] = {}
         for name, line in self._tensors[digest].items():
             slices = self._slices(name, line, rank)
             if slices is None or self._is_tied(name, rank):
                 continue
-            key = slices.mesh, slices.cuts, slices.coordinate
-            if key not in sharing:
-                sharing[key] = sharers(slices, rank, mates, self._layout.root)
-            holdings[name] = Holding(slices, line.item_bytes, sharing[key])
+            holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
         everybody = by_everybody(holdings)
         shared = {
             name: holding.replicas

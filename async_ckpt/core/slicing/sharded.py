@@ -227,7 +227,7 @@ class Slicer:
     def __init__(self, rank: int | None = None) -> None:
         """`rank` is the number of this rank in the save; by default the one in the process group."""
         self._rank = rank
-        self._meshes: dict[Any, Mesh] = {}
+        self._mesh_of = functools.cache(mesh_of)
         self._specs: dict[Any, _LocalSlices] = {}
 
     def slice(self, value: Any, *, name: str) -> LocalShards:
@@ -238,7 +238,8 @@ class Slicer:
         """
         value = as_declared(value)
         if is_dtensor(value):
-            return self._of_dtensor(value, name)
+            slices, local = self._local_of(value, name)
+            return LocalShards(slices, _parts(local, slices.rectangles))
         if isinstance(value, InnerShard):
             return self._of_inner(value, name)
         if is_of_fsdp1(value):
@@ -254,21 +255,17 @@ class Slicer:
         """The local tensor of a DTensor, after the collective that it may be the result of. Raises as `slice` does."""
         return self._local_of(tensor, name)[1]
 
-    def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
-        slices, local = self._local_of(tensor, name)
-        return LocalShards(slices, _parts(local, slices.rectangles))
-
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
         whole, _ = self._local_of(shard.of, name)
         if whole.cuts is None or whole.mesh is None:
-            raise _refused(name, "the mesh of a wrapped tensor numbers the ranks differently from this save")
+            raise refused(name, "the mesh of a wrapped tensor numbers the ranks differently from this save")
         cuts, local = whole.cuts, shard.inner.detach()
         if shard.whole is None:
             cuts = tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts))
             local = local[(None,) * len(cuts)]
         slices = Slices.at(whole.coordinate, global_shape=shard.shape, cuts=cuts, mesh=whole.mesh)
         if slices.local_shape not in (None, tuple(local.shape)) and local.numel():
-            raise _refused(
+            raise refused(
                 name, f"{tuple(local.shape)} of {slices.global_shape} are in this shard, and the shards are uneven"
             )
         return LocalShards(slices, _parts(local, slices.rectangles))
@@ -285,7 +282,7 @@ class Slicer:
         if _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
             local = local.wait()
         if shape is not None and local.shape != shape and (local.numel() or prod(shape)):
-            raise _refused(
+            raise refused(
                 name,
                 f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} "
                 f"on a mesh of {slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; "
@@ -301,9 +298,7 @@ class Slicer:
         return slices._replace(cuts=None, mesh=None, coordinate=None)
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
-        if spec.mesh not in self._meshes:
-            self._meshes[spec.mesh] = mesh_of(spec.mesh)
-        mesh = self._meshes[spec.mesh]
+        mesh = self._mesh_of(spec.mesh)
         coordinate = spec.mesh.get_coordinate()
         return Slices.at(
             None if coordinate is None else tuple(coordinate),
@@ -320,7 +315,7 @@ class Slicer:
             offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
             inner = self.slice(shard.tensor, name=name)
             if inner.slices.global_shape != sizes and prod(sizes):
-                raise _refused(name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}")
+                raise refused(name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}")
             for rectangle, part in zip(inner.slices.rectangles, inner.parts, strict=True):
                 moved = _sum(offsets, rectangle.global_offsets)
                 rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
@@ -339,11 +334,11 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
     try:
         cuts = cuts_of(placed, mesh.shape, order=order)
     except ValueError as error:
-        raise _refused(name, str(error)) from error
+        raise refused(name, str(error)) from error
     for first, second in itertools.combinations(cuts, 2):
         strided = max(first, second, key=lambda cut: cut.mesh_dim)
         if first.dim == second.dim and strided.runs > 1 and not _is_cut_from_the_left(spec, mesh, strided):
-            raise _refused(
+            raise refused(
                 name,
                 f"with this version of torch {list(spec.placements)} may have been cut from either end of "
                 "the mesh, and nothing says from which; install torch 2.12 or newer",
@@ -356,18 +351,18 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     if placement.is_replicate():
         return None
     if placement.is_partial():
-        raise _refused(
+        raise refused(
             name,
             f"a DTensor that is {placement!r} on a dimension of its mesh holds only partial values; "
             "call redistribute() to Replicate or Shard first",
         )
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
-        raise _refused(
+        raise refused(
             name, f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate"
         )
     dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
     if not 0 <= dim < num_dims:
-        raise _refused(name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have")
+        raise refused(name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have")
     return dim, int(getattr(placement, "split_factor", 1))
 
 
@@ -391,14 +386,14 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     shape, *lists = (getattr(tensor, attribute) for attribute in _DECLARED)
     offsets, local_offsets, sizes = ([tuple(map(int, ints)) for ints in rows] for rows in lists)
     if not len(offsets) == len(local_offsets) == len(sizes):
-        raise _refused(
+        raise refused(
             name, f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes"
         )
     rectangles = [Rectangle(*facts) for facts in zip(offsets, local_offsets, sizes, strict=True)]
     rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
     for rectangle in rectangles:
         if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
-            raise _refused(name, f"{rectangle} is not inside its shape {tuple(tensor.shape)}")
+            raise refused(name, f"{rectangle} is not inside its shape {tuple(tensor.shape)}")
     return LocalShards(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
@@ -409,7 +404,7 @@ def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[t
     """
     shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:
-        raise _refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
+        raise refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
     originals = [shards for shards in sliced if not shards.slices.is_copy]
     held = [pair for shards in originals or sliced for pair in zip(shards.slices.rectangles, shards.parts, strict=True)]
     slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not originals)
@@ -420,7 +415,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     """The shards of Megatron's ShardedTensor: `data` is the block at `global_offset`, or a range of its elements."""
     data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
     if data is None:
-        raise _refused(name, f"the ShardedTensor {sharded.key!r} has no data")
+        raise refused(name, f"the ShardedTensor {sharded.key!r} has no data")
     offset, sizes = tuple(sharded.global_offset), (1,) * added + tuple(sharded.local_shape)
     elements = getattr(sharded, "flattened_range", None)
     if elements is None:
@@ -431,7 +426,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
         blocks = [(_sum(offset, inner), inner_sizes) for inner, inner_sizes in ranges]
         lengths = [prod(inner_sizes) for _, inner_sizes in ranges]
         if tuple(data.shape) != (sum(lengths),):
-            raise _refused(
+            raise refused(
                 name, f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}"
             )
         flat = data.detach().split(lengths) if lengths else ()
@@ -439,7 +434,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     rectangles = [Rectangle(at, (0,) * len(at), size) for at, size in blocks]
     for part, rectangle in zip(parts, rectangles, strict=True):
         if tuple(part.shape) != rectangle.sizes:
-            raise _refused(name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}")
+            raise refused(name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}")
     held = [pair for pair in zip(rectangles, parts, strict=True) if pair[0].num_elements]
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
@@ -452,14 +447,14 @@ def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: s
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
-            raise _refused(name, f"{rectangle} is not inside the global shape {shape}")
+            raise refused(name, f"{rectangle} is not inside the global shape {shape}")
     ordered = sorted(rectangles)
     for number, rectangle in enumerate(ordered, start=1):
         for other in itertools.islice(ordered, number, None):
             if shape and other.global_offsets[0] >= rectangle.global_offsets[0] + rectangle.sizes[0]:
                 break  # all that follow begin behind it, too
             if Box.of(rectangle).common(Box.of(other)) is not None:
-                raise _refused(name, f"{rectangle} and {other} overlap")
+                raise refused(name, f"{rectangle} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
 
 
@@ -473,12 +468,11 @@ def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
 def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.Tensor, ...]:
     if len(rectangles) == 1 and rectangles[0].sizes == local.shape:
         return (local,)
-    return tuple(_narrowed(local, rectangle.local_offsets, rectangle.sizes) for rectangle in rectangles)
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
-    within = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    return tensor.detach()[within]  # a view of a parameter would belong to its graph
+    local = local.detach()  # a view of a parameter would belong to its graph
+    return tuple(
+        local[tuple(slice(at, at + size) for at, size in zip(block.local_offsets, block.sizes, strict=True))]
+        for block in rectangles
+    )
 
 
 def _sum(a: Ints, b: Ints) -> Ints:
@@ -499,5 +493,6 @@ def _declares_slices(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _DECLARED)
 
 
-def _refused(name: str, why: str) -> UnsupportedStateError:
+def refused(name: str, why: str) -> UnsupportedStateError:
+    """The error for a tensor that a save does not take."""
     return UnsupportedStateError(f"{name}: {why}; nothing was written", path=name)

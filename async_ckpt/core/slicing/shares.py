@@ -11,13 +11,15 @@ are left out. Bytes of several sets cannot be laid end to end: two ranks could e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from math import prod
-from typing import Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ..spec import KIB, MIB
 from .slices import Mesh, Rectangle, Replicas, Slices
+
+T = TypeVar("T")
 
 # The version of this arithmetic, stored with each step: a reader has to find the owners of old checkpoints too.
 VERSION: Final = 2
@@ -140,6 +142,19 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
             pieces.setdefault(replicas, []).append(ReplicatedPiece(name, rectangle, num_bytes, at))
             ends[replicas] = at + num_bytes
     return {replicas: ReplicatedBytes(pieces[replicas], ends[replicas]) for replicas in pieces}
+
+
+class SliceCache(Generic[T]):
+    """A function of slices that depends on their mesh and cuts alone, cached: most tensors of a state have the same."""
+
+    def __init__(self, ask: Callable[[Slices], T]) -> None:
+        self._ask, self._answers = ask, dict[Any, T]()
+
+    def __call__(self, slices: Slices) -> T:
+        key = slices.mesh, slices.cuts, slices.coordinate
+        if key not in self._answers:
+            self._answers[key] = self._ask(slices)
+        return self._answers[key]
 
 
 def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:

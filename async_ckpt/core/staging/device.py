@@ -181,7 +181,7 @@ class Device:
         for at, block, begin, end in _blocks(tensor, first, last, _BLOCK_BYTES):
             self._side.make_room()
             try:
-                flat = _flat_items(block)
+                flat = flat_items(block)
             except RuntimeError:  # no memory is left; if the device is broken, the next call raises, too
                 flat = flat_bytes(self._on_host(block))
             self._copy(into, target + at + begin - first, flat[begin:end])
@@ -486,10 +486,10 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
     Blocks have a few MiB, so that a transposed 8 GB weight does not need another 8 GB. Conj and neg views are resolved.
     """
     for at, block, first, last in _blocks(tensor, begin, end, _BLOCK_BYTES):
-        yield at + first, _flat_items(block)[first:last]
+        yield at + first, flat_items(block)[first:last]
 
 
-def _flat_items(block: torch.Tensor) -> torch.Tensor:
+def flat_items(block: torch.Tensor) -> torch.Tensor:
     """The bytes of a view's items side by side, in memory that is allocated for them if they do not lie so."""
     return flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
 

@@ -24,40 +24,24 @@ from .tripwires import SAMPLE_BYTES
 _ALIGNMENT_BYTES: Final = 16
 
 
-class _DeviceNeeds:
-    """The demands of the tensors on one device."""
-
-    def __init__(self) -> None:
-        self.scratch_bytes = 0
-        self.num_sampled = 0
-        self.views: dict[tuple[torch.dtype, bool, bool], torch.Tensor] = {}  # a tensor that is not dense of each kind
-
-    def note(self, tensor: torch.Tensor) -> None:
-        if not is_dense(tensor):
-            self.views.setdefault((tensor.dtype, tensor.is_conj(), tensor.is_neg()), tensor)
-            self.scratch_bytes += tensor.nbytes
-        elif tensor.nbytes < PACK_BELOW:
-            self.scratch_bytes += tensor.nbytes
-        self.num_sampled += is_large(tensor)
-
-
 def warm_up(tensors: Iterable[torch.Tensor]) -> None:
     """Make the streams and buffers for the first save of these tensors, guarded or not, and launch its kernels.
 
     On a thread of the library: page-locking breaks the capture of a graph unless its thread has opted out. A device
     that is full is warmed up as far as its memory goes.
     """
-    needs: dict[torch.device, _DeviceNeeds] = {}
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if (place := device_of(tensor)) is not None:
-            needs.setdefault(place, _DeviceNeeds()).note(tensor)
-    for place, needed in needs.items():
+            on_device.setdefault(place, []).append(tensor)
+    for place, there in on_device.items():
         device = Device(place)
-        if needed.scratch_bytes:
-            device.take_scratch(needed.scratch_bytes)
+        views = [tensor for tensor in there if not is_dense(tensor)]
+        if num_bytes := sum(tensor.nbytes for tensor in there if tensor.nbytes < PACK_BELOW or not is_dense(tensor)):
+            device.take_scratch(num_bytes)
         try:
-            _copy_samples(device, max(1, needed.num_sampled))
-            _copy_pieces(device, needed.views.values())
+            _copy_samples(device, max(1, sum(map(is_large, there))))
+            _copy_pieces(device, {(t.dtype, t.is_conj(), t.is_neg()): t for t in views}.values())
         except torch.OutOfMemoryError:
             pass
 

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
-from ..format.layout import Image, SegmentPlan
-from ..format.tarball import TarEntry, stays_inside
+from ..format.layout import SegmentPlan
+from ..format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
@@ -50,9 +50,8 @@ def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
     entries: list[TarEntry] = []
     sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
-    for path, name, status in _walk(str(folder), ".", os.lstat(folder)):
-        entry = _entry(path, name, status, first_names)
-        entries.append(entry)
+    for path, name, status in _walk(str(folder)):
+        entries.append(_entry(path, name, status, first_names))
         sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
 
@@ -62,8 +61,8 @@ def source_of(file: Path) -> FileSource:
     return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
-def _walk(path: str, name: str, status: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
-    todo = [(path, name, status)]
+def _walk(folder: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    todo = [(folder, ".", os.lstat(folder))]
     while todo:
         path, name, status = todo.pop()
         yield path, name, status
@@ -125,18 +124,10 @@ def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class FileImage(Image, Protocol):
-    """An image whose pieces are parts of runs, and whose runs are parts of files."""
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(file, offset in it) of each run."""
-
-
 class FilesImage(NamedTuple):
-    """Files, and the image of the archive that is made of them."""
+    """Files, and the image of the archive that is made of them: its pieces are parts of runs, and these of files."""
 
-    image: FileImage
+    image: Tarball | WholeFile
     sources: Sequence[FileSource]
 
 
@@ -171,27 +162,22 @@ class FileFill:
             self._crew.submit(self._read)
 
     def _read(self) -> None:
+        error: BaseException | None = None
         try:
             while (job := self._take()) is not None:
                 self._fill(*job)
-        except BaseException as error:
-            self._fail(error)
+        except BaseException as raised:
+            error = raised
         with self._lock:
+            self._error = self._error or error
             self._num_readers -= 1
             last = self._num_readers == 0
         if last:
-            self._complete()
-
-    def _complete(self) -> None:
-        self.stage_seconds = self._clock() - self._start
-        if self._error is None:
-            self.completion.set_result(None)
-        else:
-            self.completion.set_exception(self._error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
+            self.stage_seconds = self._clock() - self._start
+            if self._error is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(self._error)
 
     def _check_alive(self) -> None:
         """Raises if this fill or its save has failed: a reader must not wait for memory of a failed one."""
@@ -215,17 +201,15 @@ class FileFill:
             for target, run, begin, length in plan.pieces:
                 number, offset = runs[run]
                 _read_into(view[target : target + length], sources[number], offset + begin)
-            if self._is_last():  # before the segment is handed on: the archive is not visible without it
+            with self._lock:
+                self._num_unfilled -= 1
+                last = self._num_unfilled == 0
+            if last:  # before the segment is handed on: the archive is not visible without it
                 self._compare_all()
         except BaseException:
             lease.release()
             raise
         self._receiver.put(plan.number, lease)
-
-    def _is_last(self) -> bool:
-        with self._lock:
-            self._num_unfilled -= 1
-            return self._num_unfilled == 0
 
     def _compare_all(self) -> None:
         """Raises TornSnapshotError if a file or folder changed.

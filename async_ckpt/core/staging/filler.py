@@ -21,7 +21,7 @@ from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import Lease, SegmentLender, SegmentReceiver
-from ..host.threads import TaskQueue
+from ..host.threads import Submit
 from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
 from ..spec import MIB
@@ -38,7 +38,7 @@ class StagingHost(NamedTuple):
     """The memory and the threads of the host that snapshots use, and their clock."""
 
     lender: SegmentLender
-    crew: TaskQueue
+    submit: Submit
     clock: Clock
     trace: Trace = NO_TRACE
 
@@ -210,7 +210,7 @@ class SegmentFiller:
         todo = deque(jobs)
         for _ in range(min(num_helpers, len(jobs) - 1)):
             # If a helper is refused, this thread copies more.
-            self._host.crew.submit(lambda: self._copy(todo, late), refused=lambda _: None)
+            self._host.submit(lambda: self._copy(todo, late), lambda _: None)
         self._copy(todo, late)
         with self._changed:
             while self._num_filling:

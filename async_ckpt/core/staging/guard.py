@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -31,13 +31,8 @@ from ..timing import Clock, Trace
 DEFERRED_BYTES: Final = MIB
 
 Optimizers = Sequence[torch.optim.Optimizer]
-
-
-class StepHolder(Protocol):
-    """A snapshot whose copies are under way, as a gate sees it."""
-
-    def hold(self) -> None:
-        """Return when the optimizer may step, having held the thread or its stream for as long as that took."""
+# Returns when an optimizer may step, having held the thread or its stream for as long as that took.
+Hold = Callable[[], None]
 
 
 class Gate:
@@ -49,21 +44,21 @@ class Gate:
     def __init__(self) -> None:
         # Without a lock: Ctrl-C may end a step at any line, and a lock that is held then would stay so. Each change of
         # the set, and each copy of it, is one call of C.
-        self._pending: set[StepHolder] = set()
+        self._pending: set[Hold] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """The gate of a copied optimizer is a new one: the copy is for saving, and never steps."""
         return Gate()
 
-    def close(self, snapshot: StepHolder) -> None:
-        self._pending.add(snapshot)
+    def close(self, hold: Hold) -> None:
+        self._pending.add(hold)
 
-    def open(self, snapshot: StepHolder) -> None:
-        self._pending.discard(snapshot)
+    def open(self, hold: Hold) -> None:
+        self._pending.discard(hold)
 
     def hold(self) -> None:
-        for snapshot in list(self._pending):
-            snapshot.hold()
+        for hold in list(self._pending):
+            hold()
 
 
 def _before_step(gate: Gate, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +117,7 @@ class FirstSteps:
         self._optimizers, self._see = [weakref.ref(one) for one in optimizers], weakref.WeakMethod(see)
         self._num_left = 2 * len(optimizers)  # some never have a state
         for one in optimizers:
-            gate_of(one).close(self)
+            gate_of(one).close(self.hold)
 
     def hold(self) -> None:
         """Show the tensors. The step is not held: what `see` does with them is done by other threads."""
@@ -133,7 +128,7 @@ class FirstSteps:
             self._num_left -= 1
             if see is None or self._num_left <= 0 or all(one.state for one in optimizers):
                 for one in optimizers:
-                    gate_of(one).open(self)
+                    gate_of(one).open(self.hold)
             if see is not None:
                 params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
                 see([*params, *(v for one in optimizers for state in one.state.values() for v in state.values())])
@@ -156,14 +151,14 @@ class StepBarrier:
         self._is_lifted = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def close(self, snapshot: StepHolder) -> None:
-        """Have every step ask `snapshot.hold` from now on."""
+    def close(self, hold: Hold) -> None:
+        """Have every step call `hold` from now on."""
         for gate in self._gates:
-            gate.close(snapshot)
+            gate.close(hold)
 
-    def open(self, snapshot: StepHolder) -> None:
+    def open(self, hold: Hold) -> None:
         for gate in self._gates:
-            gate.open(snapshot)
+            gate.open(hold)
 
     def wait(self, progress: Callable[[], str]) -> None:
         """Return when the barrier is lifted."""

@@ -49,7 +49,7 @@ class HeldSnapshot(SnapshotView):
         self.num_bytes = copy.num_bytes
         # Bound to the source, which the parts share: while there is a part, the memory stays.
         source = SnapshotCopies(captured, copy.tensors, copy.completion)
-        self._release = weakref.finalize(source, copy.release_by_finalizer)
+        self._release = weakref.finalize(source, copy.release, by_finalizer=True)
         self._release.atexit = False
         self._copy = copy
         super().__init__(source, structure)

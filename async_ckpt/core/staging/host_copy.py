@@ -37,39 +37,33 @@ from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
 from .snapshot import Snapshot
-from .tensors import SourceTensors, Wording
+from .tensors import ANY_COPY, SourceTensors, Wording
 
 # For vector loads; CUDA aligns its own allocations in the same way.
 _ALIGNMENT: Final = 512
 _MAX_IDLE: Final = 8
 
-_ANY_COPY: Final = Wording("the copy of a snapshot")
-
 _log: Final = logging.getLogger("async_ckpt")
-
-_Key = tuple[torch.device, int, int]  # of a storage
 
 
 class BufferPool:
     """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
 
-    Copies that are under way have no more than `max_bytes` together, by default half of the free memory; the next copy
-    waits. Memory that other code keeps after the end of a copy is not counted. If copies are `held` for as long as
-    their owner likes, the next one is refused instead, and a copy counts until nothing refers to it. At most twice the
-    memory that was ever needed at one time is kept for the next copies, which is enough for several that differ in
-    size.
+    Copies that are under way have no more than half of the free memory together; the next copy waits. Memory that other
+    code keeps after the end of a copy is not counted. If copies are `held` for as long as their owner likes, the next
+    one is refused instead, and a copy counts until nothing refers to it. At most twice the memory that was ever needed
+    at one time is kept for the next copies, which is enough for several that differ in size.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
-        self._max_bytes, self._held = max_bytes, held
+    def __init__(self, *, held: bool = False) -> None:
+        self._held = held
         self._pid = os.getpid()
         # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
         # it, by calls of C that need none.
         self._idle: deque[HostBuffer] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has reported
-        # Guards all below: three counters. Buffers are made and freed without it.
+        self._unsettled: deque[int] = deque()  # bytes of copies that have ended
+        # Guards all below: two counters. Buffers are made and freed without it.
         self._changed = threading.Condition()
-        self._num_lent = 0
         self._lent_bytes = 0
         self._most_bytes = 0
         self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
@@ -109,7 +103,7 @@ class BufferPool:
         """
         # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held
-        if self._held and self._is_too_much(num_bytes, max_bytes):
+        if self._held and self.lent_bytes + num_bytes > self._limit(max_bytes):
             for let_go in self._sharers:
                 let_go()
             gc.collect()  # copies in reference cycles are still counted
@@ -143,30 +137,26 @@ class BufferPool:
         """Count a copy as lent. False if another has to end before, after a short wait for that."""
         with self._changed:
             self._settle()
-            if may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
+            if may_wait and self._lent_bytes and self._lent_bytes + num_bytes > self._limit():
                 self._changed.wait(LIVENESS_SECONDS)
-                if self._lent_bytes + num_bytes > self._limit() and self._num_lent:
-                    return False
-            if self._held:
-                self._refuse_too_much(num_bytes, max_bytes)
-            self._num_lent += 1
+                return False
+            if self._held and self._lent_bytes + num_bytes > self._limit(max_bytes):
+                raise self._refusal(num_bytes, max_bytes)
             self._lent_bytes += num_bytes
             self._most_bytes = max(self._most_bytes, self._lent_bytes)
             return True
 
-    def returned(self, num_bytes: int) -> None:
-        """A copy of this size has ended. Memory that is still in use counts only if copies are held."""
+    def returned(self, num_bytes: int, *, by_finalizer: bool = False) -> None:
+        """A copy of this size has ended. Memory that is still in use counts only if copies are held.
+
+        A finalizer wakes no copy that waits, which looks again by itself.
+        """
         if self._held:
             return
-        with self._changed:
-            self._num_lent -= 1
-            self._lent_bytes -= num_bytes
-            self._changed.notify_all()
-
-    def returned_by_finalizer(self, num_bytes: int) -> None:
-        """Like `returned`, for a finalizer: the copy is counted off when the next buffer is taken."""
-        if not self._held:
-            self._unsettled.append(num_bytes)
+        self._unsettled.append(num_bytes)
+        if not by_finalizer:
+            with self._changed:
+                self._changed.notify_all()
 
     @property
     def lent_bytes(self) -> int:
@@ -177,20 +167,13 @@ class BufferPool:
         with suppress(IndexError):
             while True:
                 self._lent_bytes -= self._unsettled.popleft()
-                self._num_lent -= 1
 
-    def _is_too_much(self, num_bytes: int, max_bytes: int | None) -> bool:
-        return self.lent_bytes + num_bytes > (self._limit() if max_bytes is None else max_bytes)
-
-    def _refuse_too_much(self, num_bytes: int, max_bytes: int | None) -> None:
-        if not self._is_too_much(num_bytes, max_bytes):
-            return
-        limit = self._limit() if max_bytes is None else max_bytes
+    def _refusal(self, num_bytes: int, max_bytes: int | None) -> MemoryError:
         others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
-        raise MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {limit:,}; close other snapshots and "
-            "wait for their readers, leave out what you do not need, or raise host_bytes"
+        return MemoryError(
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close other "
+            "snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
     def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
@@ -224,11 +207,7 @@ class BufferPool:
         return None
 
     def _new(self, num_bytes: int, device: torch.device | None, shared: bool) -> HostBuffer:
-        if self._max_bytes is None:
-            scarce = num_bytes > spare_memory_bytes()
-        else:
-            scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
-        if scarce:
+        if num_bytes > spare_memory_bytes():
             self.release()
         if shared:
             try:
@@ -242,9 +221,10 @@ class BufferPool:
                 )
         return HostBuffer.near(device, num_bytes)
 
-    def _limit(self) -> int:
-        if self._max_bytes is not None:
-            return self._max_bytes
+    def _limit(self, max_bytes: int | None = None) -> int:
+        """The limit of all copies together: that of a call, or what is free."""
+        if max_bytes is not None:
+            return max_bytes
         return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
 
     def _idle_bytes(self) -> int:
@@ -322,12 +302,13 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
-        wording: Wording = _ANY_COPY,
+        wording: Wording = ANY_COPY,
     ) -> None:
-        sources: dict[_Key, _SourceStorage] = {}
+        sources: dict[tuple[torch.device, int, int], _SourceStorage] = {}
         of_each: list[_SourceStorage] = []
         for tensor, name in zip(tensors, names, strict=True):
-            key = _key(tensor)
+            storage = tensor.untyped_storage()
+            key = tensor.device, storage.data_ptr(), storage.nbytes()
             source = sources.get(key)
             if source is None:
                 source = sources[key] = _SourceStorage(tensor, name)
@@ -339,37 +320,24 @@ class HostCopy:
         device = first_device(source.tensor for source in parts)
         taken_bytes = max(1, self.num_bytes)
         buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes, shared=memory.is_shared)
-        self._buffer: HostBuffer | None = buffer
+        self._is_released = False
         owner = memory._owner_of(buffer, taken_bytes)
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock, wording)
+            segments = _BufferSegments(buffer, self.num_bytes)
+            pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
+            self.snapshot = Snapshot(
+                _to_copy(parts, optimizers, wording),
+                slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
+                segments,
+                StagingHost(segments, crew.submit, clock),
+                optimizers=optimizers,
+            )
             self.tensors = _rebuilt(tensors, of_each, owner)
             # The owner may drop them while they are being filled.
             self.snapshot.keeps = self.tensors
         except BaseException:
             self.release()
             raise
-
-    def _stage(
-        self, parts: Sequence[_SourceStorage], optimizers: Optimizers, crew: Crew, clock: Clock, wording: Wording
-    ) -> Snapshot:
-        assert self._buffer is not None
-        sources = [part.tensor for part in parts]
-        owners = deferrable(optimizers, sources)
-        pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
-        segments = _BufferSegments(self._buffer, self.num_bytes)
-        return Snapshot(
-            SourceTensors(
-                [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
-                sources,
-                deferred={i: owner for i, owner in owners.items() if parts[i].whole},
-                wording=wording,
-            ),
-            slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
-            segments,
-            StagingHost(segments, crew, clock),
-            optimizers=optimizers,
-        )
 
     @property
     def completion(self) -> Future[None]:
@@ -379,28 +347,14 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
-    def release(self) -> None:
+    def release(self, *, by_finalizer: bool = False) -> None:
         """Drop the copies; the next one may have the memory. Idempotent."""
-        if self._drop():
-            self._memory.returned(max(1, self.num_bytes))
-
-    def release_by_finalizer(self) -> None:
-        """Like `release`, for a finalizer."""
-        if self._drop():
-            self._memory.returned_by_finalizer(max(1, self.num_bytes))
-
-    def _drop(self) -> bool:
-        """False if the copies were dropped before."""
-        is_first, self._buffer, self.tensors = self._buffer is not None, None, []
-        return is_first
+        is_first, self._is_released, self.tensors = not self._is_released, True, []
+        if is_first:
+            self._memory.returned(max(1, self.num_bytes), by_finalizer=by_finalizer)
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
-
-
-def _key(tensor: torch.Tensor) -> _Key:
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def _place(parts: Sequence[_SourceStorage]) -> int:
@@ -410,6 +364,16 @@ def _place(parts: Sequence[_SourceStorage]) -> int:
         part.at = at
         at = align_up(at + part.num_bytes, _ALIGNMENT)
     return at
+
+
+def _to_copy(parts: Sequence[_SourceStorage], optimizers: Optimizers, wording: Wording) -> SourceTensors:
+    sources = [part.tensor for part in parts]
+    return SourceTensors(
+        [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
+        sources,
+        deferred={i: owner for i, owner in deferrable(optimizers, sources).items() if parts[i].whole},
+        wording=wording,
+    )
 
 
 def _covers(tensor: torch.Tensor) -> bool:

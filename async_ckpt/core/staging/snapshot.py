@@ -11,43 +11,27 @@ more and the steps go on, behind the copies on their streams. When the last copy
 
 from __future__ import annotations
 
-import enum
 import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Literal
 
 from ...errors import SaveAbandonedError
 from ..backends import is_capturing
 from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
-from ..host.threads import Life
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
-from .guard import Optimizers, StepBarrier, StepHolder
+from .guard import Optimizers, StepBarrier
 from .tensors import SourceTensors
 from .tripwires import Tripwires
 
-
-class _CopyPhase(enum.Enum):
-    """The phases of a snapshot."""
-
-    FILLING = "staging"
-    ENQUEUED = "enqueued"  # only devices still copy
-    STAGED = "staged"
-    FAILED = "failed"
+# Of a snapshot: it stages, or only devices still copy; and how it has ended.
+_Phase = Literal["staging", "enqueued", "staged", "failed"]
 
 
-_NEXT_PHASES: Final = {
-    _CopyPhase.FILLING: {_CopyPhase.ENQUEUED, _CopyPhase.FAILED},
-    _CopyPhase.ENQUEUED: {_CopyPhase.STAGED, _CopyPhase.FAILED},
-    _CopyPhase.STAGED: (),
-    _CopyPhase.FAILED: (),
-}
-
-
-class Snapshot(StepHolder):
+class Snapshot:
     """The staging of one save. The saver or a `HostCopy` creates and owns it.
 
     A snapshot begins on the caller's thread and ends on a background one. `completion` resolves when the copy is
@@ -75,7 +59,7 @@ class Snapshot(StepHolder):
         self._tripwires: Tripwires | None = None
         # Guards `_phase` alone, which decides which thread's end of the snapshot is the one that counts.
         self._deciding = threading.Lock()
-        self._phase = Life(_NEXT_PHASES)
+        self._phase: _Phase = "staging"
 
     # --- the caller's thread ----------------------------------------------------------------------------------
 
@@ -101,13 +85,13 @@ class Snapshot(StepHolder):
                 for device in devices:
                     device.hold_training()
             if self._filler.fills_later:
-                self._barrier.close(self)
-                self._host.crew.submit(self._fill_later, refused=self._end)
+                self._barrier.close(self.hold)
+                self._host.submit(self._fill_later, self.end)
         except Exception as error:
-            self._end(error)
+            self.end(error)
         except BaseException as error:
             # A task of asyncio must not end in one of these: it would end the loop.
-            self.give_up(interrupted(error))
+            self.end(interrupted(error))
             raise
 
     @property
@@ -134,7 +118,7 @@ class Snapshot(StepHolder):
             else:
                 outcome.put(None)
 
-        self._host.crew.submit(fill, refused=outcome.put)
+        self._host.submit(fill, outcome.put)
         wait = Wait("", ENDS_THE_CALL)
         while True:
             try:
@@ -178,7 +162,7 @@ class Snapshot(StepHolder):
             self._filler.fill_last()
             self._all_enqueued()
         except BaseException as error:
-            self._end(error)
+            self.end(error)
 
     def _let_go(self) -> None:
         """Every copy of a tensor that may change is enqueued: let the optimizers step."""
@@ -188,7 +172,8 @@ class Snapshot(StepHolder):
 
     def _all_enqueued(self) -> None:
         with self._deciding:
-            self._phase.go(_CopyPhase.ENQUEUED)
+            if self._phase == "staging":
+                self._phase = "enqueued"
         self._filler.all_enqueued()
 
     def _on_end_of_fill(self, error: BaseException | None) -> None:
@@ -202,17 +187,14 @@ class Snapshot(StepHolder):
                     error = self._source.torn(torn)
         except BaseException as failure:
             error = failure
-        self._end(error)
+        self.end(error)
 
-    def give_up(self, error: Exception) -> None:
-        """End the snapshot with this error, unless it has ended."""
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
         with self._deciding:
-            if not self._phase.go(_CopyPhase.STAGED if error is None else _CopyPhase.FAILED):
+            if self._phase in ("staged", "failed"):
                 return
+            self._phase = "staged" if error is None else "failed"
         try:
             self._filler.stop(error)
         except Exception as failure:
@@ -222,7 +204,7 @@ class Snapshot(StepHolder):
             raise
         finally:  # whatever was raised: others wait for the completion
             self._barrier.lift()
-            self._barrier.open(self)
+            self._barrier.open(self.hold)
             self._source.drop()
             self._tripwires = self.keeps = None
             self.stage_seconds = self._host.clock() - self._start
@@ -232,7 +214,7 @@ class Snapshot(StepHolder):
                 self.completion.set_exception(error)
 
     def __repr__(self) -> str:
-        phase = "held" if self._barrier.holds_steps else self._phase.now.value
+        phase = "held" if self._barrier.holds_steps else self._phase
         return f"<Snapshot {self._order} {phase}>"
 
 

@@ -23,11 +23,11 @@ from .device import Alias, Device, dense_blocks, memmove
 class Wording(NamedTuple):
     """The words of messages about one snapshot: its description, and the call that waits for it."""
 
-    what: str = "a copy"
+    what: str = "the copy of a snapshot"
     wait_call: str = "handle.wait_staged()"
 
 
-_ANY_COPY: Final = Wording()
+ANY_COPY: Final = Wording()
 
 # What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
 # would every segment with such a tensor, of which few can be filled in two goes.
@@ -52,7 +52,7 @@ class SourceTensors:
         frozen: frozenset[int] = frozenset(),
         after: Sequence[Future[None]] = (),
         copies_small: bool = False,
-        wording: Wording = _ANY_COPY,
+        wording: Wording = ANY_COPY,
     ) -> None:
         """`deferred` has the optimizer's own tensor by the number of each tensor that may be copied later.
 
@@ -164,18 +164,17 @@ class SourceTensors:
                     segment.tensor[at : at + block.numel()].copy_(block)
 
     def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
-        """Enqueue the copies of pieces on a device; the event fires when they have ended."""
+        """Enqueue the copies of pieces on a device; the event fires when they have ended.
+
+        Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory.
+        """
         try:
             return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
         finally:
-            self.refuse_gone(pieces)
-
-    def refuse_gone(self, pieces: Iterable[Piece]) -> None:
-        """Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory."""
-        aliases = self.aliases
-        gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
-        if gone:
-            raise self.torn(gone)
+            aliases = self.aliases
+            gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
+            if gone:
+                raise self.torn(gone)
 
     def gone_from_devices(self) -> set[int]:
         """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.

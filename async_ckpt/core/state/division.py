@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from ...errors import UnsupportedStateError
 from ..slicing.boxes import Box
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
-from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers
+from ..slicing.shares import Holding, SliceCache, balance, by_everybody, rectangles_to_write, sharers
 from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
@@ -37,7 +37,6 @@ from ..spec import (
 from .captured import Capture, RankShare
 from .names import is_within
 
-T = TypeVar("T")
 # One of many ranks writes nothing of most tensors. Cutting an empty part from each would take longer than all else.
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
@@ -197,7 +196,7 @@ class StateDivider:
         self, captured: Capture, inventory: _Inventory, own: Set[int], mates: Sequence[int]
     ) -> tuple[dict[str, Holding], dict[str, Holding]]:
         """The holdings that the ranks divide, and those of `own`, the tensors that each rank has for itself."""
-        replicas = _SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
+        replicas = SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
         shared, private = dict[str, Holding](), dict[str, Holding]()
         for number, slices in enumerate(captured.slices):
             spec, name = captured.specs[inventory.tensors[number][0]], inventory.names[number]
@@ -211,7 +210,7 @@ class StateDivider:
         self, captured: Capture, inventory: _Inventory, own: Set[int], everybody: Set[str]
     ) -> list[tuple[str, str, list[int]]]:
         """The tensors to compare with those of other ranks: slices as text, name, captured specs."""
-        names, tensors, has_others = inventory.names, inventory.tensors, _SliceCache(self._has_others)
+        names, tensors, has_others = inventory.names, inventory.tensors, SliceCache(self._has_others)
         copies = []
         for number, slices in enumerate(captured.slices):
             primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
@@ -221,19 +220,6 @@ class StateDivider:
                 boxes = _in_short([Box.of(rectangle) for rectangle in slices.rectangles])
                 copies.append((boxes, names[number], tensors[primary]))
         return copies
-
-
-class _SliceCache(Generic[T]):
-    """A function of slices that depends on their mesh and cuts alone, cached: most tensors of a state have the same."""
-
-    def __init__(self, ask: Callable[[Slices], T]) -> None:
-        self._ask, self._answers = ask, dict[Any, T]()
-
-    def __call__(self, slices: Slices) -> T:
-        key = slices.mesh, slices.cuts, slices.coordinate
-        if key not in self._answers:
-            self._answers[key] = self._ask(slices)
-        return self._answers[key]
 
 
 def _shown(name: str) -> str:

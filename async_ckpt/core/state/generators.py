@@ -9,7 +9,6 @@ word, and a state is tried on a scratch generator before it is believed: numpy i
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import random
@@ -23,7 +22,7 @@ import torch
 
 from ..backends import is_host
 from ..spec import Json, with_article
-from .plain import hashable_value, scalar_node
+from .plain import from_base64, hashable_value, scalar_node, to_base64
 
 _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 # Positions in a stock of numbers, which numpy sets without a look at the size of the stock.
@@ -57,16 +56,14 @@ def copy_state(source: Any, target: Any) -> None:
 
 def _facts(value: Any) -> Json | None:
     if isinstance(value, torch.Generator):
-        return ["torch", _base64(bytes(value.get_state().tolist())), str(value.device)]
+        return ["torch", to_base64(bytes(value.get_state().tolist())), str(value.device)]
     if isinstance(value, random.Random):
         # A class with a state of its own is pickled; SystemRandom has none.
         is_known = type(value).getstate is random.Random.getstate
         return ["python", _tree(value.getstate())] if is_known else None
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator):
+    if not is_generator(value) or type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
         return None
-    if type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
-        return None
+    numpy = sys.modules["numpy.random"]
     if isinstance(value, numpy.RandomState):
         return ["numpy.RandomState", _tree(value.get_state(legacy=False))]
     kind = "numpy.Generator" if isinstance(value, numpy.Generator) else "numpy.BitGenerator"
@@ -104,7 +101,7 @@ class SavedGenerator:
         """The generator of an untrusted node. Raises some error for a node that `generator_node` would not make."""
         saved = cls(facts)
         if facts[0] == "torch" and not is_host(torch.device(facts[2])):
-            _bytes(facts[1])  # this machine may lack the device
+            from_base64(facts[1])  # this machine may lack the device
         else:
             saved.made()
         return saved
@@ -119,7 +116,7 @@ class SavedGenerator:
         """A new generator with this state; of a device that this machine lacks, the state as a uint8 tensor."""
         kind, state, *more = self.facts
         if kind == "torch":
-            tensor, device = torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8), torch.device(more[0])
+            tensor, device = torch.frombuffer(bytearray(from_base64(state)), dtype=torch.uint8), torch.device(more[0])
             if is_host(device):
                 return torch.Generator().set_state(tensor)
             for name in (more[0], more[0].partition(":")[0]):  # the machine may have fewer of the kind
@@ -134,7 +131,7 @@ class SavedGenerator:
         """Set a live generator to this state. `why_not` has returned None for it."""
         kind, state, *more = self.facts
         if kind == "torch":
-            live.set_state(torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8))
+            live.set_state(torch.frombuffer(bytearray(from_base64(state)), dtype=torch.uint8))
         else:
             _put(live, state, *more)
 
@@ -199,13 +196,18 @@ def _blank(kind: str, state: Json) -> Any:
     return numpy.random.Generator(inner) if kind == "numpy.Generator" else numpy.random.RandomState(inner)
 
 
+def put_python(generator: Any, state: Any) -> None:
+    """Set a generator of Python, or with the module `random` that of the process."""
+    version, internal, gauss = state
+    if gauss is not None and not isinstance(gauss, float):  # setstate accepts anything, and gauss() fails later
+        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
+    generator.setstate((version, tuple(internal), gauss))
+
+
 def _put(generator: Any, tree: Json, seed: Json = None) -> None:
     state = _value(tree)
     if isinstance(generator, random.Random):
-        gauss = state[2]
-        if gauss is not None and not isinstance(gauss, float):  # setstate accepts anything, and gauss() fails later
-            raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
-        generator.setstate(state)
+        put_python(generator, state)
         return
     import numpy.random
 
@@ -261,7 +263,7 @@ def _tree(value: Any) -> Json:
     if value.dtype.str[1:] not in ("u4", "u8") or not value.shape:  # a seed of any integers
         return _tree(value.tolist())
     little = value.astype(value.dtype.newbyteorder("<"))
-    return {"array": [little.dtype.str, _base64(little.tobytes())]}
+    return {"array": [little.dtype.str, to_base64(little.tobytes())]}
 
 
 def _value(node: Json) -> Any:
@@ -276,13 +278,5 @@ def _value(node: Json) -> Any:
         name, text = node[kind]
         if name not in ("<u4", "<u8"):
             raise ValueError(f"{name!r:.50} is not a dtype in the state of a random generator")
-        return numpy.frombuffer(_bytes(text), name).astype(numpy.dtype(name).newbyteorder("="))
+        return numpy.frombuffer(from_base64(text), name).astype(numpy.dtype(name).newbyteorder("="))
     return hashable_value(node)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: Json) -> bytes:
-    return base64.b64decode(text, validate=True)

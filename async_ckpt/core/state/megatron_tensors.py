@@ -9,25 +9,15 @@ all layers. So a ShardedTensor becomes an entry of its group under its key, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...errors import UnsupportedStateError
-from ..slicing.sharded import Slicer, declares_fields, is_of_megatron, joined
+from ..slicing.sharded import Slicer, declares_fields, is_of_megatron, joined, refused
 from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
 from .tree import key_of
-
-
-class MegatronTensor(NamedTuple):
-    """The slices of one ShardedTensor on this rank, under its name."""
-
-    path: Path
-    slices: Slices
-    parts: tuple[torch.Tensor, ...]
-    dtype: torch.dtype
 
 
 class MegatronTensors:
@@ -44,10 +34,10 @@ class MegatronTensors:
         """
         if is_of_megatron(value):
             if not path or not isinstance(value.key, str):
-                raise _refused(path, f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
+                raise refused(shown(path), f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
             if self._slicer is None:
-                raise _refused(
-                    path,
+                raise refused(
+                    shown(path),
                     "each rank has only a part of a ShardedTensor; save it on every rank with an AsyncCheckpointer, "
                     "in a process group",
                 )
@@ -56,22 +46,25 @@ class MegatronTensors:
         refuse_others(value, path)
         return False
 
-    def tensors(self) -> Iterator[MegatronTensor]:
-        """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
+    def tensors(self) -> Iterator[tuple[Path, Slices, tuple[torch.Tensor, ...], torch.dtype]]:
+        """Each tensor once: its path, its slices on this rank, their parts and its dtype.
+
+        Raises UnsupportedStateError, naming its path, for slices that contradict each other.
+        """
         assert self._slicer is not None or not self._tensors
         for name, values in self._tensors.items():
             sliced = [self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer]
             dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
-                raise _refused(name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+                raise refused(shown(name), f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
-            yield MegatronTensor(name, slices, parts, dtypes.pop())
+            yield name, slices, parts, dtypes.pop()
 
 
 def refuse_others(value: Any, path: Path) -> None:
     """Raise UnsupportedStateError for Megatron's objects that are no tensors."""
     if why := _why_not(value):
-        raise _refused(path, f"{with_article(type(value).__name__)} {why}")
+        raise refused(shown(path), f"{with_article(type(value).__name__)} {why}")
 
 
 def name_of(value: Any, path: Path) -> Path:
@@ -101,7 +94,7 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
                 items.append([key, inner])
             items = _items_of(inner, name)
         if any(key_of(raw) == name[-1] for raw, _ in items):
-            raise _refused(name, "another entry has the name of this ShardedTensor; rename the entry")
+            raise refused(shown(name), "another entry has the name of this ShardedTensor; rename the entry")
         items.append([name[-1], {"tensor": number}])
     return node
 
@@ -109,7 +102,9 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
 def _items_of(node: Json, name: Path) -> Any:
     items = node.get("dict", node.get("ordered")) if isinstance(node, dict) else None
     if items is None:
-        raise _refused(name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one")
+        raise refused(
+            shown(name), "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one"
+        )
     return items
 
 
@@ -122,7 +117,3 @@ def _why_not(value: Any) -> str | None:
     if type(value).__name__ == "LocalNonpersistentObject":
         return "is not to be saved; leave it out of the state"
     return None
-
-
-def _refused(path: Path, why: str) -> UnsupportedStateError:
-    return UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))

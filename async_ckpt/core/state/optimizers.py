@@ -20,7 +20,12 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 def all_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer, all optimizers that it steps, and in turn all that they step."""
     by_id: dict[int, Optimizer] = {}
-    _walk(optimizer, by_id)
+    todo = [optimizer]
+    while todo:
+        one = todo.pop()
+        if id(one) not in by_id:
+            by_id[id(one)] = one
+            todo += reversed(_parts_held_by(one))
     return list(by_id.values())
 
 
@@ -66,11 +71,18 @@ def has_own(optimizer: Optimizer, method: str) -> bool:
     return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
 
 
-def _walk(optimizer: Optimizer, by_id: dict[int, Optimizer]) -> None:
-    if id(optimizer) not in by_id:
-        by_id[id(optimizer)] = optimizer
-        for inner in _parts_held_by(optimizer):
-            _walk(inner, by_id)
+def is_plain_optimizer(optimizer: Any) -> bool:
+    """True for torch's optimizers, and for those that save and load like them."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    if any(has_own(optimizer, method) for method in ("state_dict", "load_state_dict")):
+        return False
+    hooks = (
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_state_dict_post_hooks",
+    )
+    return not any(getattr(optimizer, name, None) for name in hooks)
 
 
 def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from enum import Enum
+from functools import partial
+from importlib import import_module
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -112,14 +114,9 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _datetime_node(value: datetime) -> Json:
+def _time_node(value: datetime | time) -> Json:
     naive = value.replace(tzinfo=None, fold=0)
-    return {"datetime": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
-
-
-def _time_node(value: time) -> Json:
-    naive = value.replace(tzinfo=None, fold=0)
-    return {"time": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
+    return {type(value).__name__: [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
 
 
 def _zone_node(zone: tzinfo | None) -> Json:
@@ -156,7 +153,7 @@ def _set_node(value: set[Any] | frozenset[Any]) -> Json:
 def _bytes_node(value: bytes) -> Json:
     if len(value) >= INLINE_BYTES:
         raise NotPlainError(value)
-    return {"inline": _base64(value)}
+    return {"inline": to_base64(value)}
 
 
 def _numpy_node(value: Any) -> Json | None:
@@ -166,8 +163,8 @@ def _numpy_node(value: Any) -> Json | None:
     if isinstance(value, numpy.str_):
         return {"npstr": scalar_node(value[:])}  # str(value) would drop trailing zeros
     if isinstance(value, numpy.bytes_):
-        return {"npbytes": _base64(bytes(value))}
-    return {"npscalar": [numpy.lib.format.dtype_to_descr(value.dtype), _base64(value.tobytes())]}
+        return {"npbytes": to_base64(bytes(value))}
+    return {"npscalar": [numpy.lib.format.dtype_to_descr(value.dtype), to_base64(value.tobytes())]}
 
 
 _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
@@ -181,7 +178,7 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
         lambda path: {"path": [type(path).__name__, scalar_node(str(path))]},
     ),
     date: lambda value: {"date": value.isoformat()},
-    datetime: _datetime_node,
+    datetime: _time_node,
     time: _time_node,
     timedelta: lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]},
     timezone: _zone_node,
@@ -214,8 +211,14 @@ def _is_late(kind: type, name: str) -> bool:
     return getattr(sys.modules.get(module), inner, None) is kind
 
 
-def _base64(data: bytes) -> str:
+def to_base64(data: bytes) -> str:
+    """The bytes as text of base64."""
     return base64.b64encode(data).decode("ascii")
+
+
+def from_base64(text: Json) -> bytes:
+    """The bytes of a text that `to_base64` made. Raises some error for any other."""
+    return base64.b64decode(text, validate=True)
 
 
 # --- nodes as values ----------------------------------------------------------------------------------------------
@@ -275,14 +278,9 @@ def _path(value: Json) -> PurePath:
     return _PATHS[name](text)
 
 
-def _datetime(value: Json) -> datetime:
+def _time(cls: type[datetime | time], value: Json) -> datetime | time:
     text, fold, zone = value
-    return datetime.fromisoformat(text).replace(fold=_int(fold), tzinfo=_zone(zone))
-
-
-def _time(value: Json) -> time:
-    text, fold, zone = value
-    return time.fromisoformat(text).replace(fold=_int(fold), tzinfo=_zone(zone))
+    return cls.fromisoformat(text).replace(fold=_int(fold), tzinfo=_zone(zone))
 
 
 def _zone(node: Json) -> tzinfo | None:
@@ -329,12 +327,6 @@ def _decimal(value: Json) -> Decimal:
     return Decimal(_text(value), Context(traps=[InvalidOperation]))
 
 
-def _uuid(value: Json) -> Any:
-    from uuid import UUID
-
-    return UUID(hex=value)
-
-
 def _range(value: Json) -> range:
     start, stop, step = map(_int, value)
     return range(start, stop, step)
@@ -345,23 +337,11 @@ def _slice(value: Json) -> slice:
     return slice(start, stop, step)
 
 
-def _numpy_string(value: Json) -> Any:
-    import numpy
-
-    return numpy.str_(_text(value))
-
-
-def _numpy_bytes(value: Json) -> Any:
-    import numpy
-
-    return numpy.bytes_(base64.b64decode(value, validate=True))
-
-
 def _numpy_scalar(value: Json) -> Any:
     import numpy
 
     dtype = numpy_dtype(value[0])
-    data = base64.b64decode(value[1], validate=True)
+    data = from_base64(value[1])
     if len(data) != dtype.itemsize:
         raise ValueError("a numpy scalar with another number of bytes than its dtype has")
     return numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]
@@ -371,7 +351,7 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
     "float": lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
     "int": lambda value: int(value, 16),
     "str": lambda value: bytes.fromhex(value).decode("utf-8", "surrogatepass"),
-    "inline": lambda value: base64.b64decode(value, validate=True),
+    "inline": from_base64,
     "complex": lambda value: complex(*struct.unpack(">dd", bytes.fromhex(value))),
     "size": torch.Size,
     "dtype": dtype_named,
@@ -379,20 +359,20 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
     "memory_format": _MEMORY_FORMATS.__getitem__,
     "path": _path,
     "date": date.fromisoformat,
-    "datetime": _datetime,
-    "time": _time,
+    "datetime": partial(_time, datetime),
+    "time": partial(_time, time),
     "timedelta": _timedelta,
     "timezone": _timezone,
     "zone": _named_zone,
     "decimal": _decimal,
     "fraction": _fraction,
-    "uuid": _uuid,
+    "uuid": lambda value: import_module("uuid").UUID(hex=value),
     "range": _range,
     "slice": _slice,
     "set": lambda value: set(map(hashable_value, value)),
     "frozenset": lambda value: frozenset(map(hashable_value, value)),
-    "npstr": _numpy_string,
-    "npbytes": _numpy_bytes,
+    "npstr": lambda value: import_module("numpy").str_(_text(value)),
+    "npbytes": lambda value: import_module("numpy").bytes_(from_base64(value)),
     "npscalar": _numpy_scalar,
 }
 

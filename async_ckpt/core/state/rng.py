@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 from ..backends import accelerator
-from ..spec import with_article
+from .generators import put_python
 
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
@@ -91,14 +91,6 @@ class _Generator(NamedTuple):
 
 
 # --- on the host ---------------------------------------------------------------------------------------------
-
-
-def _put_python(state: Any) -> None:
-    version, internal, gauss = state
-    # setstate accepts anything here, and gauss() fails later.
-    if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
-    random.setstate((version, tuple(internal), gauss))
 
 
 def _numpy() -> Any:
@@ -219,7 +211,7 @@ _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
 }
 
 _HOST: Final[Mapping[str, _Generator]] = {
-    **dict.fromkeys(("python", "random", "python_rng_state"), _Generator(random.getstate, _put_python)),
+    **dict.fromkeys(("python", "random", "python_rng_state"), _Generator(random.getstate, partial(put_python, random))),
     **dict.fromkeys(("numpy", "numpy_rng_state"), _Generator(_get_numpy, _put_numpy)),
     **dict.fromkeys(
         ("torch", "cpu", "torch_cpu_rng_state"),

@@ -81,10 +81,12 @@ def merge(
     With `groups`, only these top-level entries are merged. Raises UnknownChoiceError for the choice of a rank that
     has no such value, ValueError if the skeletons contradict themselves, and any error for a malformed skeleton.
     """
-    walk = _MergeWalk(num_tensors, frozenset(per_rank), choice, groups)
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:
-        return walk.as_it_is(*variants[0])
+        ((ranks, skeleton),) = variants
+        num_alike = min(num_tensors[rank] for rank in ranks)
+        return MergedSkeleton(skeleton, [dict.fromkeys(ranks, n) for n in range(num_alike)], None)
+    walk = _MergeWalk(num_tensors, frozenset(per_rank), choice, groups)
     node = walk.merge(variants, ())
     return MergedSkeleton(node, walk.tensors, walk.objects, walk.of_some, walk.names, walk.apart)
 
@@ -106,12 +108,6 @@ class _MergeWalk:
         self._per_rank, self._choice, self._groups = per_rank, choice, groups
         self._looks_for_names = bool(per_rank or choice.from_ranks)
         self._number: dict[tuple[int, int], int] = {}  # of a merged tensor, by rank and its number there
-
-    def as_it_is(self, ranks: tuple[int, ...], skeleton: Json) -> MergedSkeleton:
-        """The skeleton as it is, if all ranks have the same."""
-        num_tensors = min(self._num_tensors[rank] for rank in ranks)
-        tensors: list[Mapping[int, int]] = [dict.fromkeys(ranks, n) for n in range(num_tensors)]
-        return MergedSkeleton(skeleton, tensors, None)
 
     def merge(self, variants: Sequence[_Variant], path: Path) -> Json:
         if self._looks_for_names and path:

@@ -731,27 +731,16 @@ def _key_node(key: Any, path: Path) -> Json:
     """A dict key as a node. Raises UnsupportedStateError for a key that needs a pickle."""
     if type(key) is str:
         return scalar_node(key)
+    cause: NotPlainError | None = None
     try:
         node = hashable_node(key)
+        str(key)  # as in names of tensors, in decimal, of which Python writes some thousands of digits
+        return node
     except NotPlainError as error:
-        raise UnsupportedStateError(
-            f"{shown(path)}: a key of type {error.kind} cannot be stored; use a string or a number", path=shown(path)
-        ) from error
-    if not _has_text(key):
-        raise UnsupportedStateError(
-            f"{shown(path)}: a key with that many digits cannot be stored; use a string, or a smaller number",
-            path=shown(path),
-        )
-    return node
-
-
-def _has_text(key: Any) -> bool:
-    """True if Python writes a key in decimal, as in names of tensors: its limit is some thousands of digits."""
-    try:
-        str(key)
+        why, cause = f"a key of type {error.kind} cannot be stored; use a string or a number", error
     except ValueError:
-        return False
-    return True
+        why = "a key with that many digits cannot be stored; use a string, or a smaller number"
+    raise UnsupportedStateError(f"{shown(path)}: {why}", path=shown(path)) from cause
 
 
 def key_of(node: Json) -> Any:

@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ...errors import UnsupportedStateError
-from ..slicing.sharded import PLAIN_TYPES, InnerShard, is_dtensor, is_ordinary, is_sharded, shards_of
+from ..slicing.sharded import PLAIN_TYPES, InnerShard, is_dtensor, is_ordinary, is_sharded, refused, shards_of
 from .names import Path, shown
 from .plain import class_name
 
@@ -240,17 +239,14 @@ def _of_subclass(tensor: Any, name: str) -> tuple[Wrapper, dict[str, Any]]:
         parts = {inner: getattr(tensor, inner) for inner in names}
         wrapper = Wrapper(class_name(kind), kind, _numbers(tensor.shape), _numbers(tensor.stride()), context)
     except Exception as error:  # the user's own class may raise anything
-        raise UnsupportedStateError(
-            f"{name}: __tensor_flatten__ of {kind.__qualname__} failed ({type(error).__name__}: {error}); save the "
-            "plain tensors that it wraps; nothing was written",
-            path=name,
-        ) from error
+        why = f"__tensor_flatten__ of {kind.__qualname__} failed ({type(error).__name__}: {error})"
+        raise refused(name, f"{why}; save the plain tensors that it wraps") from error
     for inner, part in parts.items():
         if not isinstance(inner, str) or not isinstance(part, torch.Tensor):
-            raise UnsupportedStateError(
-                f"{name}: __tensor_flatten__ of {kind.__qualname__} names {inner!r:.50}, which is not a tensor but "
-                f"{type(part).__qualname__}; save the plain tensors that it wraps; nothing was written",
-                path=name,
+            raise refused(
+                name,
+                f"__tensor_flatten__ of {kind.__qualname__} names {inner!r:.50}, which is not a tensor but "
+                f"{type(part).__qualname__}; save the plain tensors that it wraps",
             )
     return wrapper, parts
 

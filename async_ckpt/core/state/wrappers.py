@@ -16,12 +16,14 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ..slicing.sharded import as_declared, declare_like, is_declared, is_sharded
 from .captured import SnapshotView, has_dtensors
+from .optimizers import is_plain_optimizer
 from .plain import fields_of, is_record
 from .plain import method_of as method_of
 
@@ -45,7 +47,7 @@ class PlainNames:
     """The names of one module's parts without its wrappers. False if there are no wrappers."""
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self._classes: dict[type, str | None] = {}
+        self._attribute = cache(_attribute_of)
         self._open: set[int] = set()  # modules between the root and here
         self._inner: dict[str, list[str]] = {}  # by plain name: the attributes of the wrappers around it
         self._modules: dict[str, str] = {}
@@ -89,11 +91,6 @@ class PlainNames:
                 self._inner.setdefault(at, []).append(name)
             self._walk(child, at if name == attribute else _joined(at, name))
         self._open.discard(id(module))
-
-    def _attribute(self, cls: type) -> str | None:
-        if cls not in self._classes:
-            self._classes[cls] = _attribute_of(cls)
-        return self._classes[cls]
 
     def _without_wrappers(self, parts: list[str]) -> str:
         at, left = "", deque(parts)
@@ -359,7 +356,7 @@ SEQUENCES: Final = list | tuple | deque
 
 
 class StateDictCache:
-    """State dicts, each of which is taken once: taking one may be a collective, or take minutes."""
+    """State dicts, each of which is taken once: taking one may be a collective, as under FSDP1, or take minutes."""
 
     def __init__(self) -> None:
         # By the id of the object, which is kept alive so that no other object gets its id.
@@ -368,11 +365,33 @@ class StateDictCache:
     def of(self, value: Any) -> Any:
         """The state dict of an object. Raises the error of its `state_dict()`."""
         if id(value) not in self._taken:
-            self._taken[id(value)] = (value, *_take(value))
+            try:
+                self._taken[id(value)] = value, state_dict_of(value), None
+            except Exception as error:
+                self._taken[id(value)] = value, None, error
         _, state, error = self._taken[id(value)]
         if error is not None:
             raise error
         return state
+
+    def take_all(self, state: Any) -> None:
+        """Take the state dicts of all objects in a state, in their order there. Errors are kept for `of`.
+
+        A single process takes only those that it needs. Several ranks take all of them before anything else, in the
+        same order on every rank, whatever is committed.
+        """
+        self._take_all(state, set())
+
+    def _take_all(self, value: Any, seen: set[int]) -> None:
+        if id(value) in seen or isinstance(value, torch.Tensor | type):
+            return
+        seen.add(id(value))
+        if None in (method_of(value, "load_state_dict"), method_of(value, "state_dict")):
+            for item in items_of(value):
+                self._take_all(item, seen)
+        elif not is_plain_optimizer(value):
+            with suppress(Exception):
+                self.of(value)
 
     def is_spread(self, state: Any) -> bool:
         """True if other ranks hold parts of tensors of this state. Errors of state dicts are kept for `of`."""
@@ -411,10 +430,3 @@ def _parameters_of(value: Any) -> Iterable[Any]:
     if isinstance(value, torch.optim.Optimizer):
         return (parameter for group in value.param_groups for parameter in group["params"])
     return ()
-
-
-def _take(value: Any) -> tuple[Any, Exception | None]:
-    try:
-        return state_dict_of(value), None
-    except Exception as error:
-        return None, error

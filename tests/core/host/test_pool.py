@@ -19,8 +19,7 @@ from async_ckpt.core.host import limits as host
 from async_ckpt.core.host import threads
 from async_ckpt.core.host.limits import free_memory_bytes
 from async_ckpt.core.host.loop import Loop
-from async_ckpt.core.host.memory import HostBuffer
-from async_ckpt.core.host.numa import _node_at, prefer_node
+from async_ckpt.core.host.memory import HostBuffer, _node_at, prefer_node
 from async_ckpt.core.host.pool import MIN_SEGMENTS, SegmentPool
 from async_ckpt.core.host.threads import Crew
 
@@ -371,7 +370,7 @@ def test_a_crew_keeps_nothing_of_a_task_that_has_ended(crew):
 
 def test_running_all_begins_nothing_when_a_thread_cannot_be_had(crew, monkeypatch):
     start, done = threading.Thread.start, []
-    monkeypatch.setattr(threads, "_reserve", threads._Reserve())  # empty, as on most versions of Python
+    monkeypatch.setattr(threads, "_reserve", threads.Crew("reserve", 1))  # empty, as on most versions of Python
 
     def scarce(thread):
         if thread.name.endswith("-3"):

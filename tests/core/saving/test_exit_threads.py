@@ -24,7 +24,7 @@ from states import open_run, state_at
 
 root = sys.argv[1]
 go = hold_writes()
-threads._reserve.fill(threads._NUM_RESERVED)
+threads._reserve.run_all(())
 
 def exits():
     def start(thread):
@@ -71,19 +71,20 @@ def no_thread(thread):
 
 
 def until_idle(reserve):
-    until(lambda: reserve._num_idle == 1)
+    until(lambda: not reserve._num_waiting)
 
 
 def test_the_reserve_is_filled_by_those_pythons_only():
     threads.prepare_for_exit()
 
-    assert (threads._reserve._num_started > 0) == ((3, 12, 0) <= sys.version_info < (3, 12, 2))
+    assert (threads._reserve._num_threads > 0) == ((3, 12, 0) <= sys.version_info < (3, 12, 2))
 
 
 def test_a_thread_of_the_reserve_does_what_another_would_have_done(monkeypatch):
-    reserve = threads._Reserve()
+    reserve = threads.Crew("reserve", 1)
     monkeypatch.setattr(threads, "_reserve", reserve)
-    reserve.fill(1)
+    reserve.run_all(())
+    until_idle(reserve)
     monkeypatch.setattr(threads.LibraryThread, "start", no_thread)
     names, told = [], []
     monkeypatch.setattr(threading, "excepthook", told.append)

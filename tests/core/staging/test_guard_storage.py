@@ -77,7 +77,7 @@ class Staged:
             source,
             slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),
             self,
-            StagingHost(SegmentPool(SEGMENT, max_bytes=64 * SEGMENT), self.crew, monotonic),
+            StagingHost(SegmentPool(SEGMENT, max_bytes=64 * SEGMENT), self.crew.submit, monotonic),
             optimizers=[optimizer],
         )
         self.snapshot.begin()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import with_budget
 from racing import Call, HeldCrew
 from states import MIB, bits_of
 
@@ -290,8 +291,8 @@ def test_copies_of_many_sizes_keep_no_more_than_twice_what_was_needed_at_one_tim
     assert repr(memory) == "<BufferPool 0 bytes lent, 0 buffers idle>"
 
 
-def test_the_next_copy_waits_while_the_budget_is_used_up(crew):
-    memory = BufferPool(10_000)
+def test_the_next_copy_waits_while_the_budget_is_used_up(crew, monkeypatch):
+    memory = with_budget(monkeypatch, 10_000)
 
     def begin(length: int) -> HostCopy:
         return HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
@@ -305,8 +306,8 @@ def test_the_next_copy_waits_while_the_budget_is_used_up(crew):
     second.release()
 
 
-def test_one_copy_alone_may_exceed_the_budget(crew):
-    memory = BufferPool(100)
+def test_one_copy_alone_may_exceed_the_budget(crew, monkeypatch):
+    memory = with_budget(monkeypatch, 100)
     for _ in range(2):
         made = HostCopy([torch.ones(1000)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
         made.release()
@@ -315,8 +316,8 @@ def test_one_copy_alone_may_exceed_the_budget(crew):
     assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
-def test_a_budget_is_kept_by_giving_up_what_is_idle(crew):
-    memory = BufferPool(10_000)
+def test_a_budget_is_kept_by_giving_up_what_is_idle(crew, monkeypatch):
+    memory = with_budget(monkeypatch, 10_000)
     for length in (1000, 2400):
         made = HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
         made.release()
@@ -325,8 +326,8 @@ def test_a_budget_is_kept_by_giving_up_what_is_idle(crew):
     assert memory._idle_bytes() <= 10_000
 
 
-def test_whoever_works_on_a_copy_never_waits_for_it(crew):
-    memory = BufferPool(100)
+def test_whoever_works_on_a_copy_never_waits_for_it(crew, monkeypatch):
+    memory = with_budget(monkeypatch, 100)
     ended = threading.Event()
     made = []
 

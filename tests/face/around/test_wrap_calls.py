@@ -23,6 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint
+from budgets import with_budget
 from racing import Call, Thrown
 from states import MIB
 from wrapped import loaded, names, records, save_text
@@ -606,8 +607,7 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    small = async_ckpt.core.staging.host_copy.BufferPool(1000)
-    monkeypatch.setattr(default, "_host_memory", small)
+    monkeypatch.setattr(default, "_host_memory", with_budget(monkeypatch, 1000))
     inner = wrap(torch.save)
     handles = []
 

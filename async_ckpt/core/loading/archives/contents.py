@@ -351,8 +351,9 @@ class Contents:
         self.sources(number)
         indexed = self.index.tensors[number]
         tensor = torch.empty(indexed.shape, dtype=self.dtype(number), device=device)
-        if is_host(device):
-            _ask_for_huge_pages(tensor)
+        if is_host(device) and tensor.nbytes >= BLOCK_BYTES:
+            # The kernel would take longer to provide small pages than we to fill them.
+            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
 
@@ -391,13 +392,6 @@ class Part(NamedTuple):
     def keeps_empty(self) -> bool:
         """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""
         return self.archive.keeps_empty and (self.manifest is None or DCP_RECORD not in self.manifest.record)
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Request huge pages for new memory: the kernel would take longer to provide small pages than we to fill them."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes >= BLOCK_BYTES:
-        advise_huge_pages(tensor.data_ptr(), num_bytes)
 
 
 def _path_filter(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:

@@ -104,9 +104,7 @@ class StepArchives(Opener):
         self._opened: dict[int, OpenArchive] = {}
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
-        self._layout: StepLayout | None = None
         self._located: tuple[set[str], ShardLocator] | None = None  # by the tied tensors of the open archives
-        self._has_looked = False
 
     def part(self) -> Part:
         """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
@@ -129,7 +127,7 @@ class StepArchives(Opener):
 
     @property
     def items(self) -> Sequence[StepItem]:
-        layout = self._find_layout() if self.named.is_shared_out else None
+        layout = self._layout if self.named.is_shared_out else None
         return layout.items if layout else ()
 
     @property
@@ -167,12 +165,6 @@ class StepArchives(Opener):
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
-    @property
-    def _preferred(self) -> float:
-        """The position in the world, from 0 to 1, of the rank among equals that probably has the wanted tensors."""
-        rank, size = self._readers.ranks or (0, 1)
-        return rank / size
-
     def _initial_ranks(self) -> Collection[int]:
         size = len(self.named.archives)
         everybody = range(size)
@@ -190,7 +182,10 @@ class StepArchives(Opener):
     def _representatives(self) -> Collection[int]:
         """Ranks whose archives together have all names."""
         locator = self._locator()
-        return range(len(self.named.archives)) if locator is None else locator.representatives(self._preferred)
+        if locator is None:
+            return range(len(self.named.archives))
+        rank, size = self._readers.ranks or (0, 1)
+        return locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
 
     def _naming_ranks(self) -> Collection[int]:
         """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
@@ -206,7 +201,7 @@ class StepArchives(Opener):
 
     def _locator(self) -> ShardLocator | None:
         """The locator for the layout and the archives that are open now; None without a layout."""
-        layout = self._find_layout()
+        layout = self._layout
         if layout is None:
             return None
         aliases = self._aliases()
@@ -214,14 +209,12 @@ class StepArchives(Opener):
             self._located = aliases, ShardLocator(layout, aliases)
         return self._located[1]
 
-    def _find_layout(self) -> StepLayout | None:
+    @functools.cached_property
+    def _layout(self) -> StepLayout | None:
         """The layout, which is looked for once; None if it is missing, damaged, or does not fit."""
-        if not self._has_looked:
-            layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
-            ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
-            self._layout = layout if ranks == list(range(len(self.named.archives))) else None
-            self._has_looked = True
-        return self._layout
+        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
+        ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
+        return layout if ranks == list(range(len(self.named.archives))) else None
 
     def _aliases(self) -> set[str]:
         return {
@@ -240,15 +233,7 @@ class StepArchives(Opener):
         def open_one(rank: int) -> None:
             path, entry = self.named.archives[rank]
             try:
-                opened[rank] = open_archive(
-                    self.named.storage,
-                    path,
-                    entry,
-                    self._verify,
-                    self._stack,
-                    self.named.named_by,
-                    self.named.holders,
-                )
+                opened[rank] = self._opened_at(self.named.storage, path, entry)
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     first, more = ", ".join(names[:_MANY]), len(names) - _MANY
@@ -277,16 +262,12 @@ class StepArchives(Opener):
             if known is None:
                 path = self.named.storage.locate(self.named.folder)
                 raise CorruptCheckpointError(f"{path}: its manifest does not name {folder}/{name}", path=path)
-            self._lenders[folder, name] = open_archive(
-                known[0],
-                f"{folder}/{name}",
-                known[1],
-                self._verify,
-                self._stack,
-                self.named.named_by,
-                self.named.holders,
-            )
+            self._lenders[folder, name] = self._opened_at(known[0], f"{folder}/{name}", known[1])
         return self._lenders[folder, name]
+
+    def _opened_at(self, storage: Storage, path: str, entry: Archive) -> OpenArchive:
+        named = self.named
+        return open_archive(storage, path, entry, self._verify, self._stack, named.named_by, named.holders)
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""
@@ -357,7 +338,7 @@ def open_archive(
     verify: bool,
     stack: contextlib.ExitStack,
     named_by: int,
-    holders: Holders | None = None,
+    holders: Holders | None,
 ) -> OpenArchive:
     """An archive that the manifest of step `named_by` names; with `holders`, from the first place where it is sound.
 

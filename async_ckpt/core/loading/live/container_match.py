@@ -9,6 +9,7 @@ which come and go, are exchanged.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
@@ -23,7 +24,7 @@ from ...slicing.slices import Ints
 from ...spec import with_article
 from ...state.generators import SavedGenerator, copy_state, is_generator
 from ...state.megatron_tensors import keys_below
-from ...state.names import Path, Selector, dotted
+from ...state.names import Path, Selector, dotted, shown
 from ...state.per_rank import ListItems
 from ...state.plain import (
     SCALARS,
@@ -37,7 +38,7 @@ from ...state.plain import (
     method_of,
 )
 from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
-from ...state.wrappers import SEQUENCES
+from ...state.wrappers import SEQUENCES, StateDictCache
 from ..archives.contents import Contents
 from ..fill import Wanted
 from .containers import (
@@ -59,8 +60,6 @@ from .containers import (
     set_change,
 )
 from .differences import Differences
-from .filled_objects import FilledObjects
-from .state_dicts import LiveStateDicts
 
 HOW_TO_MAKE_ONE: Final = (
     "nothing here can be filled: give its class in types=, or make it first, as an optimizer does in its first step"
@@ -75,7 +74,7 @@ class ContainerMatch:
         archive: Contents,
         objects: list[Any],
         chosen: Selector | None,
-        state_dicts: LiveStateDicts,
+        state_dicts: StateDictCache,
         *,
         keeps_empty: bool,
         goes_back: bool,
@@ -92,7 +91,7 @@ class ContainerMatch:
         self._keeps_empty, self._goes_back = keeps_empty, goes_back
         self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
         self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
-        self._filled = FilledObjects(archive, objects)
+        self._filled = _FilledObjects(archive, objects)
         self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
@@ -499,6 +498,50 @@ class ContainerMatch:
         else:
             kind = (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
+
+
+class _FilledObjects:
+    """The live objects that one walk fills, each once: one that is at two places of the state has one value.
+
+    `objects` are the unpickled ones of the archive.
+    """
+
+    def __init__(self, archive: Contents, objects: Sequence[Any]) -> None:
+        self._archive, self._objects = archive, objects
+        self._seen: dict[int, tuple[Any, Any, Path]] = {}  # by id; keeps the objects, so that no id is used twice
+
+    def why_not(self, live: Any, saved: Any, path: Path) -> str | None:
+        """The reason why an object cannot be filled at this place; None if nothing else fills it."""
+        _, before, first = self._seen.setdefault(id(live), (live, saved, path))
+        if first == path or self._are_alike(before, saved):
+            return None
+        return f"is the same object as {shown(first)} here, and has another value in the checkpoint"
+
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        """True if two saved values are the same."""
+        if isinstance(one, StoredLeaf) and isinstance(other, StoredLeaf):
+            return self._are_leaves_alike(one, other)
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, SavedRecord):
+            return self._are_alike(one.fields, other.fields)
+        if isinstance(one, InnerTensors) and one.facts != other.facts:
+            return False
+        if isinstance(one, dict):
+            return list(one) == list(other) and all(self._are_alike(one[key], other[key]) for key in one)
+        if isinstance(one, list | tuple | deque):
+            return len(one) == len(other) and all(map(self._are_alike, one, other))
+        return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
+
+    def _are_leaves_alike(self, one: StoredLeaf, other: StoredLeaf) -> bool:
+        if (one.kind, one.descr, one.shape) != (other.kind, other.descr, other.shape):
+            return False
+        if one.kind == "object":
+            return are_same_objects(self._objects[one.number], self._objects[other.number])
+        first, second = self._archive.primary(one.number), self._archive.primary(other.number)
+        if first == second:
+            return True
+        return one.kind != "tensor" and self._archive.content(first) == self._archive.content(second)
 
 
 def _emptied(value: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ...state.optimizers import has_own
 from ...state.plain import is_record
 from ...state.wrapped import plain_parts
 from ...state.wrappers import SEQUENCES
@@ -46,30 +45,22 @@ def _is_fully_shard_hook(hook: Any) -> bool:
     return module.startswith("torch.distributed.fsdp._fully_shard")
 
 
-def is_plain_optimizer(live: Any) -> bool:
-    """True for torch's optimizers, and for those that save and load like them."""
-    if not isinstance(live, torch.optim.Optimizer):
-        return False
-    if any(has_own(live, method) for method in ("state_dict", "load_state_dict")):
-        return False
-    hooks = (
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-        "_optimizer_state_dict_post_hooks",
-    )
-    return not any(getattr(live, name, None) for name in hooks)
-
-
 def is_optimizer_state(saved: Any) -> bool:
     """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
-    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
-        return False
-    groups = saved.get("param_groups")
+    return has_groups(saved, of=int) and "state" in saved
+
+
+def has_groups(saved: Any, *, of: type) -> bool:
+    """True for a state with groups of parameters, which are known by values of this type, and a dict for each that has
+    state.
+    """
+    groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
     return (
         isinstance(groups, list)
+        and isinstance(states, dict)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-        and all(type(number) is int for group in groups for number in group["params"])
-        and all(isinstance(state, dict) for state in saved["state"].values())
+        and all(type(one) is of for group in groups for one in group["params"])
+        and all(isinstance(state, dict) for state in states.values())
     )
 
 

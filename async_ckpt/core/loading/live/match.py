@@ -36,7 +36,7 @@ from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.megatron_tensors import name_of
 from ...state.names import Path, Selector, dtype_name, printable, shown
-from ...state.optimizers import is_optimizer
+from ...state.optimizers import is_optimizer, is_plain_optimizer
 from ...state.plain import SCALARS, method_of
 from ...state.tree import (
     LOADER,
@@ -51,20 +51,20 @@ from ...state.tree import (
     replaced,
 )
 from ...state.wrapped import Wrapper, is_sparse_layout, plain_parts, taken_apart
-from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
+from ...state.wrappers import (
+    PlainNames,
+    StateDictCache,
+    live_metadata,
+    may_be_wrapped,
+    names_of_parameters,
+    paired,
+)
 from ..archives.contents import Contents
 from .container_match import HOW_TO_MAKE_ONE, ContainerMatch
 from .containers import is_plain
-from .kinds import (
-    is_on_device,
-    is_optimizer_state,
-    is_plain_module,
-    is_plain_optimizer,
-    state_of_parameter,
-)
+from .kinds import is_on_device, is_optimizer_state, is_plain_module, state_of_parameter
 from .optimizer_forms import OptimizerConverter, another_kind
 from .optimizer_kinds import has_shape_of_parameter
-from .state_dicts import LiveStateDicts
 
 
 class Match(ContainerMatch):
@@ -79,7 +79,7 @@ class Match(ContainerMatch):
         archive: Contents,
         objects: list[Any],
         chosen: Selector | None,
-        state_dicts: LiveStateDicts,
+        state_dicts: StateDictCache,
         root: Any,
         **options: bool,
     ) -> None:
@@ -192,7 +192,7 @@ class Match(ContainerMatch):
         state = with_room(state) if are_spread or are_wrapped else None
         return state if isinstance(state, dict) and (are_wrapped or has_shards(state)) else None
 
-    def _copied(self, live: torch.Tensor, saved: torch.Tensor, path: Path) -> Any:
+    def _copied(self, live: Any, saved: Any, path: Path) -> Any:
         """Match a live tensor with one in a pickled container."""
         if (live.shape, live.dtype) != (saved.shape, saved.dtype) or why_not(live) or _is_expanded(live):
             self.differences.add(
@@ -201,7 +201,7 @@ class Match(ContainerMatch):
                 "in the checkpoint",
             )
         else:
-            self.actions.append(functools.partial(_copy, live, saved))
+            self.actions.append(lambda: live.copy_(saved))
         return live
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
@@ -476,7 +476,3 @@ def _overlaps(
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _copy(live: torch.Tensor, saved: torch.Tensor) -> None:
-    live.copy_(saved)

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ...state.optimizers import groups_of, has_own, names_in, parts_of
+from ...state.optimizers import groups_of, has_own, is_plain_optimizer, names_in, parts_of
 from ...state.wrappers import by_bare_name, same_but_wrapped
-from .kinds import is_optimizer_state, is_plain_optimizer, state_of_parameter
+from .kinds import has_groups, is_optimizer_state, state_of_parameter
 from .optimizer_kinds import SavedParameters, has_one_state, kind_difference
 
 _STATE: Final = "state."
@@ -169,28 +169,17 @@ class OptimizerConverter:
         """A numbered state by the names that the optimizer's own state uses."""
         groups = saved["param_groups"]
         own = {*_by_name(self._own).group_of}
-        given = [group.get("param_names", ()) for group in groups]
-        names = [list(names) for names in given]
-        if [len(group_names) for group_names in names] != _sizes(groups) or own != {
-            name for group_names in names for name in group_names
-        }:
+        names = [[*group.get("param_names", ())] for group in groups]
+        if [*map(len, names)] != _sizes(groups) or own != {*chain(*names)}:
             live = self._groups()
             if list(map(len, live)) != _sizes(groups):
                 raise ValueError(
                     f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
                 )
             known = self.known_names()
-            names = [
-                [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names] for group_names in live
-            ]
-        _refuse_twice([name for group_names in names for name in group_names])
-        pairs = [
-            (number, name, i)
-            for i, (group, own_names) in enumerate(zip(groups, names, strict=True))
-            for number, name in zip(group["params"], own_names, strict=True)
-        ]
-        states = {name: state_of_parameter(saved["state"], number) for number, name, _ in pairs}
-        return _ByName(states, {name: i for _, name, i in pairs}, list(map(_settings, groups)), is_flat=False)
+            names = [[_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group] for group in live]
+        _refuse_twice([*chain(*names)])
+        return _numbered(saved, names)
 
     def _own_groups(self) -> list[dict[str, Any]]:
         """The groups in the order in which the optimizer's own state dict numbers their parameters."""
@@ -209,16 +198,9 @@ class OptimizerConverter:
                 "has one state for all its parameters, in another order than here; pass the parameters in the order "
                 f"{', '.join(chain(*saved_names))!s:.200}"
             )
-        numbers, saved_numbers = count(), chain(*(group["params"] for group in groups))
-        number_of = dict(zip(chain(*saved_names), saved_numbers, strict=True))
-        by_name = _ByName(
-            {name: state_of_parameter(saved["state"], number) for name, number in number_of.items()},
-            {name: i for i, group_names in enumerate(saved_names) for name in group_names},
-            list(map(_settings, groups)),
-            is_flat=False,
-        )
+        numbers = count()
         ids = [[(next(numbers), saved_name[name]) for name in group_names] for group_names in names]
-        ordered = _group(by_name, ids, lambda _: False, self._live_settings())
+        ordered = _group(_numbered(saved, saved_names), ids, lambda _: False, self._live_settings())
         for group, pairs in zip(ordered["param_groups"], ids, strict=True):
             group["param_names"] = [name for _, name in pairs]
         return {**saved, **ordered}
@@ -248,13 +230,10 @@ class OptimizerConverter:
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
         """Each parameter with the dict of the own state that holds its entries, and its saved entries."""
-        if not (isinstance(state, dict) and form_of(saved) is self.form):
+        if self.form is Form.OTHER or not (isinstance(state, dict) and form_of(saved) is self.form):
             return
         if self.form is Form.NUMBERED:
-            numbered = enumerate(parameter for group in self._groups() for parameter in group)
-            parameters: dict[Any, torch.Tensor] = dict(numbered)
-        elif self.form is Form.OTHER:
-            return
+            parameters: dict[Any, torch.Tensor] = dict(enumerate(chain(*self._groups())))
         else:
             known, names = self.known_names(), {*_by_name(saved).group_of}
             parameters = {}
@@ -470,15 +449,7 @@ def _copy(state: Any) -> Any:
 
 
 def _is_nested(saved: Any) -> bool:
-    groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if not isinstance(groups, list) or not isinstance(saved.get("state", {}), dict):
-        return False
-    params = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    if not all(isinstance(own, list) for own in params):
-        return False
-    names = [name for own in params for name in own or ()]
-    states = saved.get("state", {}).values()
-    return bool(names) and all(type(name) is str for name in names) and all(isinstance(state, dict) for state in states)
+    return has_groups(saved, of=str) and any(group["params"] for group in saved["param_groups"])
 
 
 def _is_flat(saved: Any) -> bool:
@@ -493,6 +464,15 @@ def _nested(saved: Mapping[str, Any]) -> _ByName:
     groups = saved["param_groups"]
     group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
     return _ByName(saved.get("state", {}), group_of, list(map(_settings, groups)), is_flat=False)
+
+
+def _numbered(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> _ByName:
+    """A state by numbers, by these names of the parameters of each group, which all differ."""
+    groups = saved["param_groups"]
+    group_of = {name: i for i, own in enumerate(names) for name in own}
+    numbers = chain(*(group["params"] for group in groups))
+    states = {name: state_of_parameter(saved["state"], n) for name, n in zip(group_of, numbers, strict=True)}
+    return _ByName(states, group_of, list(map(_settings, groups)), is_flat=False)
 
 
 def _flat(saved: Mapping[str, Any]) -> _ByName:
