@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import shutil
 import tempfile
 import warnings
 import zipfile
@@ -20,6 +21,7 @@ from ...core.storage.interface import Reader
 from ...core.storage.local import LocalReader
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError, UsageError
 from ..foreign.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
+from ..foreign.virtual_files import RangeFile
 from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
 
 _READ: Final = ("torch", "legacy torch", "torchscript")
@@ -74,11 +76,7 @@ def _as_local_file(reader: Reader, path: str) -> Iterator[str]:
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        memory = memoryview(bytearray(CHUNK_BYTES))
-        for begin in range(0, reader.num_bytes, CHUNK_BYTES):
-            piece = memory[: min(CHUNK_BYTES, reader.num_bytes - begin)]
-            reader.read_into(begin, piece)
-            file.write(piece)
+        shutil.copyfileobj(RangeFile(reader.read_into, reader.num_bytes), file, CHUNK_BYTES)
         file.flush()
         yield file.name
 
