@@ -140,7 +140,7 @@ def _write_values(folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: f
             wanted, make = value_of(name, entry, trust=trust)
             fill(planned([(entry.file, wanted)]))
             value = make()
-            folder.write(MetadataIndex(name), bytes(value) if name in blobs else pickled(value))
+            folder.add(MetadataIndex(name), bytes(value) if name in blobs else pickled(value))
 
 
 def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
@@ -164,7 +164,7 @@ def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadat
 def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
     fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
     for name, _, wanted in batch:
-        folder.save(MetadataIndex(name, wanted.offsets), wanted.into)
+        folder.add(MetadataIndex(name, wanted.offsets), wanted.into)
     batch.clear()
 
 
@@ -196,28 +196,17 @@ class _DcpFolder:
         self._out: Appender | None = None
         self._is_finished = False
 
-    def write(self, index: MetadataIndex, data: bytes) -> None:
-        begin = self._file().num_bytes
-        self._file().append(memoryview(data))
-        self._note(index, begin)
-
-    def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
-        begin = self._file().num_bytes
-        torch.save(tensor, AppenderFile(self._file()))  # type: ignore[arg-type]
-        self._note(index, begin)
-
-    def _note(self, index: MetadataIndex, begin: int) -> None:
-        out = self._file()
+    def add(self, index: MetadataIndex, item: bytes | torch.Tensor) -> None:
         name = _FILE.format(len(self._files))
+        out = self._out = self._out or Appender(self._storage, name, limit_bytes=2 * _FILE_BYTES)
+        begin = out.num_bytes
+        if isinstance(item, bytes):
+            out.append(memoryview(item))
+        else:
+            torch.save(item, AppenderFile(out))  # type: ignore[arg-type]
         self._storage_infos[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
         if out.num_bytes >= _FILE_BYTES:
             self._end_file()
-
-    def _file(self) -> Appender:
-        if self._out is None:
-            name = _FILE.format(len(self._files))
-            self._out = Appender(self._storage, name, limit_bytes=2 * _FILE_BYTES)
-        return self._out
 
     def _end_file(self) -> None:
         if self._out is not None:

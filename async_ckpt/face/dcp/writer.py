@@ -451,9 +451,8 @@ class _PlannedTensors:
         shape, pieces = self._pieces[id(value)]
         held = [(rectangle, part) for rectangle, part in pieces if rectangle.num_elements]
         rectangles = tuple(rectangle for rectangle, _ in held)
-        if rectangles in ((), (Rectangle.whole(shape),)):
-            return LocalShards(Slices(shape, rectangles), tuple(part for _, part in held))
-        return LocalShards(Slices(shape, rectangles, cuts=None), tuple(part for _, part in held))
+        is_plain = rectangles in ((), (Rectangle.whole(shape),))
+        return LocalShards(Slices(shape, rectangles, cuts=() if is_plain else None), tuple(part for _, part in held))
 
     def divided(self, state: dict[str, Any], rank: int, world_size: int) -> RankShare:
         slicer: Any = self
