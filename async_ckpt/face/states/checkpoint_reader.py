@@ -148,7 +148,7 @@ def _items_of_torch(file: TorchFile) -> Items:
         return Items(file.program, ())
     walk = ItemWalk()
     walk.add(file.state)
-    return walk.items()
+    return Items(walk.leaves, walk.containers)
 
 
 def _chosen(items: Items, select: Select, place: Place) -> Items:

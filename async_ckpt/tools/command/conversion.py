@@ -232,7 +232,7 @@ def _shards(
 ) -> list[hf_shards.Shard]:
     """The plan of the files. Raises Answer for what safetensors cannot hold."""
     refused = [
-        f"{states.shown_name(item)} ({why})"
+        f"{leaf_names.shown(item.path)} ({why})"
         for item in items.leaves
         if (why := _why_not(item, request.strip)) is not None
     ]
