@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import typer
 
@@ -48,9 +48,6 @@ class CopyRow:
     outcome: str
     error: str = ""
     name: str = ""  # of the checkpoint of a framework
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def show(
@@ -110,7 +107,7 @@ def _copy_checkpoints(
 def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
-        document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
+        document = {"source": source.shown, "target": target.shown, "steps": rows}
         print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
     else:
         _print(rows, target, num_bytes, seconds)

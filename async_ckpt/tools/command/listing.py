@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -79,9 +79,6 @@ class StepRow:
     places: list[int] = field(default_factory=list)
     durable: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "record": dict(self.record)}
-
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
@@ -101,9 +98,6 @@ class RunRow:
     best: tuple[float, int] | None = None
     broken: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
@@ -119,9 +113,6 @@ class VersionRow:
     marks: list[str]
     num_ranks: int = 1
     num_complete: int = 1
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def show(place: Place, *, with_all: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
@@ -495,7 +486,7 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
 
 def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
     if as_json:
-        print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in rows]})
+        print_json("versions", {"place": place.shown, "versions": rows})
         return
     print_table(
         ("version", "kind", "base", "size", "ranks", "marks"),
@@ -518,7 +509,7 @@ def _print_runs(
     place: Place, rows: Sequence[RunRow], unseen: Sequence[str], best: str | None, *, as_json: bool
 ) -> None:
     if as_json:
-        document = {"place": place.shown, "runs": [row.as_json() for row in rows], "not_looked_into": [*unseen]}
+        document = {"place": place.shown, "runs": rows, "not_looked_into": [*unseen]}
         print_json("runs", document)
         return
     now = timing.wall_time()
@@ -561,7 +552,7 @@ def _print_steps(
     as_json: bool,
 ) -> None:
     if as_json:
-        document: dict[str, Any] = {"place": place.shown, "steps": [row.as_json() for row in rows]}
+        document: dict[str, Any] = {"place": place.shown, "steps": rows}
         if spent:
             document["goodput"] = spent.as_dict()
         print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -182,7 +183,7 @@ def documents_in_lines() -> Iterator[None]:
 
 
 def print_json(kind: str, document: Mapping[str, Any]) -> None:
-    """One document, and nothing else. Numbers that JSON does not have are texts."""
+    """One document, and nothing else. A row is an object with its fields; numbers that JSON does not have are texts."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
     sys.stdout.write(as_json_text(told, indent=_indent) + "\n")
 
@@ -193,6 +194,8 @@ def as_json_text(value: Any, *, indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ read and after that, and only what was wrong both times is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -51,9 +51,6 @@ class SoundnessFault:
     cost: str = ""
     mend: str = ""
     tensors: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -127,7 +124,7 @@ def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
         is_beside = found.is_publication and len(every) > 1
         document["damaged_versions" if is_beside else "damaged"] = found.damaged
     document |= {
-        "faults": [fault.as_json() for fault in faults],
+        "faults": faults,
         "num_archives": sum(found.num_archives for found in every),
         "num_bytes": sum(found.num_bytes for found in every),
         "notes": [note for found in every for note in found.notes],

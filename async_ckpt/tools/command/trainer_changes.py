@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -65,9 +65,6 @@ class PruneRow:
     num_bytes: int | None
     deleted: bool
     name: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class ShownCheckpoints:
