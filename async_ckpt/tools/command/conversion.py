@@ -42,7 +42,7 @@ from ...plumbing import (
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
+from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress, some_of
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
 
@@ -115,8 +115,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
         _refuse_existing(request)
     num_bytes = _WRITERS[name](request)
     if others := state_files_of(request.source):
-        more = f" and {len(others) - _SHOWN_NAMES:,} more" if len(others) > _SHOWN_NAMES else ""
-        print_note(f"these files were not converted: {', '.join(others[:_SHOWN_NAMES])}{more}")
+        print_note(f"these files were not converted: {some_of(others, _SHOWN_NAMES)}")
     if as_json:
         print_json(
             "conversion",

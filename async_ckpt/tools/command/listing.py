@@ -34,6 +34,7 @@ from .screen import (
     print_text,
     short,
     shown_seconds,
+    some_of,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .where import place_below
@@ -45,7 +46,8 @@ _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+)
 _READERS: Final = 32
 # The beginnings of the marks of steps that cannot be loaded.
 _BROKEN: Final = ("broken", "its manifest is damaged")
-_SHOWN_UNSEEN: Final = 5
+# Of folders that were not looked into, and of broken steps.
+_SHOWN: Final = 5
 # A metric, which end of it is best, and how many.
 Best = tuple[str, Literal["min", "max"], int]
 # A run that has lasted so long has a line that says what its time went to.
@@ -525,21 +527,14 @@ def _print_runs(
                 "" if row.created is None else age(row.created, now),
                 in_table(row.num_bytes),
                 *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
-                _shown_steps(row.broken),
+                some_of([*map(str, row.broken)], _SHOWN),
             )
             for row in rows
         ),
         right=("steps", "latest", "age", "size", metric, "at step"),
     )
     if unseen:
-        shown = ", ".join(map(escaped, unseen[:_SHOWN_UNSEEN]))
-        more = f" and {len(unseen) - _SHOWN_UNSEEN:,} more" if len(unseen) > _SHOWN_UNSEEN else ""
-        print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
-
-
-def _shown_steps(steps: Sequence[int]) -> str:
-    more = f" and {len(steps) - _SHOWN_UNSEEN:,} more" if len(steps) > _SHOWN_UNSEEN else ""
-    return ", ".join(map(str, steps[:_SHOWN_UNSEEN])) + more
+        print_text(f"not looked into: {escaped(some_of(unseen, _SHOWN))}; list them by their own names", "dim")
 
 
 def _print_steps(

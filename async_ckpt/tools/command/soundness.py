@@ -32,7 +32,7 @@ from ...weights.publishing.version_checks import check_versions
 from .listing import checkpoints_of
 from .lookup import beside_versions, kind_of
 from .repair import damages_of
-from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
+from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress, some_of
 from .selection import ChosenRun, refuse_newer, runs_at
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
@@ -403,10 +403,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
 
 def _among(tensors: Sequence[str]) -> str:
     """Some names, and the number of the others; everything if none is known."""
-    if not tensors:
-        return "everything"
-    more = f" and {len(tensors) - _SHOWN_NAMES:,} more" if len(tensors) > _SHOWN_NAMES else ""
-    return ", ".join(tensors[:_SHOWN_NAMES]) + more
+    return some_of(tensors, _SHOWN_NAMES) or "everything"
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
