@@ -29,7 +29,7 @@ import torch
 
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
-from ...plumbing import bulk, disk, limits, places, reports, spec, threads, timing
+from ...plumbing import Reader, bulk, disk, limits, places, reports, spec, threads, timing
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
 from .where import place_below
 
@@ -369,7 +369,7 @@ def _drop_cache(path: Path) -> None:
             os.close(fd)
 
 
-class _Memory:
+class _Memory(Reader):
     """A reader whose bytes are those of one piece, again and again. One for each object that is written."""
 
     def __init__(self, piece: mmap.mmap, num_bytes: int) -> None:
@@ -382,13 +382,7 @@ class _Memory:
             piece[:] = self._piece[: len(piece)]
 
     def close(self) -> None:
-        pass
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        """Nothing is open."""
 
 
 def _plain(row: Measured) -> str:

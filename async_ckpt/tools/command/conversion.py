@@ -168,7 +168,7 @@ def _write_hf(request: ConversionRequest) -> int:
             model = hf_model.folder_of(request.config)
             missing = hf_model.missing_of(model, by_name)
         shards = _shards(request, items, by_name, max_bytes=1 << 62 if of_adapter else hf_shards.MAX_SHARD_BYTES)
-        with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
+        with _local_target(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
             for shard in shards:
                 with (written / (hf_model.ADAPTER if of_adapter else shard.name)).open("wb") as file:
@@ -295,7 +295,7 @@ def _write_step(request: ConversionRequest) -> int:
 
 def _write_torch(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
-        with _LocalTarget(request) as written, _refused_by("torch.save"):
+        with _local_target(request) as written, _refused_by("torch.save"):
             write_by_torch(_without_arrays(state), written)
             # Torch 2.5 does not tell.
             unsafe: list[str] = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])(written)
@@ -326,7 +326,7 @@ def _write_dcp(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
         if not isinstance(state, dict):
             raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is not a dict")
-        with _LocalTarget(request) as written, _refused_by("torch.distributed.checkpoint"):
+        with _local_target(request) as written, _refused_by("torch.distributed.checkpoint"):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
@@ -390,22 +390,15 @@ def _stripped(state: Any, prefix: str) -> Any:
 # --- destinations -------------------------------------------------------------------------------------------------
 
 
-class _LocalTarget:
+@contextlib.contextmanager
+def _local_target(request: ConversionRequest) -> Iterator[Path]:
     """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
-
-    def __init__(self, request: ConversionRequest) -> None:
-        self._target = urls.local_path(request.target.text)
-        self._scratch = scratches.Scratch(self._target.parent, self._target.name)
-
-    def __enter__(self) -> Path:
-        return self._scratch.folder / self._target.name
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._scratch:
-            if error is None:
-                written = self._scratch.folder / self._target.name
-                scratches.sync_all(written)
-                scratches.publish(written, self._target)
+    target = urls.local_path(request.target.text)
+    with scratches.Scratch(target.parent, target.name) as scratch:
+        written = scratch.folder / target.name
+        yield written
+        scratches.sync_all(written)
+        scratches.publish(written, target)
 
 
 def _refuse_existing(request: ConversionRequest) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import typer
 
@@ -69,10 +69,8 @@ def show(
             raise typer.Exit(NO)
         return
     is_remote = any(place.storage().remote for place, _ in targets)
-    with _Screen() if sys.stdout.isatty() and not as_json else nullcontext(None) as screen:
-        draw: Callable[[Sequence[RunStatus]], None] = (
-            _print_document if as_json else screen.draw if screen else partial(_print, end="\n\n")
-        )
+    printed = nullcontext(_print_document if as_json else partial(_print, end="\n\n"))
+    with _screen() if sys.stdout.isatty() and not as_json else printed as draw:
         while True:
             draw(statuses)
             num_requests = sum(status.num_requests for status in statuses)
@@ -122,27 +120,20 @@ def _print_document(statuses: Sequence[RunStatus], indent: int | None = None) ->
         print(as_json_text(document, indent=indent), flush=True)
 
 
-class _Screen:
-    """A terminal whose whole screen shows one status, until the block ends."""
+@contextmanager
+def _screen() -> Iterator[Callable[[Sequence[RunStatus]], None]]:
+    """A terminal whose whole screen shows what it is called with, until the block ends."""
+    from rich.live import Live
+    from rich.text import Text
 
-    def __init__(self) -> None:
-        from rich.live import Live
+    with Live(console=terminal(), screen=True, auto_refresh=False) as live:
 
-        self._live = Live(console=terminal(), screen=True, auto_refresh=False)
+        def draw(statuses: Sequence[RunStatus]) -> None:
+            width, height = terminal().size
+            lines = lines_of(statuses, width)[:height]
+            live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def __enter__(self) -> _Screen:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._live.__exit__(*raised)
-
-    def draw(self, statuses: Sequence[RunStatus]) -> None:
-        from rich.text import Text
-
-        width, height = terminal().size
-        lines = lines_of(statuses, width)[:height]
-        self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+        yield draw
 
 
 def lines_of(statuses: Sequence[RunStatus], width: int | None) -> list[str]:
