@@ -30,9 +30,9 @@ from ...core.state.per_rank import PerRank
 from ...core.state.tree import StoredLeaf
 from ...core.storage.place import Place
 from ...errors import UsageError
-from ..around.ranges import Range, read_ranges
+from ..around.ranges import Range, chunks_of, read_ranges
 from ..foreign.tensor_files import MissingShard, OpenSafetensors
-from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
+from .named_items import Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 
 T = TypeVar("T")
@@ -228,20 +228,14 @@ class TensorReader:
 
     def chunks(self, number: int) -> Iterator[torch.Tensor]:
         """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
-        dtype, total = self._archive.dtype(number), self._num_bytes(number)
         is_next = self._position[number] == self._last + 1
         self._last = self._position[number]
-        if number not in self._together and is_next and 0 < total <= _SMALL_BYTES:
+        if number not in self._together and is_next and 0 < self._num_bytes(number) <= _SMALL_BYTES:
             self._read_together(number)
         if number in self._together:
-            yield self._together[number].view(dtype)
-            return
-        step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
-        memory = torch.empty(min(step, total), dtype=torch.uint8)
-        for begin in range(0, total, step):
-            length = min(step, total - begin)
-            read_ranges([Range(self._archive, number, begin, length, 0)], memory)
-            yield memory[:length].view(dtype)
+            yield self._together[number].view(self._archive.dtype(number))
+        else:
+            yield from chunks_of(self._archive, number)
 
     def _read_together(self, first: int) -> None:
         """Read a small tensor, and the small ones that follow it, as many as have room."""
