@@ -7,7 +7,6 @@ Knows nothing of: what is done with them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
@@ -21,7 +20,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ...core.loading.archives.contents import Contents, Part
-from ...core.loading.archives.find import from_path, opened_as_file
+from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import Readers, selected_by
 from ...core.loading.load import LoadOptions, check_lent, check_select, state_of
 from ...core.spec import align_up
@@ -64,7 +63,7 @@ def with_items(
         KeyError: `select` selects nothing.
         ImportError: an object is of a package or class that is not there.
     """
-    with _torch_file(place, trust=trust) as file:
+    with torch_file(place, trust=trust) as file:
         if file is not None:
             return use(_chosen(_items_of_torch(file), select, place))
     readers = Readers(None, from_ranks, wants=selected_by(select))
@@ -85,7 +84,7 @@ def with_state(
     Tensors of a local file are views of it. Others are first written to files in the folder `scratch`, as large as
     they are, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
     """
-    with _torch_file(place, trust=trust, as_state=True) as of_torch:
+    with torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:
             if select is not None:
                 raise UsageError(
@@ -129,18 +128,6 @@ def _memory_in(fd: int, num_bytes: int) -> torch.Tensor:
 
 
 # --- files of torch.save ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
-    """The content of a file of torch; None for anything else."""
-    opened = opened_as_file(place)
-    if opened is None:
-        yield None
-        return
-    reader, path = opened
-    with reader, torch_file(reader, path, trust=trust, as_state=as_state) as file:
-        yield file
 
 
 def _items_of_torch(file: TorchFile) -> Items:
