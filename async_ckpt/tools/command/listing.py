@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...plumbing import Storage, reports, runs, threads, timing, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
-from .run_places import DURABLE, PlaceStatus, RunPlaces
+from .run_places import DURABLE, PlaceStatus, RunPlaces, run_at
 from .screen import (
     USAGE,
     Answer,
@@ -127,7 +127,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
     if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
-            _print_steps(place, steps_of(storage, names, clock=timing.wall_time), as_json=False)
+            _print_steps(place, steps_of(storage, names), as_json=False)
     elif kind == "runs":
         below = walk(place)
         _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
@@ -139,7 +139,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
         else:
             events = run_events.EventLog(storage, timing.wall_time).read()
             spent = run_events.goodput_of(events)
-            rows = steps_of(storage, names, clock=timing.wall_time, events=events, with_all=with_all, check=check)
+            rows = steps_of(storage, names, events=events, with_all=with_all, check=check)
             everywhere = RunPlaces(place)
             statuses = everywhere.look()
             rows = _with_places(rows, everywhere.places, statuses)
@@ -161,7 +161,6 @@ def steps_of(
     storage: Storage,
     names: list[str],
     *,
-    clock: timing.Clock,
     events: Sequence[run_events.Event] | None = None,
     with_all: bool = False,
     check: bool = False,
@@ -171,13 +170,12 @@ def steps_of(
     `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
-    events = run_events.EventLog(storage, clock).read() if events is None else events
+    events = run_events.EventLog(storage, timing.wall_time).read() if events is None else events
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
     for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
-        run = runs.Run(storage, clock=clock, step_format=step_format, tracker=None)
-        rows += _rows(run, names, saves, with_all=with_all, check=check)
+        rows += _rows(run_at(storage, step_format), names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
     if with_all:
         _add_failures(rows, events)
@@ -190,7 +188,7 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
     for place, status in zip(places, statuses, strict=True):
         if missing := {*status.steps} - known:
             storage = place.storage()
-            others = steps_of(storage, storage.names(""), clock=timing.wall_time)
+            others = steps_of(storage, storage.names(""))
             rows += [row for row in others if row.step in missing]
             known |= missing
     for row in rows:
@@ -262,7 +260,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         names = storage.names("")
         of_run = one.kind == "run"
         check = check or place.is_local  # a store has a request for each step
-        rows = steps_of(storage, names, clock=timing.wall_time, check=check) if of_run else checkpoints_of(place, names)
+        rows = steps_of(storage, names, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
@@ -415,8 +413,7 @@ def _marks_of(run: runs.Run) -> dict[int, str]:
 
 def _runs_at(storage: Storage) -> Iterator[runs.Run]:
     """The run at a place, once for each of its namings."""
-    for step_format in runs.formats_at(storage):
-        yield runs.Run(storage, clock=timing.wall_time, step_format=step_format, tracker=None)
+    return (run_at(storage, step_format) for step_format in runs.formats_at(storage))
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
