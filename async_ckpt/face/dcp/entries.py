@@ -21,8 +21,7 @@ from ...core.slicing.locator import StepItem
 from ...core.spec import with_article
 from ...core.state.names import Path, Select, selector, shown
 from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
-from .fqn import flattened, planner_data_of
-from .metadata import tensor_metadata
+from .metadata import flattened, planner_data_of, tensor_metadata
 
 
 class SavedItem(NamedTuple):

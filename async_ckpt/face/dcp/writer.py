@@ -49,8 +49,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...core.timing import wall_time
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
-from .fqn import metadata_to_keep, path_of
-from .metadata import layout_of
+from .metadata import layout_of, metadata_to_keep, path_of
 from .stager import PinnedStager
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
