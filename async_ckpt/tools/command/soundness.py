@@ -38,6 +38,8 @@ from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
 
 _SHOWN_NAMES: Final = 3
+# What something of a newer version costs, and the command for it.
+_NEWER: Final = ("it cannot be read here", "pip install --upgrade async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +261,7 @@ def _checks_of_files(
         folder, _, last = path.rpartition("/")
         if folder and last == runs.MANIFEST_NAME:
             parent = folder.rpartition("/")[0]
-            run = place_below(root, parent).storage() if parent else storage
-            step = finding.CommittedStep.at(storage, folder, partial(_same, run))
+            step = finding.CommittedStep.at(storage, folder, (place_below(root, parent) if parent else root).storage)
             yield storage.locate(folder), partial(verification.compare_step, step)
         elif folder and last == runs.OF_DCP and path not in digests:
             yield storage.locate(folder), partial(verification.compare_dcp, place_below(root, folder).storage())
@@ -284,10 +285,6 @@ def _raise(error: CheckpointError) -> NoReturn:
     raise error
 
 
-def _same(storage: Storage) -> Storage:
-    return storage
-
-
 def _compare_file(storage: Storage, path: str, verification: checking.Verification) -> tuple[str, ...]:
     with storage.open(path) as reader:
         return verification.compare_file(reader, storage.locate(path))
@@ -299,14 +296,10 @@ def _with_totals(found: Soundness, verification: checking.Verification) -> Sound
 
 
 def _fault_of_file(path: str, error: CheckpointError) -> SoundnessFault:
+    text, tensors = str(error).removeprefix(f"{path}: "), getattr(error, "tensors", ())
     if isinstance(error, FormatVersionError):
-        return SoundnessFault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
-    tensors = getattr(error, "tensors", ())
-    return SoundnessFault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
-
-
-def _without(path: str, error: CheckpointError) -> str:
-    return str(error).removeprefix(f"{path}: ")
+        return SoundnessFault(path, text, *_NEWER)
+    return SoundnessFault(path, text, _among(tensors), "fetch or save the file again", tensors)
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
@@ -389,7 +382,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
     subject, path = f"step {check.step}", getattr(check.error, "path", "")
     text = "; ".join([str(check.error), *getattr(check.error, "__notes__", ())])
     if isinstance(check.error, FormatVersionError):
-        found.faults.append(SoundnessFault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
+        found.faults.append(SoundnessFault(subject, text, *_NEWER))
         return
     tensors = getattr(check.error, "tensors", ())
     cost = _among(tensors) + f" of step {check.step}"
