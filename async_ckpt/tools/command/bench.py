@@ -101,7 +101,7 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
     advice = advice_for(rows, is_local=request.root.is_local)
     if as_json:
         document = {"place": request.root.shown, "num_bytes": request.num_bytes, "num_tensors": request.num_tensors}
-        found = {"num_rounds": len(rows[0].seconds), "rows": [row.as_json() for row in rows], "advice": advice}
+        found = {"num_rounds": len(rows[0].seconds), "rows": rows, "advice": advice}
         print_json("bench", document | found)
         return
     print_table(

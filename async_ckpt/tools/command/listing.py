@@ -547,7 +547,7 @@ def _print_steps(
         document: dict[str, Any] = {"place": place.shown, "steps": rows}
         if spent:
             document["goodput"] = spent.as_dict()
-        print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))
+        print_json("steps", document | ({"places": statuses} if statuses else {}))
         return
     now = timing.wall_time()
     counts = Counter(

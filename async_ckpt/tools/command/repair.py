@@ -62,8 +62,7 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
                     one.run.check_taken()
                 damage.mend()
     if as_json:
-        document = {"place": place.shown, "applied": apply, "damages": [one.as_json() for one in damages]}
-        print_json("repairs", document)
+        print_json("repairs", {"place": place.shown, "applied": apply, "damages": damages})
     else:
         if damages:
             print_table(("what", "is"), ((escaped(one.subject), escaped(one.text)) for one in damages))

@@ -182,20 +182,23 @@ def documents_in_lines() -> Iterator[None]:
         _indent = 1
 
 
-def print_json(kind: str, document: Mapping[str, Any]) -> None:
-    """One document, and nothing else. A row is an object with its fields; numbers that JSON does not have are texts."""
+def print_json(kind: str, document: Mapping[str, Any], *, in_line: bool = False) -> None:
+    """One document, and nothing else; `in_line` for one of a stream."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
-    sys.stdout.write(as_json_text(told, indent=_indent) + "\n")
+    print(as_json_text(told, indent=None if in_line else _indent), flush=True)
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON in ASCII, so that a terminal acts upon nothing in it."""
+    """A value as JSON in ASCII, so that a terminal acts upon nothing in it. A row is an object with its fields, or what
+    its `as_json` says; numbers that JSON does not have are texts.
+    """
     return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 
 
 def _finite(value: Any) -> Any:
     if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        own = getattr(value, "as_json", None)
+        value = own() if own else {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -25,14 +25,13 @@ from ....plumbing import events, reports, runs, timing
 from ..lookup import kind_of, nothing_at
 from ..run_places import durable_steps
 from ..screen import (
-    JSON_VERSION,
     NO,
     USAGE,
     Answer,
     age,
-    as_json_text,
     escaped,
     in_table,
+    print_json,
     shown_seconds,
     table_lines,
     terminal,
@@ -64,12 +63,12 @@ def show(
         watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, timing.wall_time, late_seconds))
     statuses = [watch.look() for watch in watches]
     if once:
-        _print_document(statuses, indent=1 if len(statuses) == 1 else None) if as_json else _print(statuses)
+        _print_documents(statuses, in_lines=len(statuses) > 1) if as_json else _print(statuses)
         if any(status.warnings for status in statuses):
             raise typer.Exit(NO)
         return
     is_remote = any(place.storage().remote for place, _ in targets)
-    printed = nullcontext(_print_document if as_json else partial(_print, end="\n\n"))
+    printed = nullcontext(_print_documents if as_json else partial(_print, end="\n\n"))
     with _screen() if sys.stdout.isatty() and not as_json else printed as draw:
         while True:
             draw(statuses)
@@ -114,10 +113,9 @@ def _print(statuses: Sequence[RunStatus], end: str = "\n") -> None:
     print("\n".join(lines_of(statuses, width)), end=end, flush=True)
 
 
-def _print_document(statuses: Sequence[RunStatus], indent: int | None = None) -> None:
+def _print_documents(statuses: Sequence[RunStatus], *, in_lines: bool = True) -> None:
     for status in statuses:
-        document = {"version": JSON_VERSION, "kind": "status", **status.as_json()}
-        print(as_json_text(document, indent=indent), flush=True)
+        print_json("status", status.as_json(), in_line=in_lines)
 
 
 @contextmanager
