@@ -165,9 +165,6 @@ class PartFile:
         self._stem = f"{_PART}-{name}-"
         self.name = f"{self._stem}rank_{rank:05d}.{os.urandom(4).hex()}.tar"
 
-    def target(self) -> FileTarget:
-        return FileTarget(self.storage, self.name)
-
     def delete(self, names: Sequence[str] = ()) -> None:
         """Delete this part, or all of these, and those of ranks that were killed a day ago or earlier. Blocks."""
         with contextlib.suppress(CheckpointError, OSError):
@@ -184,7 +181,7 @@ def begin_spread(
     try:
         tensors = _first_replicas(weights.tensors)
         state = {_KEY: tensors if held is None else FrozenTensors(held, tensors)}
-        part = slices_saver(world_of_group()).save(FileRequest(state, file.target(), guard=guard))
+        part = slices_saver(world_of_group()).save(FileRequest(state, FileTarget(file.storage, file.name), guard=guard))
         return SpreadExport(request, weights._replace(tensors={}), part, file, call, others).begin()
     except BaseException as error:
         call.fail(error)
