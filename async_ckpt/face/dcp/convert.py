@@ -27,15 +27,8 @@ from ...core.state.names import Select
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
 from ...core.storage.sequential import Appender, AppenderFile
-from .entries import (
-    SavedItem,
-    entries_of,
-    kept_metadata,
-    metadata_of,
-    readers_of_this_rank,
-    selected,
-    value_of,
-)
+from .entries import SavedItem, entries_of, kept_metadata, readers_of_this_rank, selected, value_of
+from .metadata import metadata_of
 
 # The bytes in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
@@ -126,7 +119,7 @@ def to_dcp(
     def write(parts: Sequence[Part]) -> None:
         with _DcpFolder(storage) as folder:
             entries = selected(entries_of(parts), select)
-            metadata = metadata_of(entries, kept := kept_metadata(parts))
+            metadata = metadata_of((entry.described for entry in entries.values()), kept := kept_metadata(parts))
             _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
             _write_tensors(folder, entries, metadata)
             folder.finish(metadata)

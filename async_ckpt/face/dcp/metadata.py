@@ -74,13 +74,6 @@ def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Jso
     return kept
 
 
-def planner_data_of(kept: Mapping[str, Json], paths: Mapping[str, Path]) -> Any:
-    """The planner's data, or those that it would make from these paths."""
-    if "planner_data" in kept:
-        return decode(kept["planner_data"])[0]
-    return dict(paths)
-
-
 def layout_of(metadata: Metadata, written: Mapping[int, Iterable[MetadataIndex]]) -> StepLayout:
     """The layout of a step, from what each rank has written.
 
@@ -111,20 +104,21 @@ def layout_of(metadata: Metadata, written: Mapping[int, Iterable[MetadataIndex]]
     return StepLayout(classes, structures, items=tuple(items.values()))
 
 
-def metadata_of_layout(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
-    """Torch's metadata of the items of a layout; every tensor is one chunk."""
+def metadata_of(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
+    """Torch's metadata of the items of a state; every tensor is one chunk."""
+    named = {".".join(map(str, item.path)): item for item in items}
     entries: dict[str, Any] = {}
-    paths = {".".join(map(str, item.path)): item.path for item in items}
-    for name, item in zip(paths, items, strict=True):
-        entries[name] = tensor_metadata(dtype_named(item.dtype), item.shape) if item.dtype else BytesStorageMetadata()
-    return Metadata(entries, planner_data=planner_data_of(kept, paths))
-
-
-def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:
-    """Torch's metadata of a tensor that is one chunk."""
-    size = torch.Size(shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+    for name, item in named.items():
+        size = torch.Size(item.shape)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        entries[name] = (
+            TensorStorageMetadata(TensorProperties(dtype=dtype_named(item.dtype)), size, [whole])
+            if item.dtype
+            else BytesStorageMetadata()
+        )
+    # Without data of a planner, those that it would make from the paths.
+    data = decode(kept["planner_data"])[0] if "planner_data" in kept else {name: named[name].path for name in named}
+    return Metadata(entries, planner_data=data)
 
 
 def _item(name: str, metadata: Metadata) -> StepItem:
