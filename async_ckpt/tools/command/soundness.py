@@ -334,7 +334,8 @@ def _of_run(place: Place) -> Soundness:
     storage, found = place.storage(), Soundness()
     chosen = runs_at(place)
     trackers, before = checking.trackers_in(storage), [*_faults_beside(place, chosen)]
-    with progress("verify", _num_bytes(chosen)) as advance:
+    total = sum(made.num_bytes for one in chosen for made in one.run.view().values() if made is not None)
+    with progress("verify", total) as advance:
         verification = checking.Verification(advance)
         for check in checking.checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
@@ -354,12 +355,6 @@ def _note_newest(found: Soundness) -> None:
     newest = max(found.sound, default=-1)
     if found.damaged and max(found.damaged) > newest:
         found.notes.append("no step is sound" if newest < 0 else f"the newest sound step is {newest}")
-
-
-def _num_bytes(chosen: Sequence[ChosenRun]) -> int:
-    """The bytes that the progress counts up to."""
-    views = (one.run.view().values() for one in chosen)
-    return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
 
 
 def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:

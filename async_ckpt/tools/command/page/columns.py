@@ -214,7 +214,11 @@ def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
             largest[group] = max(largest.get(group, 0), num_bytes)
     own = sorted(largest, key=lambda group: -largest[group])[:MAX_GROUPS]
     columns = {
-        f"group {number}": Column(_shortened(group), "bytes", [_group(one, group) for one in events])
+        f"group {number}": Column(
+            _shortened(group),
+            "bytes",
+            [one["groups"].get(group, 0) if one.get("groups") else None for one in events],
+        )
         for number, group in enumerate(own)
     }
     if len(largest) > len(own):
@@ -224,11 +228,6 @@ def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
         ]
         columns[f"group {len(own)}"] = Column(OTHER_GROUPS, "bytes", rest)
     return columns
-
-
-def _group(event: Mapping[str, Any], group: str) -> Value:
-    groups = event.get("groups")
-    return groups.get(group, 0) if groups else None
 
 
 def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
