@@ -284,9 +284,7 @@ def _step_of(target: Place) -> tuple[Place, Naming, int]:
 def _write_torch(request: ConversionRequest, state: Any) -> int:
     with _local_target(request) as written, _refused_by("torch.save"):
         write_by_torch(_without_arrays(state), written)
-        # Torch 2.5 does not tell.
-        unsafe: list[str] = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])(written)
-        if unsafe:
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(written):
             print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
         return written.stat().st_size
 
