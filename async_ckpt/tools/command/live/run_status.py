@@ -84,23 +84,17 @@ class RunStatus:
         return {**asdict(self), "places": [one.as_json() for one in self.places]}
 
 
-class TrainerWatch:
-    """The looks at the folder of a framework's trainer. `watch` creates it, and uses it on one thread.
+def look_at_trainer(place: Place, late_seconds: float | None = None) -> RunStatus:
+    """Look at the folder of a framework's trainer once. Raises StorageUnavailableError.
 
     A save under way has no name there yet, so it is not seen.
     """
-
-    def __init__(self, place: Place, clock: timing.Clock, late_seconds: float | None = None) -> None:
-        self._place, self._clock, self._late_seconds = place, clock, late_seconds
-
-    def look(self) -> RunStatus:
-        """Look at the folder once. Raises StorageUnavailableError."""
-        storage = self._place.storage()
-        rows = checkpoints_of(self._place, storage.names(""))
-        events = without_second_names(events_at(self._place))
-        newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
-        status = _status(self._place, self._clock(), newest, events, storage.free_bytes())
-        return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), self._late_seconds)
+    storage = place.storage()
+    rows = checkpoints_of(place, storage.names(""))
+    events = without_second_names(events_at(place))
+    newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
+    status = _status(place, timing.wall_time(), newest, events, storage.free_bytes())
+    return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), late_seconds)
 
 
 class RunWatch:

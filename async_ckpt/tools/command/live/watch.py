@@ -36,7 +36,7 @@ from ..screen import (
     table_lines,
     terminal,
 )
-from .run_status import RunStatus, RunWatch, TrainerWatch, failure_of
+from .run_status import RunStatus, RunWatch, failure_of, look_at_trainer
 
 _REQUESTS_PER_SECOND: Final = 2
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -57,11 +57,13 @@ def show(
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
     late_seconds = None if older is None else seconds_of(older)
-    watches: list[RunWatch | TrainerWatch] = []
+    looks: list[Callable[[], RunStatus]] = []
     for place, _ in targets:
-        kind = _kind_of_run(place, once=once)
-        watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, timing.wall_time, late_seconds))
-    statuses = [watch.look() for watch in watches]
+        if _kind_of_run(place, once=once) == "trainer":
+            looks.append(partial(look_at_trainer, place, late_seconds))
+        else:
+            looks.append(RunWatch(place, timing.wall_time, late_seconds).look)
+    statuses = [look() for look in looks]
     if once:
         _print_documents(statuses, in_lines=len(statuses) > 1) if as_json else _print(statuses)
         if any(status.warnings for status in statuses):
@@ -74,12 +76,12 @@ def show(
             draw(statuses)
             num_requests = sum(status.num_requests for status in statuses)
             timing.TIMEKEEPER.sleep(max(interval, num_requests / _REQUESTS_PER_SECOND if is_remote else 0))
-            statuses = [*map(_looked_again, watches, statuses)]
+            statuses = [*map(_looked_again, looks, statuses)]
 
 
-def _looked_again(watch: RunWatch | TrainerWatch, last: RunStatus) -> RunStatus:
+def _looked_again(look: Callable[[], RunStatus], last: RunStatus) -> RunStatus:
     try:
-        return watch.look()
+        return look()
     except StorageUnavailableError as error:
         return replace(last, warnings=(f"the storage does not answer: {error}",))
 
