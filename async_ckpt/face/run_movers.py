@@ -126,8 +126,8 @@ def _roots_of(told: TiersFile) -> Roots:
 class FollowedRoots(Roots):
     """The roots before one, and that one, for a process that brings their steps there.
 
-    It takes the place in the name of the start that has made them, so nobody is overtaken by it, and commits there count
-    as if the training had moved them.
+    It takes the place in the name of the start that has made them, so nobody is overtaken by it, and commits there
+    count as if the training had moved them.
     """
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:

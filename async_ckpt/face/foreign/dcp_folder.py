@@ -239,7 +239,7 @@ class OpenDcp(Contents):
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _cover(self, number: int) -> Sequence[tuple[int, Box]]:
-        """The chunks that make up a tensor, by their numbers, each with what to take of it. Raises CorruptCheckpointError
+        """The chunks that make up a tensor, by their numbers, with what to take of each. Raises CorruptCheckpointError
         for a gap.
         """
         tensor = self._tensors[number]

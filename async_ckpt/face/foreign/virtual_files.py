@@ -56,7 +56,7 @@ class JoinedFile(Reader):
 
 
 class RangeFile(io.RawIOBase):
-    """`num_bytes` bytes from offset `begin` on, as a raw file of their own. Whoever opened what they are in closes it."""
+    """`num_bytes` bytes from offset `begin` on, as a raw file. Whoever has opened what they lie in closes that."""
 
     def __init__(self, read_into: ReadInto, num_bytes: int, *, begin: int = 0) -> None:
         self._read_into, self._num_bytes, self._begin = read_into, num_bytes, begin
