@@ -70,9 +70,6 @@ class ShardReader(Reader):
                 place = address(target) + begin + at - offset
                 memmove(place, block.data_ptr(), block.numel())
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def view_of(flat: torch.Tensor) -> memoryview:
     """A view of a dense uint8 tensor's memory. The tensor must outlive it."""

@@ -136,6 +136,3 @@ class _Counted(Reader):
     def read_into(self, offset: int, target: memoryview) -> None:
         self._reader.read_into(offset, target)
         self._on_bytes(len(target))
-
-    def close(self) -> None:
-        """Nothing to do."""

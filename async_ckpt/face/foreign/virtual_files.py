@@ -25,9 +25,6 @@ class Zeros(Reader):
     def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
         target[:] = bytes(len(target))
 
-    def close(self) -> None:
-        """Do nothing: there is no file."""
-
 
 class JoinedFile(Reader):
     """Texts and files, one after the other, as one file. The files belong to whoever opened them."""
@@ -50,9 +47,6 @@ class JoinedFile(Reader):
             else:
                 piece.read_into(at, part)
             offset, target = offset + len(part), target[len(part) :]
-
-    def close(self) -> None:
-        """Do nothing: whoever opened the files closes them."""
 
 
 class RangeFile(io.RawIOBase):

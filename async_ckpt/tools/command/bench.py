@@ -381,9 +381,6 @@ class _Memory(Reader):
             piece = target[at : at + _PIECE_BYTES]
             piece[:] = self._piece[: len(piece)]
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def _plain(row: Measured) -> str:
     return row.name.partition(",")[0]
