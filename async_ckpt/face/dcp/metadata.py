@@ -109,13 +109,12 @@ def metadata_of(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
     named = {".".join(map(str, item.path)): item for item in items}
     entries: dict[str, Any] = {}
     for name, item in named.items():
-        size = torch.Size(item.shape)
+        if not item.dtype:
+            entries[name] = BytesStorageMetadata()
+            continue
+        size, properties = torch.Size(item.shape), TensorProperties(dtype=dtype_named(item.dtype))
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        entries[name] = (
-            TensorStorageMetadata(TensorProperties(dtype=dtype_named(item.dtype)), size, [whole])
-            if item.dtype
-            else BytesStorageMetadata()
-        )
+        entries[name] = TensorStorageMetadata(properties, size, [whole])
     # Without data of a planner, those that it would make from the paths.
     data = decode(kept["planner_data"])[0] if "planner_data" in kept else {name: named[name].path for name in named}
     return Metadata(entries, planner_data=data)
