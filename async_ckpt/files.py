@@ -335,10 +335,8 @@ def _checked_names(names: Iterable[str]) -> list[str]:
     return wanted
 
 
-@contextlib.contextmanager
-def _scratch() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="async_ckpt-") as folder:
-        yield folder
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="async_ckpt-")
 
 
 def _fetch(storage: Storage, name: str, sizes: Mapping[str, int], folder: str | Path) -> None:

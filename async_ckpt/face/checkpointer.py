@@ -53,7 +53,6 @@ from .run_reader import RunReader
 from .tracking import ExperimentTracker, Tracking
 
 if TYPE_CHECKING:
-    from ..core.host.pool import SegmentPool
     from ..core.loading.load import Verify
     from ..core.saving.weight_mean import WeightMean
 
@@ -630,12 +629,6 @@ class AsyncCheckpointer(RunReader):
         self._policy.restored(step, past, seconds=seconds)
         self._tell_of_training()
 
-    def _see_own_saves(
-        self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
-    ) -> None:
-        if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
-            self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
-
     def _warn_of_owner(self, *, is_early: bool = False) -> Sequence[str]:
         """Warn, once for each, of living processes that save to the roots. Makes no request. Returns what was said.
 
@@ -658,9 +651,6 @@ class AsyncCheckpointer(RunReader):
     def _tell_of_training(self) -> None:
         """Tell listeners what the time of this process went to."""
         tell("train", self.roots, self._policy.spent().seconds)
-
-    def _spare_memory(self) -> SegmentPool:
-        return self._saver.pool
 
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]

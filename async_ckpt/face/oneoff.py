@@ -19,7 +19,7 @@ from ..core.loading.archives.step_archives import Readers, selected_by
 from ..core.loading.load import LoadOptions, check_verify, state_of
 from ..core.loading.verify import verify_path
 from ..core.ranks.one_off import OneOffFolder
-from ..core.ranks.world import World, warn_of_ranks, world_of_group
+from ..core.ranks.world import warn_of_ranks, world_of_group
 from ..core.report import VerifyReport
 from ..core.saving import default
 from ..core.saving.file_target import Compression, FileTarget
@@ -78,36 +78,15 @@ def save(
     """
     if isinstance(obj, str | os.PathLike | Place) and not isinstance(path, str | os.PathLike | Place):
         raise TypeError(f"the order is save(obj, path), as in torch.save; the path comes first here: {obj!r:.200}")
-    place, state_dicts = written_at(path), StateDictCache()
-    world = world_of_group()
+    place, world, state_dicts = written_at(path), world_of_group(), StateDictCache()
     is_spread = world.has_group and state_dicts.is_spread(obj)
-    if is_spread and not world.is_one:
-        refuse_archive_name(place.shown)
-        return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, compression, state_dicts)
-    target = FileTarget.at(place, compression)
-    warn_of_ranks(stacklevel=2)
-    request = FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of)
-    saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
-    return saver.save(request)
-
-
-def save_within(host_bytes: int, obj: Any, path: Anywhere) -> SaveHandle:
-    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory: for states that are
-    views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
-    """
-    return Saver(pool_for(host_bytes=host_bytes)).save(FileRequest(obj, FileTarget.at(written_at(path))))
-
-
-def _save_on_ranks(
-    world: World,
-    folder: OneOffFolder,
-    obj: Any,
-    guard: Any,
-    select: Select,
-    compression: Compression,
-    state_dicts: StateDictCache,
-) -> SaveHandle:
-    ranks, saver = default.ranks_saver(world)
+    if not is_spread or world.is_one:
+        target = FileTarget.at(place, compression)
+        warn_of_ranks(stacklevel=2)
+        saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
+        return saver.save(FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of))
+    refuse_archive_name(place.shown)
+    folder, (ranks, saver) = OneOffFolder(*place.object()), default.ranks_saver(world)
     request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
     try:
         if compression is not None:
@@ -116,6 +95,13 @@ def _save_on_ranks(
     except BaseException as error:  # the other ranks learn of it
         ranks.failed(request.joint, error)
         raise
+
+
+def save_within(host_bytes: int, obj: Any, path: Anywhere) -> SaveHandle:
+    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory: for states that are
+    views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
+    """
+    return Saver(pool_for(host_bytes=host_bytes)).save(FileRequest(obj, FileTarget.at(written_at(path))))
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:

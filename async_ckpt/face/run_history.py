@@ -24,7 +24,6 @@ from ..core.runs.manifest import Manifest
 from ..core.runs.root import formats_at
 from ..core.runs.roots import Roots
 from ..core.runs.run import Run
-from ..core.storage.interface import Storage
 from ..core.storage.place import Anywhere, storage_at
 from ..core.timing import shown_time, wall_time
 from ..errors import StorageUnavailableError
@@ -124,7 +123,9 @@ def history(run: Anywhere) -> History:
             folder, _, name = one["name"].rpartition("/")
             one["kept"] = name in names_in(folder)
     if not found:
-        _raise_nothing(storage)
+        from ..core.loading.archives.find import nothing_committed  # it needs torch
+
+        raise nothing_committed(storage)
     return found
 
 
@@ -174,9 +175,3 @@ def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
             at += 1
         yield one
     yield from made[at:]
-
-
-def _raise_nothing(storage: Storage) -> None:
-    from ..core.loading.archives.find import nothing_committed  # it needs torch
-
-    raise nothing_committed(storage)

@@ -19,20 +19,23 @@ from ..core.host.waits import LIVENESS_SECONDS, wait_for
 from ..core.runs.conflict import Conflict as Conflict
 from ..core.runs.conflict import conflict_at
 from ..core.runs.moving import Moving, Told
-from ..core.runs.roots import Roots, open_roots
+from ..core.runs.naming import JOURNAL
+from ..core.runs.roots import Ahead, Roots, open_roots
 from ..core.runs.run import Run
+from ..core.runs.starts import Start, about_start
 from ..core.runs.tiers_file import TiersFile
 from ..core.saving.tiers import CopyStep, Mover
 from ..core.spec import Keep
 from ..core.storage.pace import Pace
 from ..core.timing import monotonic, wall_time
 from ..errors import CheckpointError, StorageUnavailableError
-from .followed import Changes, FollowedRoots
 
 # How often a place is looked at although nothing has changed at the nearer ones.
 _LOOK_SECONDS: Final = 5.0
 # How long a copy that is given up may take to end.
 _END_SECONDS: Final = 10.0
+# What the file of a start has of its process.
+_OF_PROCESS: Final = ("host", "pid", "since")
 
 
 class RunMovers:
@@ -118,6 +121,61 @@ def conflicts_of(told: TiersFile) -> list[Conflict]:
 
 def _roots_of(told: TiersFile) -> Roots:
     return open_roots(told.places, keep=Keep(), naming=told.naming, clock=wall_time)
+
+
+class FollowedRoots(Roots):
+    """The roots before one, and that one, for a process that brings their steps there.
+
+    It takes the place in the name of the start that has made them, so nobody is overtaken by it, and commits there
+    count as if the training had moved them.
+    """
+
+    def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
+        """See `Roots.ahead`."""
+        self._stand_in()
+        return super().ahead(run, is_last=is_last, first=first)
+
+    def _stand_in(self) -> None:
+        """Have the last root taken in the name of the newest start at those before it, if there is one. The start at a
+        further one is newer if it follows those at nearer ones.
+        """
+        found: tuple[Start, Run] | None = None
+        ancestors: set[str] = set()
+        *nearer, run = self.runs
+        for one in nearer:
+            with suppress(StorageUnavailableError):
+                newest, descent = max(one.root.relist().starts, default=None), one.descent()
+                ancestors |= descent
+                if newest is not None and (found is None or found[0].token in descent):
+                    found = newest, one
+        if found is not None:
+            about = about_start(found[1].storage, found[0])
+            run.stand_in(found[0], {name: about[name] for name in _OF_PROCESS if name in about}, ancestors)
+
+    def is_training(self) -> bool:
+        """Whether a process that saves at one of the roots is provably alive."""
+        newest = [(run, max(run.root.starts)) for run in self.runs if run.root.starts]
+        return any(run.storage.is_held(start.name) for run, start in newest)
+
+
+class Changes:
+    """The changes at a root that are made by another process. One thread asks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._version = run, ""
+
+    def are_there(self) -> bool:
+        """Whether steps were committed or deleted since the last call: the journal was replaced. Then all that was
+        known is read again, as one of the steps may have been overwritten.
+        """
+        version = ""
+        with suppress(FileNotFoundError):
+            version = self._run.storage.read(JOURNAL)[1]
+        if version == self._version:
+            return False
+        self._version = version
+        self._run.root.forget(list(self._run.root.known))
+        return True
 
 
 class _OutsideMover(Mover):

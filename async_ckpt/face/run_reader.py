@@ -1,11 +1,11 @@
 """The reading of a run and its steps without live objects.
 
-In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
+In: the roots of a run. Out: steps, records, states. Knows nothing of: how saves are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from ..core.state.names import Select
 from ..errors import NotCommittedError
 
 if TYPE_CHECKING:
-    from ..core.host.pool import SegmentPool
+    from ..core.saving.saver import Saver
     from .run_history import History
 
 
@@ -31,13 +31,14 @@ class RunReader:
 
     root: str
     _roots: Roots
+    _saver: Saver
 
-    def _see_own_saves(self, reader: str) -> None:
+    def _see_own_saves(
+        self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         """Return when the saves of this object are decided, so that `reader` sees them."""
-
-    def _spare_memory(self) -> SegmentPool | None:
-        """The pool that a load may borrow its buffers from: for a device, those that are page-locked already."""
-        return None
+        if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
+            self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
 
     def steps(self) -> list[int]:
         """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
@@ -130,7 +131,8 @@ class RunReader:
         check_verify(verify)
         step = None if step is None else whole_step(step)
         options = LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
-        build = partial(state_of, options=options, pool=self._spare_memory())
+        # For a device, the buffers of the saver are page-locked already.
+        build = partial(state_of, options=options, pool=self._saver.pool)
         readers = Readers(None, from_ranks, wants=selected_by(select))
         self._see_own_saves("load()")
         if step is not None:

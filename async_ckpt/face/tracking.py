@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -126,16 +126,10 @@ def _reference(run: Run, manifest: Manifest, roots: Roots) -> dict[str, Any]:
         "num_bytes": manifest.num_bytes,
         "digest": json.loads(manifest.dump())["digest"],
         "created": manifest.created,
-        "record": _plain(manifest.record),
+        "record": json.loads(json.dumps(manifest.record)),  # a copy that a tracker may change
         "roots": [_url(one.storage.locate("")).rstrip("/") for one in roots.runs],
     }
 
 
 def _url(place: str) -> str:
     return place if "://" in place else Path(place).absolute().as_uri()
-
-
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that a tracker may change."""
-    copy: dict[str, Any] = json.loads(json.dumps(record))
-    return copy

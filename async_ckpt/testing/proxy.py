@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Self, Unpack
 from urllib.parse import urlsplit
 
@@ -102,11 +103,7 @@ class FaultyProxy:
 
         Strikes only requests with more bytes than that.
         """
-
-        async def act(exchange: ProxiedRequest) -> bool:
-            return await exchange.forward(cut_request=after_bytes)
-
-        matches = predicate(match)
+        act, matches = partial(ProxiedRequest.forward, cut_request=after_bytes), predicate(match)
 
         def is_long(request: Request) -> bool:
             return matches(request) and (
@@ -117,26 +114,16 @@ class FaultyProxy:
 
     def cut_response(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Cut after the head of the response and so many bytes of its body; a shorter response passes."""
-
-        async def act(exchange: ProxiedRequest) -> bool:
-            return await exchange.forward(cut_response=after_bytes)
-
+        act = partial(ProxiedRequest.forward, cut_response=after_bytes)
         return self._add(f"cut response after {after_bytes} bytes", act, times, match)
 
     def lose_response(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Let the server handle the request, and cut instead of passing on its response."""
-
-        async def act(exchange: ProxiedRequest) -> bool:
-            return await exchange.forward(lose_response=True)
-
-        return self._add("lose response", act, times, match)
+        return self._add("lose response", partial(ProxiedRequest.forward, lose_response=True), times, match)
 
     def throttle(self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Pass on the bodies of a request and its response at this rate, for each request."""
-
-        async def act(exchange: ProxiedRequest) -> bool:
-            return await exchange.forward(bytes_per_second=bytes_per_second)
-
+        act = partial(ProxiedRequest.forward, bytes_per_second=bytes_per_second)
         return self._add(f"throttle to {bytes_per_second} bytes/s", act, times, match)
 
     def delay(self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:

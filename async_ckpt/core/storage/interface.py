@@ -84,7 +84,9 @@ class Reader(Protocol):
         Raises StorageUnavailableError, also if the object was replaced after it was opened.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close what is open; by default nothing is."""
+        return
 
     def __enter__(self) -> Self:
         return self

@@ -43,7 +43,7 @@ def note_digests(folder: str | os.PathLike[str], *, rank: int | None = None, but
     storage = LocalStorage(root)
     with translated(root):
         names = [name for name in storage.sizes("") if _is_noted(name, but)]
-    files = {name: _digest_of(storage, name) for name in names}
+    files = {name: _digest_of(storage, name)[0] for name in names}
     if files:
         text = json.dumps({"algorithm": "xxh3_128", "files": files}, indent=0)
         storage.replace(f"{DIGESTS}{'' if rank is None else f'.{rank}'}.json", text.encode())
@@ -79,15 +79,8 @@ def noted_in(storage: Storage, path: str) -> dict[str, str]:
 
 def compare_file(storage: Storage, path: str, digest: str, on_bytes: Callable[[int], object] = lambda _: None) -> int:
     """Compare a file with its digest. Returns its bytes. Raises CorruptCheckpointError; `on_bytes` gets each read's."""
-    num_bytes = 0
-
-    def count(more: int) -> None:
-        nonlocal num_bytes
-        num_bytes += more
-        on_bytes(more)
-
     try:
-        found = _digest_of(storage, path, count)
+        found, num_bytes = _digest_of(storage, path, on_bytes)
     except FileNotFoundError as error:
         raise _damaged(storage, path, "it is missing") from error
     if found != digest:
@@ -105,8 +98,7 @@ def compare_folder(folder: str | os.PathLike[str], *, share: int = 0, num_shares
     storage = LocalStorage(Path(folder))
     paths = [path for path in storage.sizes("") if is_of_digests(path)]
     digests = {path: digest for noted in paths for path, digest in noted_in(storage, noted).items()}
-    of_share = [*digests.items()][share::num_shares]
-    tasks = [partial(_compare, storage, *one) for one in of_share]
+    tasks = [partial(_compare, storage, *one) for one in [*digests.items()][share::num_shares]]
     run_together("digests", tasks, max_threads=_MAX_READERS)
 
 
@@ -114,7 +106,8 @@ def _compare(storage: Storage, path: str, digest: str) -> None:
     compare_file(storage, path, digest)
 
 
-def _digest_of(storage: Storage, path: str, on_bytes: Callable[[int], object] = lambda _: None) -> str:
+def _digest_of(storage: Storage, path: str, on_bytes: Callable[[int], object] = lambda _: None) -> tuple[str, int]:
+    """The digest of a file, and its size."""
     digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     with storage.open(path) as reader:
         for offset in range(0, reader.num_bytes, _PIECE_BYTES):
@@ -122,7 +115,7 @@ def _digest_of(storage: Storage, path: str, on_bytes: Callable[[int], object] = 
             reader.read_into(offset, part)
             digest.update(part)
             on_bytes(len(part))
-    return digest.hexdigest()
+        return digest.hexdigest(), reader.num_bytes
 
 
 def _damaged(storage: Storage, path: str, why: str) -> CorruptCheckpointError:

@@ -142,7 +142,7 @@ class Export(CopySave):
 
     def _pieces(self, shard: Shard) -> Iterator[memoryview]:
         """The bytes of a shard, from front to back; each piece may be overwritten by the next."""
-        yield from (view for _, view in shard.pieces())
+        return shard.pieces()
 
     def _release_weights(self) -> None:
         """Release the copies, and the optimizers that wait for them."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.format import digests
 from ...core.format.layout import Layout, SegmentPlan, TensorPlan, lay_out
 from ...core.host.memory import HostBuffer
 from ...core.loading.archives.contents import Contents, Part
@@ -24,8 +23,9 @@ from ...core.loading.archives.step_archives import Readers
 from ...core.loading.load import check_lent
 from ...core.report import Destination, SaveReport
 from ...core.runs.manifest import NAME as MANIFEST
+from ...core.saving.block_digests import BlockDigests
 from ...core.saving.file_target import FileTarget
-from ...core.spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
+from ...core.spec import SEGMENT_BYTES, Json, TensorSpec
 from ...core.state.capture import pickled
 from ...core.state.names import shown
 from ...core.state.skeletons import merge as merge_skeletons
@@ -179,17 +179,14 @@ def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> 
     out = Appender(storage, name, limit_bytes=layout.file_bytes)
     memory = HostBuffer(min(SEGMENT_BYTES, layout.file_bytes))
     try:
-        covered, blocks = layout.digests.data.offset, bytearray()
-        tail = b""
+        digests, tail = BlockDigests(layout), b""
         for plan in layout.segments(SEGMENT_BYTES):
             _fill(memory, plan, state)
             view = memory.view[: plan.num_bytes]
-            for at in range(plan.offset, min(plan.offset + plan.num_bytes, covered), BLOCK_BYTES):
-                block = view[at - plan.offset : min(at + BLOCK_BYTES, covered) - plan.offset]
-                blocks += digests.block_digest(block)
-            if plan.offset + plan.num_bytes > covered:
-                tail = tail or digests.dump(covered, bytes(blocks))
-                _overlay(view, plan.offset, tail, covered)
+            digests.note(plan.offset, view[: max(0, digests.covered - plan.offset)])
+            if plan.offset + plan.num_bytes > digests.covered:
+                tail = tail or digests.sealed()
+                _overlay(view, plan.offset, tail, digests.covered)
             out.append(view)
         out.finish()
     except BaseException:

@@ -18,7 +18,7 @@ import torch
 from ...core.loading.archives.contents import Contents
 from ...core.loading.fill import Wanted, fill, planned
 from ...core.slicing.slices import flat_range
-from ...core.spec import DTYPES
+from ...core.spec import DTYPES, SEGMENT_BYTES
 
 # Any dtype with the size of an item.
 _ITEMS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -43,6 +43,18 @@ def read_ranges(ranges: Iterable[Range], memory: torch.Tensor) -> None:
     for range_ in ranges:
         by_file.setdefault(id(range_.file), (range_.file, []))[1].extend(_wanted(range_, memory))
     fill(planned(by_file.values()))
+
+
+def chunks_of(file: Contents, number: int) -> Iterator[torch.Tensor]:
+    """The items of a tensor, flat, in pieces of 32 MiB of one memory. Raises CorruptCheckpointError."""
+    dtype = file.dtype(number)
+    total = prod(file.index.tensors[number].shape) * dtype.itemsize
+    step = SEGMENT_BYTES // dtype.itemsize * dtype.itemsize
+    memory = torch.empty(min(step, total), dtype=torch.uint8)
+    for begin in range(0, total, step):
+        length = min(step, total - begin)
+        read_ranges([Range(file, number, begin, length, 0)], memory)
+        yield memory[:length].view(dtype)
 
 
 def _wanted(range_: Range, memory: torch.Tensor) -> Iterator[Wanted]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -100,17 +100,11 @@ class Scratch:
         return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (removed)'}>"
 
 
-def files_in(folder: Path) -> Iterator[Path]:
-    """The regular files below a folder, in the order of their names."""
-    for path in sorted(folder.rglob("*")):
-        if stat.S_ISREG(path.lstat().st_mode):
-            yield path
-
-
 def sync_all(path: Path) -> int:
     """Make a file, or a folder with its content, durable. Returns the bytes of its files."""
     num_bytes = 0
-    for file in [path] if path.is_file() else files_in(path):
+    files = [path] if path.is_file() else [one for one in sorted(path.rglob("*")) if stat.S_ISREG(one.lstat().st_mode)]
+    for file in files:
         fd = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
         try:
             sync_file(fd)

@@ -41,12 +41,12 @@ class Shard(NamedTuple):
         """The offset of each tensor in the file."""
         return list(accumulate([t.nbytes for t in self.tensors.values()], initial=len(self.head)))[:-1]
 
-    def pieces(self) -> Iterator[tuple[str | None, memoryview]]:
-        """The bytes of the file in pieces, each with the name of its tensor; None for the header."""
-        yield None, memoryview(self.head)
-        for name, tensor in self.tensors.items():
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the file, from front to back."""
+        yield memoryview(self.head)
+        for tensor in self.tensors.values():
             for _, block in dense_blocks(tensor, 0, tensor.nbytes):
-                yield name, view_of(block)
+                yield view_of(block)
 
 
 class ShardReader(Reader):
@@ -69,9 +69,6 @@ class ShardReader(Reader):
             for at, block in dense_blocks(tensor, *inside):
                 place = address(target) + begin + at - offset
                 memmove(place, block.data_ptr(), block.numel())
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def view_of(flat: torch.Tensor) -> memoryview:

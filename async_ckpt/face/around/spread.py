@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 
 from ...core.host.loop import OffLoop
-from ...core.host.memory import HostBuffer
 from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
@@ -34,7 +33,6 @@ from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import Slicer, is_sharded
-from ...core.spec import SEGMENT_BYTES
 from ...core.state.captured import FrozenTensors, SnapshotView
 from ...core.state.names import dtype_named
 from ...core.storage.interface import Storage
@@ -42,8 +40,8 @@ from ...core.storage.local import LocalStorage
 from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import Tensors, Weights
-from .ranges import Range, read_ranges
-from .shards import Shard
+from .ranges import chunks_of
+from .shards import Shard, view_of
 
 # Until a rank believes that another one exports whole weights, and from look to look.
 _LOOK_SECONDS: Final = 2.0
@@ -167,9 +165,6 @@ class PartFile:
         self._stem = f"{_PART}-{name}-"
         self.name = f"{self._stem}rank_{rank:05d}.{os.urandom(4).hex()}.tar"
 
-    def target(self) -> FileTarget:
-        return FileTarget(self.storage, self.name)
-
     def delete(self, names: Sequence[str] = ()) -> None:
         """Delete this part, or all of these, and those of ranks that were killed a day ago or earlier. Blocks."""
         with contextlib.suppress(CheckpointError, OSError):
@@ -186,7 +181,7 @@ def begin_spread(
     try:
         tensors = _first_replicas(weights.tensors)
         state = {_KEY: tensors if held is None else FrozenTensors(held, tensors)}
-        part = slices_saver(world_of_group()).save(FileRequest(state, file.target(), guard=guard))
+        part = slices_saver(world_of_group()).save(FileRequest(state, FileTarget(file.storage, file.name), guard=guard))
         return SpreadExport(request, weights._replace(tensors={}), part, file, call, others).begin()
     except BaseException as error:
         call.fail(error)
@@ -300,17 +295,8 @@ class SpreadExport(Export):
         if self._whole:
             yield from super()._pieces(shard)
             return
-        yield memoryview(shard.head)
-        for name, tensor in shard.tensors.items():
-            yield from self._ranges(self._numbers[name], tensor)
-
-    def _ranges(self, number: int, tensor: torch.Tensor) -> Iterator[memoryview]:
         assert self._read is not None
-        memory = HostBuffer(SEGMENT_BYTES // tensor.element_size() * tensor.element_size())
-        try:
-            for at in range(0, tensor.nbytes, memory.num_bytes):
-                length = min(memory.num_bytes, tensor.nbytes - at)
-                read_ranges([Range(self._read.archive, number, at, length, 0)], memory.tensor)
-                yield memory.view[:length]
-        finally:
-            memory.free()
+        yield memoryview(shard.head)
+        for name in shard.tensors:
+            for chunk in chunks_of(self._read.archive, self._numbers[name]):
+                yield view_of(chunk.view(torch.uint8))

@@ -5,7 +5,6 @@ In: a reader, or a name to write to. Out: what `open` would return. Knows nothin
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 from functools import partial
@@ -15,6 +14,7 @@ from ...core.spec import MIB
 from ...core.storage.bulk import Parcel, copy
 from ...core.storage.interface import Reader, Storage
 from ...core.storage.local import LocalStorage
+from ..foreign.virtual_files import RangeFile
 
 # The bytes that a file keeps in memory, and the largest request to the store.
 BUFFER_BYTES: Final = 4 * MIB
@@ -32,37 +32,19 @@ def open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
     return open(path, mode, encoding=encoding)
 
 
-class ReaderFile(io.RawIOBase):
-    """A `Reader` as a raw file of Python's `io`."""
+class ReaderFile(RangeFile):
+    """A `Reader` as a raw file of Python's `io`, which closes it."""
 
     def __init__(self, reader: Reader) -> None:
+        super().__init__(reader.read_into, reader.num_bytes)
         self._reader = reader
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.num_bytes}[whence]
-        if at < 0:
-            raise ValueError(f"cannot seek to byte {at}, before the beginning")
-        self._at = at
-        return at
 
     def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        length = min(len(view), max(0, self._reader.num_bytes - self._at), _REQUEST_BYTES)
-        if length:
-            self._reader.read_into(self._at, view[:length])
-        self._at += length
-        return length
+        return super().readinto(memoryview(target).cast("B")[:_REQUEST_BYTES])
 
     def readall(self) -> bytes:
         """The rest of the file, in large requests: the inherited method would read a few KiB at a time."""
-        data = bytearray(max(0, self._reader.num_bytes - self._at))
+        data = bytearray(max(0, self._reader.num_bytes - self.tell()))
         at = 0
         while at < len(data):
             at += self.readinto(memoryview(data)[at:])

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 from ...core.format.tarball import stays_inside
 from ...core.loading.archives.find import opened_as_file
@@ -26,16 +26,7 @@ from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at
 from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
 from ..foreign.read_ahead import ReadAhead
-from ..foreign.tar_stream import (
-    BUFFER_BYTES,
-    DamagedTarError,
-    ForwardFile,
-    StrictTarInfo,
-    damage_translated,
-    decompressed,
-    expect_end,
-    members_of,
-)
+from ..foreign.tar_stream import BUFFER_BYTES, DamagedTarError, damage_translated, decompressed, members_of
 from .scratch import Scratch
 
 # Ten times the files of the largest checkpoint in the tests, which has 100,000.
@@ -144,10 +135,12 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
         raise NotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, damage_translated(path, "it cannot be extracted"):
-        content = ForwardFile(decompressed(raw, path))
-        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=StrictTarInfo) as tar:
-            _extract_members(tar, content, folder, limits, path)
-        expect_end(content, path)
+        for tar, member in members_of(decompressed(raw, path), path):
+            with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
+                num_folders = _check_member(member, folder, path)
+                limits.take(member, 1 + num_folders, path)
+                _expect_room(member, folder)
+                tar.extract(member, folder, filter="data")
     if os.listdir(folder) == [_MARKER] and not (folder / _MARKER).is_dir():
         with open(folder / _MARKER, "rb") as file:
             text = file.read(300).decode(errors="replace").strip()
@@ -157,16 +150,6 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
             path=path,
             step=None,
         )
-
-
-def _extract_members(tar: tarfile.TarFile, content: ForwardFile, folder: Path, limits: _Limits, path: str) -> None:
-    tar.copybufsize = BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
-    for member in members_of(tar, content):
-        with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
-            num_folders = _check_member(member, folder, path)
-            limits.take(member, 1 + num_folders, path)
-            _expect_room(member, folder)
-            tar.extract(member, folder, filter="data")
 
 
 def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:

@@ -194,26 +194,10 @@ _busy: dict[str, SaveHandle | None] = {}  # by destination; None while a call be
 _busy_lock = threading.Lock()
 
 
-def _reserve(output: OutputPath) -> str:
-    """Reserve a destination for one call. Raises DestinationBusyError."""
-    key = output.path if output.storage.remote else os.path.realpath(output.path)
-    with _busy_lock:
-        for other in [k for k, handle in _busy.items() if handle is not None and handle.done()]:
-            del _busy[other]
-        if key in _busy:
-            raise DestinationBusyError(
-                f"{output.path} is still being written by an earlier save; wait for its handle, or give each save its "
-                "own name",
-                path=output.path,
-            )
-        _busy[key] = None
-    return key
-
-
 class _Reservation:
     """A destination, reserved while one call begins, and then until its handle is done.
 
-    Made on the caller's thread; its spans measure the call.
+    Made on the caller's thread; its spans measure the call. Raises DestinationBusyError.
     """
 
     def __init__(self, output: OutputPath) -> None:
@@ -221,7 +205,17 @@ class _Reservation:
         self.spans = Spans()
         self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self.handle: SaveHandle | None = None
-        self._key = _reserve(output)
+        self._key = output.path if output.storage.remote else os.path.realpath(output.path)
+        with _busy_lock:
+            for other in [key for key, handle in _busy.items() if handle is not None and handle.done()]:
+                del _busy[other]
+            if self._key in _busy:
+                raise DestinationBusyError(
+                    f"{output.path} is still being written by an earlier save; wait for its handle, or give each save "
+                    "its own name",
+                    path=output.path,
+                )
+            _busy[self._key] = None
 
     def __enter__(self) -> Self:
         return self

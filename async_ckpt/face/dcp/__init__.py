@@ -6,8 +6,8 @@ Knows nothing of: training.
 
 - `writer.py`: `TarStorageWriter`; `stager.py`: `PinnedStager`, the host copy for async_save.
 - `reader.py`: `TarStorageReader`; `convert.py`: `restore` and `to_dcp`.
-- `metadata.py`: which rank wrote what.
-- `entries.py`: the items of a step, as torch's metadata names them; `fqn.py`: fully qualified names and paths.
+- `metadata.py`: fully qualified names and paths, and which rank wrote what.
+- `entries.py`: the items of a step, as torch's metadata names them.
 """
 
 from __future__ import annotations

@@ -27,15 +27,8 @@ from ...core.state.names import Select
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
 from ...core.storage.sequential import Appender, AppenderFile
-from .entries import (
-    SavedItem,
-    entries_of,
-    kept_metadata,
-    metadata_of,
-    readers_of_this_rank,
-    selected,
-    value_of,
-)
+from .entries import SavedItem, entries_of, kept_metadata, readers_of_this_rank, selected, value_of
+from .metadata import metadata_of
 
 # The bytes in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
@@ -126,7 +119,7 @@ def to_dcp(
     def write(parts: Sequence[Part]) -> None:
         with _DcpFolder(storage) as folder:
             entries = selected(entries_of(parts), select)
-            metadata = metadata_of(entries, kept := kept_metadata(parts))
+            metadata = metadata_of((entry.described for entry in entries.values()), kept := kept_metadata(parts))
             _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
             _write_tensors(folder, entries, metadata)
             folder.finish(metadata)
@@ -140,7 +133,7 @@ def _write_values(folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: f
             wanted, make = value_of(name, entry, trust=trust)
             fill(planned([(entry.file, wanted)]))
             value = make()
-            folder.write(MetadataIndex(name), bytes(value) if name in blobs else pickled(value))
+            folder.add(MetadataIndex(name), bytes(value) if name in blobs else pickled(value))
 
 
 def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
@@ -164,7 +157,7 @@ def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadat
 def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
     fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
     for name, _, wanted in batch:
-        folder.save(MetadataIndex(name, wanted.offsets), wanted.into)
+        folder.add(MetadataIndex(name, wanted.offsets), wanted.into)
     batch.clear()
 
 
@@ -196,28 +189,17 @@ class _DcpFolder:
         self._out: Appender | None = None
         self._is_finished = False
 
-    def write(self, index: MetadataIndex, data: bytes) -> None:
-        begin = self._file().num_bytes
-        self._file().append(memoryview(data))
-        self._note(index, begin)
-
-    def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
-        begin = self._file().num_bytes
-        torch.save(tensor, AppenderFile(self._file()))  # type: ignore[arg-type]
-        self._note(index, begin)
-
-    def _note(self, index: MetadataIndex, begin: int) -> None:
-        out = self._file()
+    def add(self, index: MetadataIndex, item: bytes | torch.Tensor) -> None:
         name = _FILE.format(len(self._files))
+        out = self._out = self._out or Appender(self._storage, name, limit_bytes=2 * _FILE_BYTES)
+        begin = out.num_bytes
+        if isinstance(item, bytes):
+            out.append(memoryview(item))
+        else:
+            torch.save(item, AppenderFile(out))  # type: ignore[arg-type]
         self._storage_infos[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
         if out.num_bytes >= _FILE_BYTES:
             self._end_file()
-
-    def _file(self) -> Appender:
-        if self._out is None:
-            name = _FILE.format(len(self._files))
-            self._out = Appender(self._storage, name, limit_bytes=2 * _FILE_BYTES)
-        return self._out
 
     def _end_file(self) -> None:
         if self._out is not None:

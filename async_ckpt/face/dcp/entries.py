@@ -1,14 +1,12 @@
 """The content of a step, by the names that torch.distributed.checkpoint gives it.
 
-In: opened archives. Out: torch's metadata, and values as torch.save writes them. Knows nothing of: plans.
+In: opened archives. Out: items, and values as torch.save writes them. Knows nothing of: plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ...core.loading.archives.archive import OpenArchive
 from ...core.loading.archives.contents import CPU, Contents, Part
@@ -19,10 +17,9 @@ from ...core.ranks.world import world_of
 from ...core.runs.record import DCP_RECORD
 from ...core.slicing.locator import StepItem
 from ...core.spec import with_article
-from ...core.state.names import Path, Select, selector, shown
+from ...core.state.names import Path, Select, dtype_name, selector, shown
 from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
-from .fqn import flattened, planner_data_of
-from .metadata import tensor_metadata
+from .metadata import flattened
 
 
 class SavedItem(NamedTuple):
@@ -43,6 +40,13 @@ class SavedItem(NamedTuple):
         """The shape of the tensor."""
         assert self.tensor is not None
         return self.file.index.tensors[self.tensor].shape
+
+    @property
+    def described(self) -> StepItem:
+        """The item as a layout describes it. Raises FormatVersionError for a dtype that this version of torch lacks."""
+        if self.tensor is None:
+            return StepItem(self.path)
+        return StepItem(self.path, dtype_name(self.file.dtype(self.tensor)), self.shape)
 
 
 def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
@@ -97,17 +101,6 @@ def selected(entries: dict[str, SavedItem], select: Select) -> dict[str, SavedIt
     if not found:
         raise KeyError(f"select={select!r} matches nothing; there are {', '.join(sorted(entries)[:5])}, …")
     return found
-
-
-def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Metadata:
-    """Torch's metadata of these items; every tensor is one chunk."""
-    metadata: dict[str, Any] = {}
-    for name, entry in entries.items():
-        if entry.tensor is None:
-            metadata[name] = BytesStorageMetadata()
-            continue
-        metadata[name] = tensor_metadata(entry.file.dtype(entry.tensor), entry.shape)
-    return Metadata(metadata, planner_data=planner_data_of(kept, {name: entry.path for name, entry in entries.items()}))
 
 
 def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:

@@ -1,7 +1,11 @@
-"""The layout of a step of torch.distributed.checkpoint: which rank wrote which part of which item.
+"""The metadata of torch.distributed.checkpoint: the names of the items of a state, and which rank wrote what of them.
 
-In: torch's metadata, and the items that each rank wrote. Out: the layout, and torch's metadata from it.
+In: torch's metadata, states, and the items that each rank wrote. Out: paths, the layout of a step, and torch's metadata
+from it.
 Knows nothing of: files.
+
+torch joins the keys of nested dicts by dots, and keeps the keys in `planner_data`. A step of this library has the
+nested state itself, so the names follow from it; only metadata that does not is kept beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,10 +27,51 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...core.slicing.locator import StepItem, StepLayout, name_of
-from ...core.state.names import dtype_name, dtype_named
-from .fqn import path_of, planner_data_of
+from ...core.spec import Json
+from ...core.state.names import Path, dtype_name, dtype_named
+from ...core.state.tree import Encoder, StoredLeaf, decode
 
 Pieces = dict[str, list[tuple[Sequence[int], Sequence[int]]]]
+
+
+def path_of(name: str, planner_data: Any) -> Path:
+    """The path of an item, if the planner's data tell it; else its name as a key at the top."""
+    path = planner_data.get(name) if isinstance(planner_data, Mapping) else None
+    is_path = isinstance(path, tuple) and all(isinstance(key, int | str) for key in path)
+    return path if is_path and path and path[0] != 0 and ".".join(map(str, path)) == name else (name,)
+
+
+def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
+    """The items that torch would save of a decoded state, by name, with paths. Raises ValueError for equal names."""
+    items: dict[str, tuple[Path, Any]] = {}
+
+    def visit(path: Path, value: Any) -> None:
+        name = ".".join(map(str, path))
+        if name in items:
+            raise ValueError(
+                f"torch.distributed.checkpoint calls both {path} and {items[name][0]} {name!r}; load it by async_ckpt"
+            )
+        items[name] = path, value
+
+    traverse_state_dict(state, visit, _is_tensor)  # type: ignore[arg-type]
+    return items
+
+
+def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
+    """The metadata to keep in the manifest: opaque blobs, and the planner's data if they do not follow from the
+    names.
+
+    Raises TypeError for data that is not plain.
+    """
+    data, kept = metadata.planner_data, {}
+    names = metadata.state_dict_metadata
+    if data is not None and not (
+        isinstance(data, Mapping) and all(data.get(name) == path_of(name, data) for name in names)
+    ):
+        kept["planner_data"] = Encoder(_not_plain).encode(data)
+    if blobs := sorted(opaque):
+        kept["blobs"] = blobs
+    return kept
 
 
 def layout_of(metadata: Metadata, written: Mapping[int, Iterable[MetadataIndex]]) -> StepLayout:
@@ -58,20 +104,20 @@ def layout_of(metadata: Metadata, written: Mapping[int, Iterable[MetadataIndex]]
     return StepLayout(classes, structures, items=tuple(items.values()))
 
 
-def metadata_of_layout(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
-    """Torch's metadata of the items of a layout; every tensor is one chunk."""
+def metadata_of(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
+    """Torch's metadata of the items of a state; every tensor is one chunk."""
+    named = {".".join(map(str, item.path)): item for item in items}
     entries: dict[str, Any] = {}
-    paths = {".".join(map(str, item.path)): item.path for item in items}
-    for name, item in zip(paths, items, strict=True):
-        entries[name] = tensor_metadata(dtype_named(item.dtype), item.shape) if item.dtype else BytesStorageMetadata()
-    return Metadata(entries, planner_data=planner_data_of(kept, paths))
-
-
-def tensor_metadata(dtype: torch.dtype, shape: Sequence[int]) -> TensorStorageMetadata:
-    """Torch's metadata of a tensor that is one chunk."""
-    size = torch.Size(shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+    for name, item in named.items():
+        if not item.dtype:
+            entries[name] = BytesStorageMetadata()
+            continue
+        size, properties = torch.Size(item.shape), TensorProperties(dtype=dtype_named(item.dtype))
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        entries[name] = TensorStorageMetadata(properties, size, [whole])
+    # Without data of a planner, those that it would make from the paths.
+    data = decode(kept["planner_data"])[0] if "planner_data" in kept else {name: named[name].path for name in named}
+    return Metadata(entries, planner_data=data)
 
 
 def _item(name: str, metadata: Metadata) -> StepItem:
@@ -84,3 +130,13 @@ def _item(name: str, metadata: Metadata) -> StepItem:
 def _line(item: StepItem, held: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
     facts = (item.dtype, item.shape, {"held": held}) if item.dtype else (None, None, None)
     return json.dumps([name_of(item.path), *facts], separators=(",", ":"))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, StoredLeaf) and value.kind == "tensor"
+
+
+def _not_plain(value: Any, path: Path) -> Json:  # noqa: ARG001
+    raise TypeError(
+        f"the planner's planner_data has {type(value).__qualname__} in it; a manifest keeps plain values only"
+    )

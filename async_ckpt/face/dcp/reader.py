@@ -42,11 +42,10 @@ from .entries import (
     identity_of,
     kept_metadata,
     listed_items,
-    metadata_of,
     readers_of_this_rank,
     value_of,
 )
-from .metadata import metadata_of_layout
+from .metadata import metadata_of
 from .writer import is_checkpoint_id
 
 T = TypeVar("T")
@@ -111,7 +110,7 @@ class TarStorageReader(StorageReader):
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
             kept, items = kept_metadata(parts), listed_items(parts)
             entries = None if items else entries_of(parts)
-            metadata = metadata_of_layout(items, kept) if entries is None else metadata_of(entries, kept)
+            metadata = metadata_of([one.described for one in entries.values()] if entries else items, kept)
             if parts[0].manifest is not None:
                 self._parts, self._entries = parts, entries
             return identity_of(parts), metadata, kept.get("save_id")

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from ...core.host.loop import get_loop
 from ...core.host.threads import running_future
+from ...core.slicing.sharded import is_dtensor
 from ...core.spec import whole_bytes
 from ...core.staging.guard import unwrapped
 from ...core.staging.host_copy import BufferPool, HostCopy
@@ -152,13 +153,9 @@ def _collect_tensors(value: Any, path: Path, tensors: dict[int, tuple[str, Any]]
             _collect_tensors(inner, (*path, number), tensors)
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
-
-
 def _parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that make up a tensor, detached, since a staged copy belongs to no graph."""
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         return [_wait_for_collective(tensor._local_tensor).detach()]
     if hasattr(tensor, "local_shards"):
         return [inner for shard in tensor.local_shards() for inner in _parts(shard.tensor)]
@@ -172,7 +169,7 @@ def _wait_for_collective(tensor: Any) -> Any:
 
 def _rebuild(tensor: Any, copies: Any) -> Any:
     """The tensor rebuilt around its copies, which are the next ones."""
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         return type(tensor)(next(copies), tensor._spec, requires_grad=False)
     if hasattr(tensor, "local_shards"):
         from torch.distributed._shard.sharded_tensor.shard import Shard

@@ -40,7 +40,7 @@ from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
 from ...core.slicing.slices import Rectangle, Slices
-from ...core.spec import RankFacts, Spread, TensorSpec, flag
+from ...core.spec import RankFacts, Spread, flag
 from ...core.state.capture import capture
 from ...core.state.captured import RankShare
 from ...core.state.names import Path, shown
@@ -49,8 +49,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...core.timing import wall_time
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
-from .fqn import metadata_to_keep, path_of
-from .metadata import layout_of
+from .metadata import layout_of, metadata_to_keep, path_of
 from .stager import PinnedStager
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
@@ -419,12 +418,12 @@ class _PlannedTensors:
                 name, f"the planner has planned a piece of shape {list(sizes)}, and it has {list(data.shape)}"
             )
         self._compare(name, offsets, sizes)
-        marker = self._markers.get(name)
+        piece, marker = (Rectangle(offsets, (0,) * len(offsets), sizes), data), self._markers.get(name)
         if marker is not None:
-            self._pieces[id(marker)][1].append((_rectangle(offsets, sizes), data))
+            self._pieces[id(marker)][1].append(piece)
             return None
         marker = self._markers[name] = torch.empty(0, dtype=data.dtype, device="cpu")
-        self._pieces[id(marker)] = tuple(planned.size), [(_rectangle(offsets, sizes), data)]
+        self._pieces[id(marker)] = tuple(planned.size), [piece]
         return marker
 
     def _compare(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -451,32 +450,24 @@ class _PlannedTensors:
         shape, pieces = self._pieces[id(value)]
         held = [(rectangle, part) for rectangle, part in pieces if rectangle.num_elements]
         rectangles = tuple(rectangle for rectangle, _ in held)
-        if rectangles in ((), (Rectangle.whole(shape),)):
-            return LocalShards(Slices(shape, rectangles), tuple(part for _, part in held))
-        return LocalShards(Slices(shape, rectangles, cuts=None), tuple(part for _, part in held))
+        is_plain = rectangles in ((), (Rectangle.whole(shape),))
+        return LocalShards(Slices(shape, rectangles, cuts=() if is_plain else None), tuple(part for _, part in held))
 
     def divided(self, state: dict[str, Any], rank: int, world_size: int) -> RankShare:
         slicer: Any = self
         captured = capture(state, slicer=slicer)
         if world_size == 1 and all(slices.cuts is not None for slices in captured.slices):
-            plain = [spec._replace(shape=_shape(spec), of=None) for spec in captured.specs]
+            plain = [
+                spec if spec.of is None else spec._replace(shape=spec.of.shape, of=None) for spec in captured.specs
+            ]
             return RankShare(captured._replace(specs=plain), None)
         specs = []
         for spec in captured.specs:
-            slices = None if spec.of is None else captured.slices[spec.of.number]
-            if spec.of is not None and slices is not None and slices.cuts is None:
+            if spec.of is not None and (slices := captured.slices[spec.of.number]).cuts is None:
                 held = tuple((box.global_offsets, box.sizes) for box in slices.rectangles)
                 spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
         return RankShare(captured._replace(specs=specs), RankFacts(rank, world_size))
-
-
-def _shape(spec: TensorSpec) -> tuple[int, ...]:
-    return spec.shape if spec.of is None else spec.of.shape
-
-
-def _rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Rectangle:
-    return Rectangle(offsets, (0,) * len(offsets), sizes)
 
 
 def _unsupported(name: str, why: str) -> UnsupportedStateError:

@@ -16,15 +16,13 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from ...core.pickles.zip_records import ignore_missing_checksums
 from ...core.spec import MIB, Extent
 from ...core.storage.interface import Reader
 from .dcp_metadata import Blob, ZipRecord
-
-ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
+from .virtual_files import JoinedFile, RangeFile, ReadInto
 
 _PIECE_BYTES: Final = MIB
 _NOT_A_ZIP: Final = (
@@ -41,8 +39,9 @@ class ItemCheck(NamedTuple):
 
 def check_item(read_into: ReadInto, blob: Blob) -> ItemCheck:
     """Compare an item with its checksums."""
+    file = RangeFile(read_into, blob.length, begin=blob.offset)
     try:
-        with zipfile.ZipFile(io.BufferedReader(_ItemFile(read_into, blob), _PIECE_BYTES)) as records:
+        with zipfile.ZipFile(io.BufferedReader(file, _PIECE_BYTES)) as records:
             infos = records.infolist()
             sizes = sum(info.file_size for info in infos)
             if sizes > blob.length or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
@@ -56,18 +55,12 @@ def check_item(read_into: ReadInto, blob: Blob) -> ItemCheck:
 
 def damage_in(item: bytes) -> str | None:
     """The damage to an item that is in memory; None if it matches its checksums, or is no zip, and so has none."""
-    if not item.startswith(b"PK"):
-        return None
-
-    def read_into(offset: int, target: memoryview) -> None:
-        target[:] = item[offset : offset + len(target)]
-
-    return check_item(read_into, Blob("", 0, len(item))).damage
+    return check_item(JoinedFile((item,)).read_into, Blob("", 0, len(item))).damage if item.startswith(b"PK") else None
 
 
 def check_zip(reader: Reader) -> ItemCheck:
     """Compare all members of a zip of any program with their checksums."""
-    file = _ItemFile(reader.read_into, Blob("", 0, reader.num_bytes))
+    file = RangeFile(reader.read_into, reader.num_bytes)
     try:
         with zipfile.ZipFile(io.BufferedReader(file, _PIECE_BYTES)) as members:
             infos = members.infolist()
@@ -166,30 +159,3 @@ def _product(a: int, b: int) -> int:
         a = a << 1 & 0xFFFFFFFF
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
-
-
-class _ItemFile(io.RawIOBase):
-    """An item as a file of its own."""
-
-    def __init__(self, read_into: ReadInto, blob: Blob) -> None:
-        self._read_into, self._blob, self._at = read_into, blob, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._blob.length}[whence]
-        if begin + offset < 0:
-            raise ValueError(f"byte {begin + offset} lies before its begin")
-        self._at = begin + offset
-        return self._at
-
-    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
-        part = memoryview(target).cast("B")[: max(0, self._blob.length - self._at)]
-        if part:
-            self._read_into(self._blob.offset + self._at, part)
-        self._at += len(part)
-        return len(part)

@@ -214,11 +214,7 @@ class OpenDcp(Contents):
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
         """The places to read a tensor from, each element once. Raises CorruptCheckpointError for a gap."""
         tensor, name = self._tensors[number], self.index.tensors[number].dotted
-        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-        taken, missing = cover(tensor.shape, boxes)
-        for box in missing:
-            raise self.corrupt(f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files")
-        needed = [(i, box) for i, box in taken if within is None or box.common(within)]
+        needed = [(i, box) for i, box in self._cover(number) if within is None or box.common(within)]
         self.need([(number, within)])
         sources = []
         for i, box in needed:
@@ -234,15 +230,24 @@ class OpenDcp(Contents):
         for a file that is missing or truncated.
         """
         for number, tensor in enumerate(self._tensors):
-            name = self.index.tensors[number].dotted
-            for box in cover(tensor.shape, [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])[1]:
-                raise self.corrupt(f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files")
+            self._cover(number)
             for chunk in tensor.chunks:
-                yield name, self._open_file(chunk.blob), chunk.blob
+                yield self.index.tensors[number].dotted, self._open_file(chunk.blob), chunk.blob
         for name, blob in self._blobs:
             yield name, self._open_file(blob), blob
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _cover(self, number: int) -> Sequence[tuple[int, Box]]:
+        """The chunks that make up a tensor, by their numbers, with what to take of each. Raises CorruptCheckpointError
+        for a gap.
+        """
+        tensor = self._tensors[number]
+        taken, missing = cover(tensor.shape, [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
+        for box in missing:
+            name = shown((self.index.tensors[number].dotted,))
+            raise self.corrupt(f"{name}: {box} of shape {list(tensor.shape)} is in none of its files")
+        return taken
 
     def _locate(self, blob: Blob, name: str, checks: list[tuple[_TensorFile, RecordCheck]]) -> None:
         """Look up the place of a blob's bytes. What is to be compared when it is read is added to `checks`."""

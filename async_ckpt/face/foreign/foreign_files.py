@@ -111,15 +111,10 @@ def foreign_file(
     return kind or next((kind for is_of, kind in _BY_TEST if is_of(head)), None)
 
 
-def is_torchscript(members: Iterable[str]) -> bool:
-    """True if a zip with members of these names has the code of a model, which torch.save would lose."""
-    return any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in members)
-
-
 def _kind_of_zip(members: Iterable[str]) -> ForeignFile:
     names = [name for name in members if name]
-    if is_torchscript(names):
-        return _SCRIPT
+    if any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in names):
+        return _SCRIPT  # it has the code of a model, which torch.save would lose
     inner = {name.partition("/")[2] for name in names}
     if "archive_format" in inner or any(name.startswith("data/weights/") for name in inner):
         return _EXPORTED
@@ -144,16 +139,20 @@ def _is_pickle(head: bytes) -> bool:
     return head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5") and len(head) > 2
 
 
+def is_tar_header(block: bytes) -> bool:
+    """True for a sound header of a tar."""
+    with suppress(ValueError):
+        return len(block) == tar.BLOCK and tar.has_checksum(block)
+    return False
+
+
 def _is_other_tar(head: bytes) -> bool:
     """True for a sound header of a tar that does not begin with an index of ours, even a damaged one."""
     block, text = head[: tar.BLOCK], head[tar.BLOCK :]
     begin = text[: len(index.BEGIN)]
     num_same = sum(one == ours for one, ours in zip(begin, index.BEGIN, strict=False))
     has_index = index.FORMAT.encode() in text or 2 * num_same >= len(begin)
-    with suppress(ValueError):
-        is_own = block.startswith(_OWN_MEMBER) or has_index
-        return len(block) == tar.BLOCK and tar.has_checksum(block) and not is_own
-    return False
+    return is_tar_header(block) and not (block.startswith(_OWN_MEMBER) or has_index)
 
 
 def _is_text(head: bytes) -> bool:

@@ -27,23 +27,33 @@ _LONG_NUMBER: Final = re.compile(rb"[0-9]{256}")
 BUFFER_BYTES: Final = MIB
 
 
-def members_of(tar: tarfile.TarFile, content: ForwardFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive that is read from `content`. Until the next one is asked for, the data of one may be
-    read. Raises DamagedTarError, also if there is none.
+def members_of(file: io.BufferedReader, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The members of an archive, each with the archive as `tarfile` reads it. Until the next one is asked for, the data
+    of one may be read. Raises DamagedTarError, also if there is none, and CorruptCheckpointError if anything but zeros
+    follows the end.
     """
-    num_members = 0
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
-        if member.size < 0:
-            raise DamagedTarError("a member has a negative size")
-        content.header_bytes = None
-        yield member
-        content.header_bytes = MAX_HEADER_BYTES
-        if len(str(tar.pax_headers)) > MAX_HEADER_BYTES:  # global headers accumulate
-            raise DamagedTarError("its global headers are too long")
-        num_members += 1
+    content, num_members = ForwardFile(file), 0
+    with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=StrictTarInfo) as tar:
+        tar.copybufsize = BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
+            if member.size < 0:
+                raise DamagedTarError("a member has a negative size")
+            content.header_bytes = None
+            yield tar, member
+            content.header_bytes = MAX_HEADER_BYTES
+            if len(str(tar.pax_headers)) > MAX_HEADER_BYTES:  # global headers accumulate
+                raise DamagedTarError("its global headers are too long")
+            num_members += 1
     if not num_members:
         raise DamagedTarError("it is empty")
+    content.header_bytes = None
+    while rest := content.read(BUFFER_BYTES):
+        if rest.strip(b"\0"):
+            raise CorruptCheckpointError(
+                f"{path}: more data follows the end of the archive, such as a second archive; extract them one by one",
+                path=path,
+            )
 
 
 class StrictTarInfo(tarfile.TarInfo):
@@ -193,14 +203,3 @@ class ForwardFile:
         self._at += len(data)
         self._last = data[-1:] or self._last
         return data
-
-
-def expect_end(content: ForwardFile, path: str) -> None:
-    """Raises CorruptCheckpointError if anything but zeros follows the end of the archive."""
-    content.header_bytes = None
-    while rest := content.read(BUFFER_BYTES):
-        if rest.strip(b"\0"):
-            raise CorruptCheckpointError(
-                f"{path}: more data follows the end of the archive, such as a second archive; extract them one by one",
-                path=path,
-            )

@@ -1,15 +1,19 @@
-"""Files that exist only while they are read: concatenated pieces, and zeros.
+"""Files that exist only while they are read: concatenated pieces, zeros, and ranges as a file of Python's `io`.
 
-In: bytes, and readers. Out: readers. Knows nothing of: their content.
+In: bytes, and readers. Out: readers, and raw files. Knows nothing of: their content.
 """
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any, TypeAlias
 
 from ...core.storage.interface import Reader
+
+ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
 
 
 class Zeros(Reader):
@@ -20,9 +24,6 @@ class Zeros(Reader):
 
     def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
         target[:] = bytes(len(target))
-
-    def close(self) -> None:
-        """Do nothing: there is no file."""
 
 
 class JoinedFile(Reader):
@@ -47,5 +48,30 @@ class JoinedFile(Reader):
                 piece.read_into(at, part)
             offset, target = offset + len(part), target[len(part) :]
 
-    def close(self) -> None:
-        """Do nothing: whoever opened the files closes them."""
+
+class RangeFile(io.RawIOBase):
+    """`num_bytes` bytes from offset `begin` on, as a raw file. Whoever has opened what they lie in closes that."""
+
+    def __init__(self, read_into: ReadInto, num_bytes: int, *, begin: int = 0) -> None:
+        self._read_into, self._num_bytes, self._begin = read_into, num_bytes, begin
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        if at < 0:
+            raise ValueError(f"cannot seek to byte {at}, before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, target: Any) -> int:
+        part = memoryview(target).cast("B")[: max(0, self._num_bytes - self._at)]
+        if part:
+            self._read_into(self._begin + self._at, part)
+        self._at += len(part)
+        return len(part)

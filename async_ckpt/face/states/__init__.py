@@ -20,7 +20,6 @@ from .named_items import (
     Container as Container, Items as Items, NamedItem as NamedItem, Path as Path, PathForm as PathForm,
     Unread as Unread, attributes_of as attributes_of, beside_items as beside_items, has_items as has_items,
     kind_of_tensor as kind_of_tensor, node_of as node_of, pieces as pieces, plain_tensor as plain_tensor,
-    shape_of as shape_of, shown_name as shown_name, shown_value as shown_value, side_by_side as side_by_side,
-    typed as typed,
+    shape_of as shape_of, shown_value as shown_value, side_by_side as side_by_side, typed as typed,
 )  # fmt: skip
 from .checkpoint_reader import TensorReader as TensorReader, with_items as with_items, with_state as with_state

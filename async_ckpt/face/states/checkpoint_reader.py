@@ -7,7 +7,6 @@ Knows nothing of: what is done with them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
@@ -21,7 +20,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ...core.loading.archives.contents import Contents, Part
-from ...core.loading.archives.find import from_path, opened_as_file
+from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import Readers, selected_by
 from ...core.loading.load import LoadOptions, check_lent, check_select, state_of
 from ...core.spec import align_up
@@ -30,9 +29,9 @@ from ...core.state.per_rank import PerRank
 from ...core.state.tree import StoredLeaf
 from ...core.storage.place import Place
 from ...errors import UsageError
-from ..around.ranges import Range, read_ranges
+from ..around.ranges import Range, chunks_of, read_ranges
 from ..foreign.tensor_files import MissingShard, OpenSafetensors
-from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
+from .named_items import Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 
 T = TypeVar("T")
@@ -64,7 +63,7 @@ def with_items(
         KeyError: `select` selects nothing.
         ImportError: an object is of a package or class that is not there.
     """
-    with _torch_file(place, trust=trust) as file:
+    with torch_file(place, trust=trust) as file:
         if file is not None:
             return use(_chosen(_items_of_torch(file), select, place))
     readers = Readers(None, from_ranks, wants=selected_by(select))
@@ -85,7 +84,7 @@ def with_state(
     Tensors of a local file are views of it. Others are first written to files in the folder `scratch`, as large as
     they are, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
     """
-    with _torch_file(place, trust=trust, as_state=True) as of_torch:
+    with torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:
             if select is not None:
                 raise UsageError(
@@ -131,24 +130,12 @@ def _memory_in(fd: int, num_bytes: int) -> torch.Tensor:
 # --- files of torch.save ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
-    """The content of a file of torch; None for anything else."""
-    opened = opened_as_file(place)
-    if opened is None:
-        yield None
-        return
-    reader, path = opened
-    with reader, torch_file(reader, path, trust=trust, as_state=as_state) as file:
-        yield file
-
-
 def _items_of_torch(file: TorchFile) -> Items:
     if file.program is not None:
         return Items(file.program, ())
     walk = ItemWalk()
     walk.add(file.state)
-    return walk.items()
+    return Items(walk.leaves, walk.containers)
 
 
 def _chosen(items: Items, select: Select, place: Place) -> Items:
@@ -228,20 +215,14 @@ class TensorReader:
 
     def chunks(self, number: int) -> Iterator[torch.Tensor]:
         """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
-        dtype, total = self._archive.dtype(number), self._num_bytes(number)
         is_next = self._position[number] == self._last + 1
         self._last = self._position[number]
-        if number not in self._together and is_next and 0 < total <= _SMALL_BYTES:
+        if number not in self._together and is_next and 0 < self._num_bytes(number) <= _SMALL_BYTES:
             self._read_together(number)
         if number in self._together:
-            yield self._together[number].view(dtype)
-            return
-        step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
-        memory = torch.empty(min(step, total), dtype=torch.uint8)
-        for begin in range(0, total, step):
-            length = min(step, total - begin)
-            read_ranges([Range(self._archive, number, begin, length, 0)], memory)
-            yield memory[:length].view(dtype)
+            yield self._together[number].view(self._archive.dtype(number))
+        else:
+            yield from chunks_of(self._archive, number)
 
     def _read_together(self, first: int) -> None:
         """Read a small tensor, and the small ones that follow it, as many as have room."""

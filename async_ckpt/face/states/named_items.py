@@ -24,7 +24,7 @@ import torch
 from ...core.backends import is_host
 from ...core.spec import DTYPES
 from ...core.state.generators import SavedGenerator
-from ...core.state.names import dotted, is_describable, shown
+from ...core.state.names import dotted, is_describable
 from ...core.state.per_rank import ListItems
 from ...core.state.plain import INLINE_BYTES, SCALARS, NotPlainError, class_name, fields_of, hashable_node, is_record
 from ...core.state.tree import Encoder, OfClass, StoredLeaf, ValuesByRank
@@ -129,9 +129,6 @@ class ItemWalk:
         for key, item in inside.items:
             self.add(item, (*path, key))
         self._open.discard(id(value))
-
-    def items(self, naming: PathForm = PathForm.EXACT, *, keeps_empty: bool = True) -> Items:
-        return Items(self.leaves, self.containers, naming, keeps_empty)
 
 
 # --- containers ---------------------------------------------------------------------------------------------------
@@ -438,10 +435,6 @@ def shown_value(value: Any) -> str:
     if isinstance(value, OfClass):
         return f"{value.name.rpartition('.')[2]}({shown_value(value.value)})"
     return " ".join(_SHORT.repr(value).split())[:_SHOWN_LENGTH]
-
-
-def shown_name(item: NamedItem) -> str:
-    return shown(item.path)
 
 
 def shown_class(kind: type) -> str:

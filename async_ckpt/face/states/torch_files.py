@@ -1,12 +1,13 @@
 """Files of `torch.save`, old ones too, and TorchScript files.
 
-In: a reader. Out: the state in the file, or the items of a program. Knows nothing of: archives, folders.
+In: a place. Out: the state in the file there, or the items of a program. Knows nothing of: archives, folders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import shutil
 import tempfile
 import warnings
 import zipfile
@@ -15,11 +16,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ...core.loading.archives.find import opened_as_file
 from ...core.pickles.saved_objects import missing_class
 from ...core.storage.interface import Reader
 from ...core.storage.local import LocalReader
+from ...core.storage.place import Place
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError, UsageError
 from ..foreign.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
+from ..foreign.virtual_files import RangeFile
 from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
 
 _READ: Final = ("torch", "legacy torch", "torchscript")
@@ -33,30 +37,37 @@ class TorchFile(NamedTuple):
 
 
 @contextlib.contextmanager
-def torch_file(reader: Reader, path: str, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
-    """The content of a file, mapped if torch can do that; None if torch has not written it.
+def torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
+    """The content of a file of torch, mapped if torch can do that; None for anything else.
 
     Raises UntrustedObjectError, CorruptCheckpointError, ImportError for an object whose class is not there, and, with
     `as_state`, UsageError for a TorchScript file, which is no state.
     """
+    with contextlib.ExitStack() as stack:
+        yield _opened(place, stack, trust=trust, as_state=as_state)
+
+
+def _opened(place: Place, stack: contextlib.ExitStack, *, trust: bool, as_state: bool) -> TorchFile | None:
+    opened = opened_as_file(place)
+    if opened is None:
+        return None
+    reader, path = stack.enter_context(opened[0]), opened[1]
     head = bytearray(min(NEEDED_BYTES, reader.num_bytes))
     reader.read_into(0, memoryview(head))
     kind = foreign_file(head, path=path)
     if kind is None or kind.kind not in (*_READ, "zip", "pickle"):
-        yield None
-        return
-    with _as_local_file(reader, path) as local:
-        if kind.kind != "legacy torch":
-            kind = _kind_inside(local, path, head, kind)
-        if kind.kind not in _READ:
-            yield None
-            return
-        if kind.kind == "torchscript" and as_state:
-            raise UsageError(
-                f"{path}: this is {kind.words}, which would be lost; extract its weights alone to safetensors, by "
-                "--trust and --select"
-            )
-        yield _loaded(local, path, kind, trust=trust)
+        return None
+    local = stack.enter_context(_as_local_file(reader, path))
+    if kind.kind != "legacy torch":
+        kind = _kind_inside(local, path, head, kind)
+    if kind.kind not in _READ:
+        return None
+    if kind.kind == "torchscript" and as_state:
+        raise UsageError(
+            f"{path}: this is {kind.words}, which would be lost; extract its weights alone to safetensors, by "
+            "--trust and --select"
+        )
+    return _loaded(local, path, kind, trust=trust)
 
 
 def _kind_inside(local: str, path: str, head: bytearray, kind: ForeignFile) -> ForeignFile:
@@ -74,11 +85,7 @@ def _as_local_file(reader: Reader, path: str) -> Iterator[str]:
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        memory = memoryview(bytearray(CHUNK_BYTES))
-        for begin in range(0, reader.num_bytes, CHUNK_BYTES):
-            piece = memory[: min(CHUNK_BYTES, reader.num_bytes - begin)]
-            reader.read_into(begin, piece)
-            file.write(piece)
+        shutil.copyfileobj(RangeFile(reader.read_into, reader.num_bytes), file, CHUNK_BYTES)
         file.flush()
         yield file.name
 

@@ -235,7 +235,7 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
             (shard,) = hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, dict), sys.maxsize)
             tensors.clear()
             with disk.translated(path, needed_bytes=shard.num_bytes), path.open("wb") as file:
-                for _, data in shard.pieces():
+                for data in shard.pieces():
                     file.write(data)
             del shard
             yield {"path": str(path)}

@@ -29,7 +29,7 @@ import torch
 
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
-from ...plumbing import bulk, disk, limits, places, reports, spec, threads, timing
+from ...plumbing import Reader, bulk, disk, limits, places, reports, spec, threads, timing
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
 from .where import place_below
 
@@ -101,7 +101,7 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
     advice = advice_for(rows, is_local=request.root.is_local)
     if as_json:
         document = {"place": request.root.shown, "num_bytes": request.num_bytes, "num_tensors": request.num_tensors}
-        found = {"num_rounds": len(rows[0].seconds), "rows": [row.as_json() for row in rows], "advice": advice}
+        found = {"num_rounds": len(rows[0].seconds), "rows": rows, "advice": advice}
         print_json("bench", document | found)
         return
     print_table(
@@ -369,7 +369,7 @@ def _drop_cache(path: Path) -> None:
             os.close(fd)
 
 
-class _Memory:
+class _Memory(Reader):
     """A reader whose bytes are those of one piece, again and again. One for each object that is written."""
 
     def __init__(self, piece: mmap.mmap, num_bytes: int) -> None:
@@ -380,15 +380,6 @@ class _Memory:
         for at in range(0, len(target), _PIECE_BYTES):
             piece = target[at : at + _PIECE_BYTES]
             piece[:] = self._piece[: len(piece)]
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _plain(row: Measured) -> str:

@@ -15,6 +15,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ from ...plumbing import (
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
+from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress, some_of
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
 
@@ -111,12 +112,16 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
         )
     if name != "archive":
         compressed.refuse_archive_name(request.target.shown)
-    if name != "step":  # whose folder is in a run
+    if name == "step":  # whose folder is in a run
+        _step_of(request.target)
+    else:
         _refuse_existing(request)
-    num_bytes = _WRITERS[name](request)
+    if name in _OF_STATE:
+        num_bytes = _write_state(request, _OF_STATE[name])
+    else:
+        num_bytes = states.with_items(request.source, partial(_OF_ITEMS[name], request), **request.options)
     if others := state_files_of(request.source):
-        more = f" and {len(others) - _SHOWN_NAMES:,} more" if len(others) > _SHOWN_NAMES else ""
-        print_note(f"these files were not converted: {', '.join(others[:_SHOWN_NAMES])}{more}")
+        print_note(f"these files were not converted: {some_of(others, _SHOWN_NAMES)}")
     if as_json:
         print_json(
             "conversion",
@@ -146,71 +151,59 @@ def _format_of(target: Place) -> str:
 # --- safetensors --------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(request: ConversionRequest) -> int:
-    storage, name = request.target.object()
-
-    def write(items: states.Items) -> int:
-        by_name = _by_name(request, items)
-        shard = _shards(request, items, by_name, max_bytes=1 << 62)[0]
-        with progress("convert", shard.num_bytes) as advance:
-            return _append(Appender(storage, name, limit_bytes=shard.num_bytes), shard, by_name, advance)
-
-    return states.with_items(request.source, write, **request.options)
-
-
-def _write_hf(request: ConversionRequest) -> int:
-    def write(items: states.Items) -> int:
-        by_name, model, settings = _by_name(request, items), None, None
-        missing: list[str] = []
-        if of_adapter := hf_model.is_adapter(by_name):
-            by_name = {hf_model.name_in_adapter(name): item for name, item in by_name.items()}
-            settings = hf_model.adapter_config_of(request.source, request.config)
-        elif request.config:
-            model = hf_model.folder_of(request.config)
-            missing = hf_model.missing_of(model, by_name)
-        shards = _shards(request, items, by_name, max_bytes=1 << 62 if of_adapter else hf_shards.MAX_SHARD_BYTES)
-        with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
-            written.mkdir()
-            for shard in shards:
-                with (written / (hf_model.ADAPTER if of_adapter else shard.name)).open("wb") as file:
-                    file.write(shard.head)
-                    for name in shard.tensors:
-                        for chunk in _chunks(by_name[name]):
-                            file.write(hf_shards.view_of(chunk))
-                            advance(chunk.nbytes)
-            if len(shards) > 1:
-                (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
-            if model is not None:
-                hf_model.copy_beside(model, written)
-            if settings is not None:
-                (written / hf_model.ADAPTER_CONFIG).write_bytes(settings)
-            if missing:
-                print_note(f"{len(missing):,} weights of the model are missing, and will be new, such as {missing[0]}")
-            return sum(path.stat().st_size for path in written.iterdir())
-
-    return states.with_items(request.source, write, **request.options)
-
-
-def _append(
-    out: Appender, shard: hf_shards.Shard, by_name: Mapping[str, states.NamedItem], advance: Callable[[int], None]
-) -> int:
-    try:
-        out.append(memoryview(shard.head))
-        for name in shard.tensors:
-            for chunk in _chunks(by_name[name]):
-                out.append(hf_shards.view_of(chunk))
-                advance(chunk.nbytes)
-        out.finish()
-    except BaseException:
-        out.abort()
-        raise
+def _write_safetensors(request: ConversionRequest, items: states.Items) -> int:
+    by_name, (storage, name) = _by_name(request, items), request.target.object()
+    (shard,) = _shards(request, items, by_name, max_bytes=1 << 62)
+    with progress("convert", shard.num_bytes) as advance:
+        out = Appender(storage, name, limit_bytes=shard.num_bytes)
+        try:
+            for piece in _pieces(shard, by_name, advance):
+                out.append(piece)
+            out.finish()
+        except BaseException:
+            out.abort()
+            raise
     out.sink.close()
     return out.num_bytes
 
 
-def _chunks(item: states.NamedItem) -> Iterator[torch.Tensor]:
-    assert item.chunks is not None
-    return (chunk.view(torch.uint8) for chunk in item.chunks())
+def _write_hf(request: ConversionRequest, items: states.Items) -> int:
+    by_name, model, settings = _by_name(request, items), None, None
+    missing: list[str] = []
+    if of_adapter := hf_model.is_adapter(by_name):
+        by_name = {hf_model.name_in_adapter(name): item for name, item in by_name.items()}
+        settings = hf_model.adapter_config_of(request.source, request.config)
+    elif request.config:
+        model = hf_model.folder_of(request.config)
+        missing = hf_model.missing_of(model, by_name)
+    shards = _shards(request, items, by_name, max_bytes=1 << 62 if of_adapter else hf_shards.MAX_SHARD_BYTES)
+    with _local_target(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
+        written.mkdir()
+        for shard in shards:
+            with (written / (hf_model.ADAPTER if of_adapter else shard.name)).open("wb") as file:
+                file.writelines(_pieces(shard, by_name, advance))
+        if len(shards) > 1:
+            (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
+        if model is not None:
+            hf_model.copy_beside(model, written)
+        if settings is not None:
+            (written / hf_model.ADAPTER_CONFIG).write_bytes(settings)
+        if missing:
+            print_note(f"{len(missing):,} weights of the model are missing, and will be new, such as {missing[0]}")
+        return sum(path.stat().st_size for path in written.iterdir())
+
+
+def _pieces(
+    shard: hf_shards.Shard, by_name: Mapping[str, states.NamedItem], advance: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """The bytes of a file, from front to back; each piece may be overwritten by the next."""
+    yield memoryview(shard.head)
+    for name in shard.tensors:
+        chunks = by_name[name].chunks
+        assert chunks is not None
+        for chunk in chunks():
+            yield hf_shards.view_of(chunk.view(torch.uint8))
+            advance(chunk.nbytes)
 
 
 def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, states.NamedItem]:
@@ -232,7 +225,7 @@ def _shards(
 ) -> list[hf_shards.Shard]:
     """The plan of the files. Raises Answer for what safetensors cannot hold."""
     refused = [
-        f"{states.shown_name(item)} ({why})"
+        f"{leaf_names.shown(item.path)} ({why})"
         for item in items.leaves
         if (why := _why_not(item, request.strip)) is not None
     ]
@@ -253,14 +246,10 @@ def _why_not(item: states.NamedItem, strip: str) -> str | None:
         return None
     if item.kind == "code":
         return "code of TorchScript, which would be lost"
-    if item.kind == "bytes" or item.dtype is None or (item.kind == "array" and item.facts is not None):
-        return (
-            "bytes"
-            if item.kind == "bytes"
-            else "an array"
-            if item.kind == "array"
-            else states.shown_value(item.value)[:40]
-        )
+    if item.kind == "bytes":
+        return "bytes"
+    if item.dtype is None or (item.kind == "array" and item.facts is not None):
+        return "an array" if item.kind == "array" else states.shown_value(item.value)[:40]
     if item.chunks is None:
         return f"a {states.kind_of_tensor(item.value)} tensor"
     if safetensors.held_as(leaf_names.dtype_name(item.dtype), item.shape) is None:
@@ -271,40 +260,33 @@ def _why_not(item: states.NamedItem, strip: str) -> str | None:
 # --- states -------------------------------------------------------------------------------------------------------
 
 
-def _write_archive(request: ConversionRequest) -> int:
-    def write(state: Any) -> int:
-        return save_within(_HOST_BYTES, state, request.target).result().num_bytes
-
-    return _with_state(request, write)
+def _write_archive(request: ConversionRequest, state: Any) -> int:
+    return save_within(_HOST_BYTES, state, request.target).result().num_bytes
 
 
-def _write_step(request: ConversionRequest) -> int:
-    parent, name = urls.parent_and_name(request.target.url, fs=request.target.fs)
+def _write_step(request: ConversionRequest, state: Any) -> int:
+    root, naming, step = _step_of(request.target)
+    with AsyncCheckpointer(root, naming=naming, host_bytes=_HOST_BYTES) as ckpt:
+        report = ckpt.save(state, step, overwrite=request.overwrite).result()
+    return report.num_bytes
+
+
+def _step_of(target: Place) -> tuple[Place, Naming, int]:
+    """The root and the naming of the run that a step is written to, and the step. Raises Answer if it has no number."""
+    parent, name = urls.parent_and_name(target.url, fs=target.fs)
     step_name = runs.parse_step_name(name)
     if step_name is None:
-        raise Answer(f"{request.target.shown}: a step has a number in its name, such as step_00000100", USAGE)
+        raise Answer(f"{target.shown}: a step has a number in its name, such as step_00000100", USAGE)
     naming = Naming(step_name.step_format, usual_tracker(step_name.step_format))
-    root = replace(request.target, url=parent)
-
-    def write(state: Any) -> int:
-        with AsyncCheckpointer(root, naming=naming, host_bytes=_HOST_BYTES) as ckpt:
-            report = ckpt.save(state, step_name.step, overwrite=request.overwrite).result()
-        return report.num_bytes
-
-    return _with_state(request, write)
+    return replace(target, url=parent), naming, step_name.step
 
 
-def _write_torch(request: ConversionRequest) -> int:
-    def write(state: Any) -> int:
-        with _LocalTarget(request) as written, _refused_by("torch.save"):
-            write_by_torch(_without_arrays(state), written)
-            # Torch 2.5 does not tell.
-            unsafe: list[str] = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])(written)
-            if unsafe:
-                print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
-            return written.stat().st_size
-
-    return _with_state(request, write)
+def _write_torch(request: ConversionRequest, state: Any) -> int:
+    with _local_target(request) as written, _refused_by("torch.save"):
+        write_by_torch(_without_arrays(state), written)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(written):
+            print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
+        return written.stat().st_size
 
 
 def _without_arrays(state: Any) -> Any:
@@ -320,29 +302,26 @@ def _plain(leaf: Any) -> Any:
     return torch.from_numpy(leaf) if leaf.ndim or type(leaf).__name__ == "ndarray" else leaf.item()
 
 
-def _write_dcp(request: ConversionRequest) -> int:
+def _write_dcp(request: ConversionRequest, state: Any) -> int:
     import torch.distributed.checkpoint as torch_dcp
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    def write(state: Any) -> int:
-        if not isinstance(state, dict):
-            raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is not a dict")
-        with _LocalTarget(request) as written, _refused_by("torch.distributed.checkpoint"):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
-                # Torch 2.6 has no such argument: there a process without a group is alone anyway.
-                arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
-                alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
-                if _OF_MEGATRON in state:  # whose objects are one entry each
-                    state = {name: _entry(name, value, request) for name, value in state.items() if name != _RANKS}
-                    alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
-                torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
-                if "planner" in alone:
-                    (written / "metadata.json").write_text(_MEGATRON_CONFIG)
-            return sum(path.stat().st_size for path in written.iterdir())
-
-    return _with_state(request, write)
+    if not isinstance(state, dict):
+        raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is not a dict")
+    with _local_target(request) as written, _refused_by("torch.distributed.checkpoint"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
+            # Torch 2.6 has no such argument: there a process without a group is alone anyway.
+            arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
+            alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
+            if _OF_MEGATRON in state:  # whose objects are one entry each
+                state = {name: _entry(name, value, request) for name, value in state.items() if name != _RANKS}
+                alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
+            torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
+            if "planner" in alone:
+                (written / "metadata.json").write_text(_MEGATRON_CONFIG)
+        return sum(path.stat().st_size for path in written.iterdir())
 
 
 def _entry(name: str, value: Any, request: ConversionRequest) -> Any:
@@ -370,12 +349,13 @@ def _refused_by(writer: str) -> Iterator[None]:
         ) from error
 
 
-def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:
-    def converted(state: Any) -> int:
-        return write(_stripped(state, request.strip))
-
+def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest, Any], int]) -> int:
     scratch = urls.local_path(request.target.text).parent if request.target.is_local else Path.cwd()
     disk.make_folder(scratch)
+
+    def converted(state: Any) -> int:
+        return write(request, _stripped(state, request.strip))
+
     return states.with_state(request.source, converted, scratch=scratch, **request.options)
 
 
@@ -391,22 +371,15 @@ def _stripped(state: Any, prefix: str) -> Any:
 # --- destinations -------------------------------------------------------------------------------------------------
 
 
-class _LocalTarget:
+@contextlib.contextmanager
+def _local_target(request: ConversionRequest) -> Iterator[Path]:
     """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
-
-    def __init__(self, request: ConversionRequest) -> None:
-        self._target = urls.local_path(request.target.text)
-        self._scratch = scratches.Scratch(self._target.parent, self._target.name)
-
-    def __enter__(self) -> Path:
-        return self._scratch.folder / self._target.name
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._scratch:
-            if error is None:
-                written = self._scratch.folder / self._target.name
-                scratches.sync_all(written)
-                scratches.publish(written, self._target)
+    target = urls.local_path(request.target.text)
+    with scratches.Scratch(target.parent, target.name) as scratch:
+        written = scratch.folder / target.name
+        yield written
+        scratches.sync_all(written)
+        scratches.publish(written, target)
 
 
 def _refuse_existing(request: ConversionRequest) -> None:
@@ -415,11 +388,6 @@ def _refuse_existing(request: ConversionRequest) -> None:
         raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
 
 
-_WRITERS: Final[dict[str, Callable[[ConversionRequest], int]]] = {
-    "archive": _write_archive,
-    "step": _write_step,
-    "safetensors": _write_safetensors,
-    "hf": _write_hf,
-    "torch": _write_torch,
-    "dcp": _write_dcp,
-}
+# The writers of items, which are read piece by piece, and those of a state.
+_OF_ITEMS: Final = {"safetensors": _write_safetensors, "hf": _write_hf}
+_OF_STATE: Final = {"archive": _write_archive, "step": _write_step, "torch": _write_torch, "dcp": _write_dcp}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import typer
 
@@ -48,9 +48,6 @@ class CopyRow:
     outcome: str
     error: str = ""
     name: str = ""  # of the checkpoint of a framework
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def show(
@@ -110,30 +107,9 @@ def _copy_checkpoints(
 def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
-        document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
+        document = {"source": source.shown, "target": target.shown, "steps": rows}
         print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
-    else:
-        _print(rows, target, num_bytes, seconds)
-
-
-def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
-    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
-    Raises Answer if two have one name, or the target is inside the folder of the sources.
-    """
-    if len(sources) == 1 and not sources[0][1]:
-        return [(sources[0][0], target)]
-    for source, name in sources:
-        folder = source.text.rstrip("/").removesuffix(name)
-        if name and f"{target.text.rstrip('/')}/".startswith(folder):
-            raise Answer(f"{target.shown} is inside the source folder; give another destination", USAGE)
-    names = [name or source.text.rstrip("/").rpartition("/")[2] for source, name in sources]
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise Answer(f"{times} sources have the name {name}; copy them one by one", USAGE)
-    return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
-
-
-def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:
+        return
     print_table(
         ("step", "size", "checkpoint", "outcome"),
         (
@@ -152,6 +128,23 @@ def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: floa
             print_text(escaped(f"step {row.step} was not copied: {row.error}"))
     speed = f", {reports.sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
     print_text(f"{reports.sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
+
+
+def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
+    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
+    Raises Answer if two have one name, or the target is inside the folder of the sources.
+    """
+    if len(sources) == 1 and not sources[0][1]:
+        return [(sources[0][0], target)]
+    for source, name in sources:
+        folder = source.text.rstrip("/").removesuffix(name)
+        if name and f"{target.text.rstrip('/')}/".startswith(folder):
+            raise Answer(f"{target.shown} is inside the source folder; give another destination", USAGE)
+    names = [name or source.text.rstrip("/").rpartition("/")[2] for source, name in sources]
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise Answer(f"{times} sources have the name {name}; copy them one by one", USAGE)
+    return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
 
 
 def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:

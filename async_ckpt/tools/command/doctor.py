@@ -14,12 +14,12 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import typer
 
@@ -58,15 +58,12 @@ class Finding:
     subject: str
     text: str
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def show(root: Place | None, *, as_json: bool) -> None:
     """Print the findings. Raises typer.Exit if one of them is bad."""
     lines = list(findings(root))
     if as_json:
-        print_json("findings", {"findings": [line.as_json() for line in lines]})
+        print_json("findings", {"findings": lines})
     else:
         print_table(("", "what", "is"), ((one.verdict, one.subject, escaped(one.text)) for one in lines))
     if any(one.verdict == "bad" for one in lines):

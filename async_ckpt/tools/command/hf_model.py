@@ -18,7 +18,7 @@ import torch
 
 from ... import Place
 from ...errors import CheckpointError
-from .screen import USAGE, Answer, print_note
+from .screen import USAGE, Answer, print_note, some_of
 
 _CONFIG: Final = "config.json"
 # PEFT's files of an adapter, in whose names of weights that of the adapter is left out.
@@ -101,8 +101,6 @@ def missing_of(folder: Path, names: Collection[str]) -> list[str]:
 
 
 def _advice(architecture: str, unexpected: list[str], names: Collection[str], expected: Collection[str]) -> str:
-    more = f" and {len(unexpected) - _SHOWN:,} more" if len(unexpected) > _SHOWN else ""
-    shown = ", ".join(unexpected[:_SHOWN]) + more
     prefixes = {name[: at + 1] for name in names for at, character in enumerate(name) if character == "."}
     hits = {one: sum(name.removeprefix(one) in expected for name in names if name.startswith(one)) for one in prefixes}
     best = max(sorted(hits), key=lambda one: hits[one], default="")
@@ -112,7 +110,7 @@ def _advice(architecture: str, unexpected: list[str], names: Collection[str], ex
         advice = "choose the names of the model with --select"
     else:
         advice = "give the config of the model that was trained"
-    return f"{architecture} has no {shown}; nothing was written: {advice}"
+    return f"{architecture} has no {some_of(unexpected, _SHOWN)}; nothing was written: {advice}"
 
 
 def copy_beside(folder: Path, target: Path) -> None:

@@ -39,7 +39,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     if patterns and not rows:
         raise Answer(f"{place.shown}: no name in it matches {', '.join(patterns)}")
     if as_json:
-        print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
+        print_json("names", {"place": place.shown, "names": rows})
         return
     if patterns and all(row.kind == "value" for row in rows):
         print_text(_values_as_json(rows, patterns))

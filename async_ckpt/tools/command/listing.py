@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...plumbing import Storage, reports, runs, threads, timing, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
-from .run_places import DURABLE, PlaceStatus, RunPlaces
+from .run_places import DURABLE, PlaceStatus, RunPlaces, run_at
 from .screen import (
     USAGE,
     Answer,
@@ -34,6 +34,7 @@ from .screen import (
     print_text,
     short,
     shown_seconds,
+    some_of,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .where import place_below
@@ -45,7 +46,8 @@ _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+)
 _READERS: Final = 32
 # The beginnings of the marks of steps that cannot be loaded.
 _BROKEN: Final = ("broken", "its manifest is damaged")
-_SHOWN_UNSEEN: Final = 5
+# Of folders that were not looked into, and of broken steps.
+_SHOWN: Final = 5
 # A metric, which end of it is best, and how many.
 Best = tuple[str, Literal["min", "max"], int]
 # A run that has lasted so long has a line that says what its time went to.
@@ -79,9 +81,6 @@ class StepRow:
     places: list[int] = field(default_factory=list)
     durable: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "record": dict(self.record)}
-
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
@@ -101,9 +100,6 @@ class RunRow:
     best: tuple[float, int] | None = None
     broken: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
@@ -120,9 +116,6 @@ class VersionRow:
     num_ranks: int = 1
     num_complete: int = 1
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def show(place: Place, *, with_all: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
     """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
@@ -134,7 +127,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
     if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
-            _print_steps(place, steps_of(storage, names, clock=timing.wall_time), as_json=False)
+            _print_steps(place, steps_of(storage, names), as_json=False)
     elif kind == "runs":
         below = walk(place)
         _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
@@ -146,7 +139,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
         else:
             events = run_events.EventLog(storage, timing.wall_time).read()
             spent = run_events.goodput_of(events)
-            rows = steps_of(storage, names, clock=timing.wall_time, events=events, with_all=with_all, check=check)
+            rows = steps_of(storage, names, events=events, with_all=with_all, check=check)
             everywhere = RunPlaces(place)
             statuses = everywhere.look()
             rows = _with_places(rows, everywhere.places, statuses)
@@ -168,7 +161,6 @@ def steps_of(
     storage: Storage,
     names: list[str],
     *,
-    clock: timing.Clock,
     events: Sequence[run_events.Event] | None = None,
     with_all: bool = False,
     check: bool = False,
@@ -178,13 +170,12 @@ def steps_of(
     `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
-    events = run_events.EventLog(storage, clock).read() if events is None else events
+    events = run_events.EventLog(storage, timing.wall_time).read() if events is None else events
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
     for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
-        run = runs.Run(storage, clock=clock, step_format=step_format, tracker=None)
-        rows += _rows(run, names, saves, with_all=with_all, check=check)
+        rows += _rows(run_at(storage, step_format), names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
     if with_all:
         _add_failures(rows, events)
@@ -197,7 +188,7 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
     for place, status in zip(places, statuses, strict=True):
         if missing := {*status.steps} - known:
             storage = place.storage()
-            others = steps_of(storage, storage.names(""), clock=timing.wall_time)
+            others = steps_of(storage, storage.names(""))
             rows += [row for row in others if row.step in missing]
             known |= missing
     for row in rows:
@@ -269,7 +260,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         names = storage.names("")
         of_run = one.kind == "run"
         check = check or place.is_local  # a store has a request for each step
-        rows = steps_of(storage, names, clock=timing.wall_time, check=check) if of_run else checkpoints_of(place, names)
+        rows = steps_of(storage, names, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
@@ -422,8 +413,7 @@ def _marks_of(run: runs.Run) -> dict[int, str]:
 
 def _runs_at(storage: Storage) -> Iterator[runs.Run]:
     """The run at a place, once for each of its namings."""
-    for step_format in runs.formats_at(storage):
-        yield runs.Run(storage, clock=timing.wall_time, step_format=step_format, tracker=None)
+    return (run_at(storage, step_format) for step_format in runs.formats_at(storage))
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
@@ -495,7 +485,7 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
 
 def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
     if as_json:
-        print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in rows]})
+        print_json("versions", {"place": place.shown, "versions": rows})
         return
     print_table(
         ("version", "kind", "base", "size", "ranks", "marks"),
@@ -518,7 +508,7 @@ def _print_runs(
     place: Place, rows: Sequence[RunRow], unseen: Sequence[str], best: str | None, *, as_json: bool
 ) -> None:
     if as_json:
-        document = {"place": place.shown, "runs": [row.as_json() for row in rows], "not_looked_into": [*unseen]}
+        document = {"place": place.shown, "runs": rows, "not_looked_into": [*unseen]}
         print_json("runs", document)
         return
     now = timing.wall_time()
@@ -534,21 +524,14 @@ def _print_runs(
                 "" if row.created is None else age(row.created, now),
                 in_table(row.num_bytes),
                 *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
-                _shown_steps(row.broken),
+                some_of([*map(str, row.broken)], _SHOWN),
             )
             for row in rows
         ),
         right=("steps", "latest", "age", "size", metric, "at step"),
     )
     if unseen:
-        shown = ", ".join(map(escaped, unseen[:_SHOWN_UNSEEN]))
-        more = f" and {len(unseen) - _SHOWN_UNSEEN:,} more" if len(unseen) > _SHOWN_UNSEEN else ""
-        print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
-
-
-def _shown_steps(steps: Sequence[int]) -> str:
-    more = f" and {len(steps) - _SHOWN_UNSEEN:,} more" if len(steps) > _SHOWN_UNSEEN else ""
-    return ", ".join(map(str, steps[:_SHOWN_UNSEEN])) + more
+        print_text(f"not looked into: {escaped(some_of(unseen, _SHOWN))}; list them by their own names", "dim")
 
 
 def _print_steps(
@@ -561,10 +544,10 @@ def _print_steps(
     as_json: bool,
 ) -> None:
     if as_json:
-        document: dict[str, Any] = {"place": place.shown, "steps": [row.as_json() for row in rows]}
+        document: dict[str, Any] = {"place": place.shown, "steps": rows}
         if spent:
             document["goodput"] = spent.as_dict()
-        print_json("steps", document | ({"places": [one.as_json() for one in statuses]} if statuses else {}))
+        print_json("steps", document | ({"places": statuses} if statuses else {}))
         return
     now = timing.wall_time()
     counts = Counter(

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ... import Naming, Place
@@ -74,7 +75,7 @@ def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
     """
     names = place.storage().names("") if names is None else names
     kind = own_kind(place, names)
-    return "runs" if kind == "nothing" and names and _walk(place, is_first_enough=True).found else kind
+    return "runs" if kind == "nothing" and names and walk(place, is_first_enough=True).found else kind
 
 
 def own_kind(place: Place, names: Sequence[str]) -> Kind:
@@ -104,11 +105,6 @@ def trainer_of(place: Place) -> tuple[Place, str] | None:
     root = replace(place, url=parent)
     is_one = kind in ("checkpoint", "nothing") and name and checkpoints_in(root.storage(), [name])
     return (root, name) if is_one else None
-
-
-def walk(place: Place) -> Walk:
-    """Look for runs, publications, checkpoints and archives below a place. Hidden folders are left out."""
-    return _walk(place)
 
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
@@ -180,44 +176,35 @@ def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
     return bool(storage.existing([f"{name}/{runs.MANIFEST_NAME}" for _, name in runs.possible_steps(names)]))
 
 
-def _walk(place: Place, *, is_first_enough: bool = False) -> Walk:
+def walk(place: Place, *, is_first_enough: bool = False) -> Walk:
+    """Look for runs, publications, checkpoints and archives below a place. Hidden folders are left out."""
     found: list[Found] = []
     unseen: list[str] = []
-    level = [""]
-    for depth in range(_DEEPEST + 1):
-        if depth == _DEEPEST:
-            unseen.extend(name for name in level if place.storage().names(name))
-            break
-        looks: list[_Look] = [_Look(place_below(place, name) if name else place, name) for name in level]
-        threads.run_together("look", [look.run for look in looks], max_threads=_READERS)
-        found.extend(one for look in looks for one in look.things)
-        if is_first_enough and found:
-            break
-        level = sorted(name for look in looks for name in look.below)
-        if len(level) > _MOST_FOLDERS:
-            unseen.extend(level[_MOST_FOLDERS:])
-            del level[_MOST_FOLDERS:]
-    return Walk(sorted(found), sorted(unseen))
+    level, below = [""], list[str]()
 
-
-class _Look:
-    """A look into one folder of a walk: the things that are there, and the names to look into next."""
-
-    def __init__(self, place: Place, name: str) -> None:
-        self._place, self._name = place, name
-        self.things: list[Found] = []
-        self.below: list[str] = []
-
-    def run(self) -> None:
-        names = self._place.storage().names("")
+    def look(name: str) -> None:
+        """Add the things that are in a folder, and the names to look into next."""
+        at = place_below(place, name) if name else place
+        names = at.storage().names("")
         if not names:
             return  # a file
-        self.things = _things_at(self._place, self._name, names)
-        files = {one.name for one in self.things if one.kind == "file"}
-        if not self._name or len(files) == len(self.things):
-            prefix = f"{self._name}/" if self._name else ""
+        things = _things_at(at, name, names)
+        found.extend(things)
+        files = {one.name for one in things if one.kind == "file"}
+        if not name or len(files) == len(things):
+            prefix = f"{name}/" if name else ""
             others = (f"{prefix}{one}" for one in beside_versions(names) if not one.startswith("."))
-            self.below = [one for one in others if one not in files]
+            below.extend([one for one in others if one not in files])
+
+    for _ in range(_DEEPEST):
+        threads.run_together("look", [partial(look, name) for name in level], max_threads=_READERS)
+        if is_first_enough and found:
+            return Walk(found, unseen)
+        level, below = sorted(below), []
+        unseen += level[_MOST_FOLDERS:]
+        del level[_MOST_FOLDERS:]
+    unseen += [name for name in level if place.storage().names(name)]
+    return Walk(sorted(found), sorted(unseen))
 
 
 def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:

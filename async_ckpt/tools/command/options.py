@@ -22,15 +22,14 @@ Where = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
-# The options of a store: their types, defaults and flags.
-_OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
-    "endpoint": (str, None, "The URL of the store, if not the provider's own."),
-    "region": (str, None, "The region of the store."),
-    "profile": (str, None, "The profile in ~/.aws that has the credentials."),
-    "anonymous": (bool, False, "Send requests without credentials."),
-    "deadline": (float, DEADLINE_SECONDS, "How long the store may take to answer a request."),
+# The options of a store: their types, defaults, what stands for their values, and what they mean.
+_OPTIONS: Final[dict[str, tuple[type, Any, str | None, str]]] = {
+    "endpoint": (str, None, "URL", "The URL of the store, if not the provider's own."),
+    "region": (str, None, "NAME", "The region of the store."),
+    "profile": (str, None, "NAME", "The profile in ~/.aws that has the credentials."),
+    "anonymous": (bool, False, None, "Send requests without credentials."),
+    "deadline": (float, DEADLINE_SECONDS, "SECONDS", "How long the store may take to answer a request."),
 }
-_METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
 # The types of parameters that are places, and those of their texts on the command line.
 _TEXTS: Final[dict[Any, Any]] = {Place: str, Place | None: str | None, list[Place]: list[str]}
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
@@ -72,13 +71,13 @@ def _opened(where: str | list[str], options: dict[str, Any], *, is_only: bool) -
 def _store_options(place: str) -> list[inspect.Parameter]:
     """The options of a store. Those of a second place begin with its name, and are as for the first unless given."""
     options = []
-    for name, (kind, default, text) in _OPTIONS.items():
+    for name, (kind, default, metavar, text) in _OPTIONS.items():
         full, annotation = name, kind if default is not None else kind | None
         if place:
             full, default, annotation = f"{place}_{name}", None, kind | None
             text = f"--{name} for {place.upper()}, if different."
         flag = f"--{full.replace('_', '-')}"
-        option = typer.Option(flag, help=text, metavar=None if kind is bool else _METAVARS[name])
+        option = typer.Option(flag, help=text, metavar=metavar)
         parameter = inspect.Parameter(full, _KEYWORD, default=default, annotation=Annotated[annotation, option])
         options.append(parameter)
     return options

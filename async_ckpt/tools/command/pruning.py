@@ -91,7 +91,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             {
                 "place": place.shown,
                 "dry_run": dry_run,
-                "steps": [row.as_json() for row in rows],
+                "steps": rows,
                 "num_bytes": freed,
                 "broken": [*broken],
             },

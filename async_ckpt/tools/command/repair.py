@@ -62,8 +62,7 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
                     one.run.check_taken()
                 damage.mend()
     if as_json:
-        document = {"place": place.shown, "applied": apply, "damages": [one.as_json() for one in damages]}
-        print_json("repairs", document)
+        print_json("repairs", {"place": place.shown, "applied": apply, "damages": damages})
     else:
         if damages:
             print_table(("what", "is"), ((escaped(one.subject), escaped(one.text)) for one in damages))
@@ -123,7 +122,7 @@ def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
         if tracked != newest:
             is_says = "is missing" if text is None else f"says {text[:100].decode(errors='replace').strip()!r}"
             is_of_other = tracked is not None and tracked > newest and bool(storage.names(run.folder(tracked)))
-            mend = None if is_of_other else partial(_track, storage, tracker, newest)
+            mend = None if is_of_other else partial(storage.replace, tracker.name, tracker.dump(newest))
             why = "; that folder was not committed by async_ckpt, and is left alone" if is_of_other else ""
             yield Damage(tracker.name, f"{is_says}; the newest step is {newest}{why}", mend)
     expected = runs.journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
@@ -136,10 +135,6 @@ def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
             "is missing" if there is None else f"differs from the manifests ({have} lines, {need} steps)",
             partial(storage.replace, runs.journal.NAME, expected),
         )
-
-
-def _track(storage: Storage, tracker: runs.Tracker, newest: int) -> None:
-    storage.replace(tracker.name, tracker.dump(newest))
 
 
 def _content(storage: Storage, name: str) -> bytes | None:

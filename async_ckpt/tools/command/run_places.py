@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from ... import Place
 from ...errors import CheckpointError, ConflictError
+from ...plumbing import Storage, runs, timing, urls
 from ...plumbing import events as run_events
-from ...plumbing import runs, timing, urls
 from .where import DEADLINE_SECONDS, place_below
 
 # How durable a step is, by what it outlives at the best of its places, which comes last.
@@ -85,20 +85,20 @@ def _patient(place: Place) -> Place:
     return replace(place, options={"deadline_seconds": DEADLINE_SECONDS, **(place.options or {})})
 
 
+def run_at(storage: Storage, step_format: str) -> runs.Run:
+    """A run of this naming, as one that is only looked at."""
+    return runs.Run(storage, clock=timing.wall_time, step_format=step_format, tracker=None)
+
+
 class RunPlaces:
     """All places of the run at a place, looked at again and again. From one thread."""
 
     def __init__(self, place: Place) -> None:
-        told = runs.tiers_file.read(place)
-        self.places = [] if told is None else places_of(place)
-        self._runs = (
-            []
-            if told is None
-            else [
-                runs.Run(one.storage(), clock=timing.wall_time, step_format=told.naming.step_format, tracker=None)
-                for one in self.places
-            ]
-        )
+        self.places: list[Place] = []
+        self._runs: list[runs.Run] = []
+        if (told := runs.tiers_file.read(place)) is not None:
+            self.places = places_of(place)
+            self._runs = [run_at(one.storage(), told.naming.step_format) for one in self.places]
 
     def look(self) -> list[PlaceStatus]:
         """The status of each place, from near to far; none for a run of one place."""

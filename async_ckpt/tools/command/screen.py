@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -181,18 +182,23 @@ def documents_in_lines() -> Iterator[None]:
         _indent = 1
 
 
-def print_json(kind: str, document: Mapping[str, Any]) -> None:
-    """One document, and nothing else. Numbers that JSON does not have are texts."""
+def print_json(kind: str, document: Mapping[str, Any], *, in_line: bool = False) -> None:
+    """One document, and nothing else; `in_line` for one of a stream."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
-    sys.stdout.write(as_json_text(told, indent=_indent) + "\n")
+    print(as_json_text(told, indent=None if in_line else _indent), flush=True)
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON in ASCII, so that a terminal acts upon nothing in it."""
+    """A value as JSON in ASCII, so that a terminal acts upon nothing in it. A row is an object with its fields, or what
+    its `as_json` says; numbers that JSON does not have are texts.
+    """
     return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 
 
 def _finite(value: Any) -> Any:
+    if is_dataclass(value):
+        own = getattr(value, "as_json", None)
+        value = own() if own else {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -205,6 +211,12 @@ def _finite(value: Any) -> Any:
 def counted(number: int, word: str) -> str:
     """A number of things, such as "1 name" or "1,200 names"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def some_of(texts: Sequence[str], most: int) -> str:
+    """The first of these texts, and the number of the others, such as "a, b and 3 more"."""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def in_table(num_bytes: int) -> str:

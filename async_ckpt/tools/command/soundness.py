@@ -9,7 +9,7 @@ read and after that, and only what was wrong both times is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -32,12 +32,14 @@ from ...weights.publishing.version_checks import check_versions
 from .listing import checkpoints_of
 from .lookup import beside_versions, kind_of
 from .repair import damages_of
-from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
+from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress, some_of
 from .selection import ChosenRun, refuse_newer, runs_at
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
 
 _SHOWN_NAMES: Final = 3
+# What something of a newer version costs, and the command for it.
+_NEWER: Final = ("it cannot be read here", "pip install --upgrade async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,6 @@ class SoundnessFault:
     cost: str = ""
     mend: str = ""
     tensors: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
         is_beside = found.is_publication and len(every) > 1
         document["damaged_versions" if is_beside else "damaged"] = found.damaged
     document |= {
-        "faults": [fault.as_json() for fault in faults],
+        "faults": faults,
         "num_archives": sum(found.num_archives for found in every),
         "num_bytes": sum(found.num_bytes for found in every),
         "notes": [note for found in every for note in found.notes],
@@ -262,8 +261,7 @@ def _checks_of_files(
         folder, _, last = path.rpartition("/")
         if folder and last == runs.MANIFEST_NAME:
             parent = folder.rpartition("/")[0]
-            run = place_below(root, parent).storage() if parent else storage
-            step = finding.CommittedStep.at(storage, folder, partial(_same, run))
+            step = finding.CommittedStep.at(storage, folder, (place_below(root, parent) if parent else root).storage)
             yield storage.locate(folder), partial(verification.compare_step, step)
         elif folder and last == runs.OF_DCP and path not in digests:
             yield storage.locate(folder), partial(verification.compare_dcp, place_below(root, folder).storage())
@@ -287,10 +285,6 @@ def _raise(error: CheckpointError) -> NoReturn:
     raise error
 
 
-def _same(storage: Storage) -> Storage:
-    return storage
-
-
 def _compare_file(storage: Storage, path: str, verification: checking.Verification) -> tuple[str, ...]:
     with storage.open(path) as reader:
         return verification.compare_file(reader, storage.locate(path))
@@ -302,14 +296,10 @@ def _with_totals(found: Soundness, verification: checking.Verification) -> Sound
 
 
 def _fault_of_file(path: str, error: CheckpointError) -> SoundnessFault:
+    text, tensors = str(error).removeprefix(f"{path}: "), getattr(error, "tensors", ())
     if isinstance(error, FormatVersionError):
-        return SoundnessFault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
-    tensors = getattr(error, "tensors", ())
-    return SoundnessFault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
-
-
-def _without(path: str, error: CheckpointError) -> str:
-    return str(error).removeprefix(f"{path}: ")
+        return SoundnessFault(path, text, *_NEWER)
+    return SoundnessFault(path, text, _among(tensors), "fetch or save the file again", tensors)
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
@@ -344,7 +334,8 @@ def _of_run(place: Place) -> Soundness:
     storage, found = place.storage(), Soundness()
     chosen = runs_at(place)
     trackers, before = checking.trackers_in(storage), [*_faults_beside(place, chosen)]
-    with progress("verify", _num_bytes(chosen)) as advance:
+    total = sum(made.num_bytes for one in chosen for made in one.run.view().values() if made is not None)
+    with progress("verify", total) as advance:
         verification = checking.Verification(advance)
         for check in checking.checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
@@ -364,12 +355,6 @@ def _note_newest(found: Soundness) -> None:
     newest = max(found.sound, default=-1)
     if found.damaged and max(found.damaged) > newest:
         found.notes.append("no step is sound" if newest < 0 else f"the newest sound step is {newest}")
-
-
-def _num_bytes(chosen: Sequence[ChosenRun]) -> int:
-    """The bytes that the progress counts up to."""
-    views = (one.run.view().values() for one in chosen)
-    return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
 
 
 def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
@@ -392,7 +377,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
     subject, path = f"step {check.step}", getattr(check.error, "path", "")
     text = "; ".join([str(check.error), *getattr(check.error, "__notes__", ())])
     if isinstance(check.error, FormatVersionError):
-        found.faults.append(SoundnessFault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
+        found.faults.append(SoundnessFault(subject, text, *_NEWER))
         return
     tensors = getattr(check.error, "tensors", ())
     cost = _among(tensors) + f" of step {check.step}"
@@ -406,10 +391,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
 
 def _among(tensors: Sequence[str]) -> str:
     """Some names, and the number of the others; everything if none is known."""
-    if not tensors:
-        return "everything"
-    more = f" and {len(tensors) - _SHOWN_NAMES:,} more" if len(tensors) > _SHOWN_NAMES else ""
-    return ", ".join(tensors[:_SHOWN_NAMES]) + more
+    return some_of(tensors, _SHOWN_NAMES) or "everything"
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ it one, which is put last and deleted first.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from ...errors import RunTakenError
 from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, timing, urls
 from .listing import StepRow, checkpoints_of
 from .screen import Answer
-from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, trackers_in
+from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, sizes_of
 
 # The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of what goes.
 _LOCKS: Final = ("_async_ckpt.lock", ".async_ckpt.lock")
@@ -65,9 +64,6 @@ class PruneRow:
     num_bytes: int | None
     deleted: bool
     name: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class ShownCheckpoints:
@@ -148,7 +144,7 @@ def copy_checkpoints(
         if outcomes[row.folder] != "was there":
             _copy(source, target, row.folder, advance)
     if is_whole:
-        for name in trackers_in(source.storage()):
+        for name in source.storage().existing(runs.TRACKERS):
             there.replace(name, source.storage().read(name)[0])
         if not events_at(target):
             log_at(target).copy_from(log_at(source))
@@ -178,21 +174,12 @@ def _facts_of(storage: Storage, name: str) -> dict[str, int | bytes]:
     """The sizes of the files of a checkpoint, and the contents of small ones that differ between two trainings."""
     return {
         path: storage.read(path)[0] if file_digests.is_of_digests(path) or path.endswith(TRAINER_STATE) else size
-        for path, size in _sizes(storage, name).items()
+        for path, size in sizes_of(storage, name).items()
     }
 
 
-def _sizes(storage: Storage, name: str) -> dict[str, int]:
-    """The sizes of the files of a checkpoint by their paths below the folder of the trainer."""
-    if sizes := storage.sizes(name):
-        return {f"{name}/{path}": size for path, size in sizes.items()}
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError), storage.open(name) as reader:
-        return {name: reader.num_bytes}
-    return {}
-
-
 def _copy(source: Place, target: Place, name: str, advance: Callable[[int], None]) -> None:
-    storage, sizes = source.storage(), _sizes(source.storage(), name)
+    storage, sizes = source.storage(), sizes_of(source.storage(), name)
 
     def count(offset: int, data: memoryview) -> None:  # noqa: ARG001
         advance(len(data))

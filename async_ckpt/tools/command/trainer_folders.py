@@ -123,19 +123,18 @@ def events_at(place: Place) -> list[events.Event]:
     return [{**one, "name": one["name"].removeprefix(f"{name}/")} if one.get("name") else one for one in above]
 
 
-def trackers_in(storage: Storage) -> list[str]:
-    """The names of the files that name the newest checkpoint."""
-    return storage.existing(runs.TRACKERS)
+def sizes_of(storage: Storage, name: str) -> dict[str, int]:
+    """The sizes of the files of a checkpoint by their paths below the folder of the trainer."""
+    if sizes := storage.sizes(name):
+        return {f"{name}/{path}": size for path, size in sizes.items()}
+    with suppress(FileNotFoundError, IsADirectoryError), storage.open(name) as reader:
+        return {name: reader.num_bytes}
+    return {}
 
 
 def size_of(storage: Storage, name: str) -> int:
     """The bytes of a checkpoint."""
-    sizes = storage.sizes(name)
-    if sizes:
-        return sum(sizes.values())
-    with suppress(FileNotFoundError, IsADirectoryError), storage.open(name) as reader:
-        return reader.num_bytes
-    return 0
+    return sum(sizes_of(storage, name).values())
 
 
 def time_of(place: Place, name: str) -> float | None:

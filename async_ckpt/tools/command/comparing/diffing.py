@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -50,9 +50,6 @@ class DifferenceRow:
     def counts(self) -> bool:
         return self.what not in ("within tolerance", _NOT_COMPARED)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class DiffResult(NamedTuple):
     """The names that differ, the number of all names, and of those that are equal in every bit."""
@@ -86,7 +83,7 @@ def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float,
     num_unknown = sum(row.what == _NOT_COMPARED for row in rows)
     if as_json:
         document = {"a": a.shown, "b": b.shown, "num_names": num_names, "num_equal": num_equal}
-        print_json("differences", {**document, "differences": [row.as_json() for row in rows]})
+        print_json("differences", {**document, "differences": rows})
     else:
         _print(rows)
         unknown = f", {num_unknown:,} not compared" if num_unknown else ""

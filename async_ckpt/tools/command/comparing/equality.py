@@ -196,14 +196,6 @@ def _parts_of_functions(a: Any, b: Any) -> _Pairs:
         yield a.__globals__.get(name), b.__globals__.get(name)
 
 
-def _parts_of_builtins(a: Any, b: Any) -> _Pairs:
-    return _same((a.__module__, a.__qualname__) == (b.__module__, b.__qualname__), (a.__self__, b.__self__))
-
-
-def _parts_of_generators(a: torch.Generator, b: torch.Generator) -> _Pairs:
-    return _same(a.device == b.device, (a.get_state(), b.get_state()))
-
-
 def _parts_by_pickling(a: Any, b: Any) -> _Pairs:
     """The parts of two objects that pickle would write. Raises the error of an object that cannot be pickled."""
     left, right = _pickled(a), _pickled(b)
@@ -341,13 +333,16 @@ _PARTS: Final[tuple[tuple[Any, Callable[[Any, Any], _Pairs]], ...]] = (
     (_Bits, _parts_of_bits),
     (torch.Tensor, _parts_of_tensors),
     ((torch.UntypedStorage, torch.TypedStorage), _parts_of_storages),
-    (torch.Generator, _parts_of_generators),
+    (torch.Generator, lambda a, b: _same(a.device == b.device, (a.get_state(), b.get_state()))),
     ((torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme), lambda a, b: _same(a == b)),
     (Enum, lambda a, b: [(a.name, b.name), (a.value, b.value)]),
     (type, _parts_of_classes),
     (types.FunctionType, _parts_of_functions),
     (types.MethodType, lambda a, b: [(a.__func__, b.__func__), (a.__self__, b.__self__)]),
-    (types.BuiltinFunctionType, _parts_of_builtins),
+    (
+        types.BuiltinFunctionType,
+        lambda a, b: [((a.__module__, a.__qualname__), (b.__module__, b.__qualname__)), (a.__self__, b.__self__)],
+    ),
     (dict, _parts_of_dicts),
     ((set, frozenset), _parts_of_sets),
     ((list, tuple, deque), _parts_of_sequences),

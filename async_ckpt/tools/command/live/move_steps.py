@@ -19,7 +19,7 @@ import typer
 from .... import Place
 from ....plumbing import copy_step, run_movers, runs
 from ..pruning import refuse_writer
-from ..screen import JSON_VERSION, USAGE, Answer, as_json_text, counted, escaped, print_note
+from ..screen import USAGE, Answer, counted, escaped, print_json, print_note
 from ..selection import runs_at
 from ..where import place_below, place_like
 from .sidecar import heard_signals
@@ -143,4 +143,4 @@ def _say(place: str, step: int) -> None:
 
 
 def _say_json(place: str, step: int) -> None:
-    print(as_json_text({"version": JSON_VERSION, "kind": "moved", "place": place, "step": step}), flush=True)
+    print_json("moved", {"place": place, "step": step}, in_line=True)

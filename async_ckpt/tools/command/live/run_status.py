@@ -84,23 +84,17 @@ class RunStatus:
         return {**asdict(self), "places": [one.as_json() for one in self.places]}
 
 
-class TrainerWatch:
-    """The looks at the folder of a framework's trainer. `watch` creates it, and uses it on one thread.
+def look_at_trainer(place: Place, late_seconds: float | None = None) -> RunStatus:
+    """Look at the folder of a framework's trainer once. Raises StorageUnavailableError.
 
     A save under way has no name there yet, so it is not seen.
     """
-
-    def __init__(self, place: Place, clock: timing.Clock, late_seconds: float | None = None) -> None:
-        self._place, self._clock, self._late_seconds = place, clock, late_seconds
-
-    def look(self) -> RunStatus:
-        """Look at the folder once. Raises StorageUnavailableError."""
-        storage = self._place.storage()
-        rows = checkpoints_of(self._place, storage.names(""))
-        events = without_second_names(events_at(self._place))
-        newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
-        status = _status(self._place, self._clock(), newest, events, storage.free_bytes())
-        return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), self._late_seconds)
+    storage = place.storage()
+    rows = checkpoints_of(place, storage.names(""))
+    events = without_second_names(events_at(place))
+    newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
+    status = _status(place, timing.wall_time(), newest, events, storage.free_bytes())
+    return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), late_seconds)
 
 
 class RunWatch:
@@ -126,8 +120,8 @@ class RunWatch:
 
     def look(self) -> RunStatus:
         """Look at the storage once. Raises StorageUnavailableError."""
-        self._num_requests = 0
-        names = self._names("")
+        names = self._storage.names("")
+        self._num_requests = 1 + len(names) // _NAMES_PER_REQUEST
         if self._places is None and runs.tiers_file.NAME in names:
             self._places = RunPlaces(self._place)
         places = () if self._places is None else tuple(self._places.look())
@@ -183,7 +177,8 @@ class RunWatch:
             if self._manifests.pop(folder, None) is not None:
                 self._read(folder)  # again: it may have been retired or replaced
             if folder not in self._manifests:
-                inside = self._sizes(folder)
+                inside = self._storage.sizes(folder)
+                self._num_requests += 1
                 if runs.MANIFEST_NAME in inside:
                     self._read(folder)
                 elif under_way is None and not any(map(runs.is_retired_name, inside)):
@@ -221,15 +216,6 @@ class RunWatch:
         threads.run_together("read", [partial(self._parse, folder) for folder in missing], max_threads=_SHOWN)
         made = (self._manifests.get(folder) for folder in last)
         return [*(runs.event_of(manifest) for manifest in made if manifest is not None), *events]
-
-    def _names(self, folder: str) -> list[str]:
-        names = self._storage.names(folder)
-        self._num_requests += 1 + len(names) // _NAMES_PER_REQUEST
-        return names
-
-    def _sizes(self, folder: str) -> dict[str, int]:
-        self._num_requests += 1
-        return self._storage.sizes(folder)
 
     def _read(self, folder: str) -> None:
         """Read the manifest in a folder, if there is one."""

@@ -21,7 +21,7 @@ from ....weights.following.follower import Timing, new_sidecar
 from ....weights.following.health import Event
 from ....weights.following.rollout_engines import VLLM, Engine, Post, Program, SGLang, engine_of
 from ....weights.publishing.subscriber import Subscriber
-from ..screen import JSON_VERSION, USAGE, Answer, as_json_text, escaped
+from ..screen import USAGE, Answer, escaped, print_json
 
 # The variable with the key that the engine asks for: arguments can be seen by all users of the machine.
 _KEY: Final = "ASYNC_CKPT_ENGINE_KEY"
@@ -92,7 +92,7 @@ def _say(event: Event) -> None:
 
 
 def _say_json(event: Event) -> None:
-    print(as_json_text({"version": JSON_VERSION, "kind": event.kind, **event.facts}), flush=True)
+    print_json(event.kind, event.facts, in_line=True)
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import typer
 
@@ -25,19 +25,18 @@ from ....plumbing import events, reports, runs, timing
 from ..lookup import kind_of, nothing_at
 from ..run_places import durable_steps
 from ..screen import (
-    JSON_VERSION,
     NO,
     USAGE,
     Answer,
     age,
-    as_json_text,
     escaped,
     in_table,
+    print_json,
     shown_seconds,
     table_lines,
     terminal,
 )
-from .run_status import RunStatus, RunWatch, TrainerWatch, failure_of
+from .run_status import RunStatus, RunWatch, failure_of, look_at_trainer
 
 _REQUESTS_PER_SECOND: Final = 2
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -58,31 +57,31 @@ def show(
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
     late_seconds = None if older is None else seconds_of(older)
-    watches: list[RunWatch | TrainerWatch] = []
+    looks: list[Callable[[], RunStatus]] = []
     for place, _ in targets:
-        kind = _kind_of_run(place, once=once)
-        watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, timing.wall_time, late_seconds))
-    statuses = [watch.look() for watch in watches]
+        if _kind_of_run(place, once=once) == "trainer":
+            looks.append(partial(look_at_trainer, place, late_seconds))
+        else:
+            looks.append(RunWatch(place, timing.wall_time, late_seconds).look)
+    statuses = [look() for look in looks]
     if once:
-        _print_document(statuses, indent=1 if len(statuses) == 1 else None) if as_json else _print(statuses)
+        _print_documents(statuses, in_lines=len(statuses) > 1) if as_json else _print(statuses)
         if any(status.warnings for status in statuses):
             raise typer.Exit(NO)
         return
     is_remote = any(place.storage().remote for place, _ in targets)
-    with _Screen() if sys.stdout.isatty() and not as_json else nullcontext(None) as screen:
-        draw: Callable[[Sequence[RunStatus]], None] = (
-            _print_document if as_json else screen.draw if screen else partial(_print, end="\n\n")
-        )
+    printed = nullcontext(_print_documents if as_json else partial(_print, end="\n\n"))
+    with _screen() if sys.stdout.isatty() and not as_json else printed as draw:
         while True:
             draw(statuses)
             num_requests = sum(status.num_requests for status in statuses)
             timing.TIMEKEEPER.sleep(max(interval, num_requests / _REQUESTS_PER_SECOND if is_remote else 0))
-            statuses = [*map(_looked_again, watches, statuses)]
+            statuses = [*map(_looked_again, looks, statuses)]
 
 
-def _looked_again(watch: RunWatch | TrainerWatch, last: RunStatus) -> RunStatus:
+def _looked_again(look: Callable[[], RunStatus], last: RunStatus) -> RunStatus:
     try:
-        return watch.look()
+        return look()
     except StorageUnavailableError as error:
         return replace(last, warnings=(f"the storage does not answer: {error}",))
 
@@ -116,33 +115,25 @@ def _print(statuses: Sequence[RunStatus], end: str = "\n") -> None:
     print("\n".join(lines_of(statuses, width)), end=end, flush=True)
 
 
-def _print_document(statuses: Sequence[RunStatus], indent: int | None = None) -> None:
+def _print_documents(statuses: Sequence[RunStatus], *, in_lines: bool = True) -> None:
     for status in statuses:
-        document = {"version": JSON_VERSION, "kind": "status", **status.as_json()}
-        print(as_json_text(document, indent=indent), flush=True)
+        print_json("status", status.as_json(), in_line=in_lines)
 
 
-class _Screen:
-    """A terminal whose whole screen shows one status, until the block ends."""
+@contextmanager
+def _screen() -> Iterator[Callable[[Sequence[RunStatus]], None]]:
+    """A terminal whose whole screen shows what it is called with, until the block ends."""
+    from rich.live import Live
+    from rich.text import Text
 
-    def __init__(self) -> None:
-        from rich.live import Live
+    with Live(console=terminal(), screen=True, auto_refresh=False) as live:
 
-        self._live = Live(console=terminal(), screen=True, auto_refresh=False)
+        def draw(statuses: Sequence[RunStatus]) -> None:
+            width, height = terminal().size
+            lines = lines_of(statuses, width)[:height]
+            live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def __enter__(self) -> _Screen:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._live.__exit__(*raised)
-
-    def draw(self, statuses: Sequence[RunStatus]) -> None:
-        from rich.text import Text
-
-        width, height = terminal().size
-        lines = lines_of(statuses, width)[:height]
-        self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+        yield draw
 
 
 def lines_of(statuses: Sequence[RunStatus], width: int | None) -> list[str]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
 from ..run_places import PlaceStatus
-from ..screen import counted, mark_in_words, shown_seconds
+from ..screen import counted, mark_in_words, shown_seconds, some_of
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None
@@ -116,7 +117,7 @@ def columns_of(
     events = [one for one in events if one["kind"] != "save" or one["step"] is not None]
     columns = {
         "kind": Column("what", "text", [_KINDS.get(one["kind"], one["kind"]) for one in events]),
-        "step": Column("step", "step", [_counted(one["step"]) for one in events]),
+        "step": Column("step", "step", [_rounded(one["step"]) for one in events]),
         "time": Column("when", "time", [_time(one["time"]) for one in events]),
         "about": Column("details", "text", [_shortened(about(one)) for one in events]),
         "fate": Column("now", "text", [_fate(one, broken, marks) for one in events]),
@@ -129,7 +130,7 @@ def columns_of(
         ),
         "archived": Column("archives written after", "seconds", [_rounded(_written_after(one)) for one in events]),
         "stored": Column("on storage", "bytes", stored_bytes(events)),
-        "written": Column("written so far", "bytes", _running(one.get("num_bytes") or 0 for one in events)),
+        "written": Column("written so far", "bytes", [*accumulate(one.get("num_bytes") or 0 for one in events)]),
     }
     for key, (title, unit) in _MEASURED.items():
         columns[key] = Column(title, unit, [_rounded(one.get(key)) for one in events])
@@ -213,7 +214,11 @@ def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
             largest[group] = max(largest.get(group, 0), num_bytes)
     own = sorted(largest, key=lambda group: -largest[group])[:MAX_GROUPS]
     columns = {
-        f"group {number}": Column(_shortened(group), "bytes", [_group(one, group) for one in events])
+        f"group {number}": Column(
+            _shortened(group),
+            "bytes",
+            [one["groups"].get(group, 0) if one.get("groups") else None for one in events],
+        )
         for number, group in enumerate(own)
     }
     if len(largest) > len(own):
@@ -223,11 +228,6 @@ def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
         ]
         columns[f"group {len(own)}"] = Column(OTHER_GROUPS, "bytes", rest)
     return columns
-
-
-def _group(event: Mapping[str, Any], group: str) -> Value:
-    groups = event.get("groups")
-    return groups.get(group, 0) if groups else None
 
 
 def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
@@ -265,25 +265,11 @@ def _borrowed(event: Mapping[str, Any]) -> str:
 
 def listed(steps: Sequence[int]) -> str:
     """Steps in few words, such as "steps 1, 2 and 98 more"."""
-    shown = ", ".join(f"{step:,}" for step in steps[:8])
-    more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
-    return f"{'step' if len(steps) == 1 else 'steps'} {shown}{more}"
-
-
-def _running(values: Iterable[int]) -> list[Value]:
-    total, totals = 0, []
-    for value in values:
-        total += value
-        totals.append(total)
-    return [*totals]
+    return f"{'step' if len(steps) == 1 else 'steps'} {some_of([f'{step:,}' for step in steps], 8)}"
 
 
 def _time(value: float) -> Value:
     return round(value * 1e3) if 0 < value < _LATEST else None
-
-
-def _counted(value: int | None) -> Value:
-    return None if value is None or abs(value) > _MOST else value
 
 
 def _rounded(value: Any, digits: int = _MEASURED_DIGITS) -> float | int | None:

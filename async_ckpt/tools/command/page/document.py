@@ -25,7 +25,7 @@ from ..run_places import durable_steps
 from ..screen import counted, shown_hours
 from .columns import RunColumns, Value, listed
 from .pictures import Best, Picture, comparison_of, pictures_of
-from .summary import facts_of, losses_of, title_of
+from .summary import facts_of
 
 _ASSETS: Final = Path(__file__).parent / "assets"
 # The newest failures, which stand in the page itself; all of them are in the table of the first picture.
@@ -44,14 +44,15 @@ PARTS: Final = {
 def page_of(runs: Sequence[RunColumns], now: float, best: Sequence[Best] = ()) -> bytes:
     """The page of these runs at a time in seconds since the epoch."""
     several = len(runs) > 1
-    compared = comparison_of(runs) if several else []
+    compared = [*comparison_of(runs)] if several else []
     pictures: list[tuple[int | None, Picture]] = [(None, one) for one in compared]
     body = [_comparison(runs, compared, now)] if several else []
     for number, run in enumerate(runs):
         own = pictures_of(run, best)
         body.append(_run(run, number, own, now, first=len(pictures), several=several))
         pictures += [(number, one) for one in own]
-    return _document(title_of(runs), now, body, _packed(runs, pictures)).encode(errors="replace")
+    title = counted(len(runs), "run") if several else runs[0].name
+    return _document(title, now, body, _packed(runs, pictures)).encode(errors="replace")
 
 
 def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
@@ -185,13 +186,15 @@ def _places(run: RunColumns, level: int) -> str:
 
 
 def _losses(run: RunColumns, level: int) -> str:
-    losses = losses_of(run)
+    """The saves that failed or were skipped, the newest first."""
+    losses = run.rows_of("failed", "skipped")[::-1]
     if not losses:
         return ""
-    rows = "".join(
-        f"<tr><td>{escape(one.step)}</td><td>{escape(one.when)}</td><td class=long>{escape(one.about)}</td></tr>\n"
-        for one in losses[:_LOSSES]
-    )
+    rows = ""
+    for row in losses[:_LOSSES]:
+        one, about = run.events[row], escape(str(run.columns["about"].values[row]))
+        step, when = "" if one["step"] is None else f"{one['step']:,}", escape(timing.shown_time(one["time"]))
+        rows += f"<tr><td>{step}</td><td>{when}</td><td class=long>{about}</td></tr>\n"
     more = f"<p>The newest {_LOSSES} of {len(losses):,}.</p>\n" if len(losses) > _LOSSES else ""
     return f"""<section class="losses">
 <h{level}>Saves that failed or were skipped</h{level}>

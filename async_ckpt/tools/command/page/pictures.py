@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ....plumbing import reports
-from ..screen import counted, shown_seconds
+from ..screen import counted, shown_seconds, some_of
 from .columns import RunColumns
 
 # Each meaning has one colour on the whole page; `page.css` says which.
@@ -36,7 +36,6 @@ Look: TypeAlias = Literal["line", "dashes", "area", "hollow", "dot", "ring", "cr
 
 # Records that have a picture: those that most saves have.
 MAX_RECORDS: Final = 6
-_SAVED: Final = ("step", "time", "fate")
 
 
 class Best(NamedTuple):
@@ -100,11 +99,6 @@ def pictures_of(run: RunColumns, best: Sequence[Best] = ()) -> list[Picture]:
     return found
 
 
-def comparison_of(runs: Sequence[RunColumns]) -> list[Picture]:
-    """The pictures that have a line for each of several runs."""
-    return [*_compared(runs)]
-
-
 # --- saves --------------------------------------------------------------------------------------------------------
 
 
@@ -159,8 +153,8 @@ def _phases(run: RunColumns) -> Picture | None:
     return Picture(
         "phases",
         "From the call to the commit",
-        f"Half of the saves were committed within {_seconds(totals)} of the call; the slowest took "
-        f"{shown_seconds(slowest)}, at {_step(run, row)}.",
+        f"Half of the saves were committed within {shown_seconds(median(value for _, value in totals))} of the call; "
+        f"the slowest took {shown_seconds(slowest)}, at {_step(run, row)}.",
         "step",
         [one for one in series if run.known(one.column)],
         (
@@ -222,7 +216,7 @@ def _sizes(run: RunColumns) -> Picture | None:
     ]
     # The groups of an event are those of rank 0, and its size is that of all ranks.
     num_ranks = run.events[row]["world_size"] or 1
-    of_groups = ", ".join(parts[:4]) + (f" and {len(parts) - 4:,} more" if len(parts) > 4 else "")
+    of_groups = some_of(parts, 4)
     of_groups = of_groups and (f", and of that rank 0: {of_groups}" if num_ranks > 1 else f": {of_groups}")
     has_ranks = any((run.events[saved]["world_size"] or 1) > 1 for saved in run.saves)
     stacked = [
@@ -392,7 +386,8 @@ def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Litera
 # --- several runs -------------------------------------------------------------------------------------------------
 
 
-def _compared(runs: Sequence[RunColumns]) -> Iterator[Picture]:
+def comparison_of(runs: Sequence[RunColumns]) -> Iterator[Picture]:
+    """The pictures that have a line for each of several runs."""
     for name, title, says in (
         ("stall_seconds", "Stall", "How long each save held the training up. Lower is better."),
         ("bandwidth", "Bandwidth", "Bytes per second from the call until the commit. Higher is better."),
@@ -422,10 +417,6 @@ def _line(run: RunColumns, number: int, column: str) -> Series:
 
 def _step(run: RunColumns, row: int) -> str:
     return f"step {run.events[row]['step']:,}"
-
-
-def _seconds(values: Sequence[tuple[int, float]]) -> str:
-    return shown_seconds(median(value for _, value in values))
 
 
 def _rate(value: float) -> str:

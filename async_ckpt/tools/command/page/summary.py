@@ -5,26 +5,16 @@ In: columns, and the present time. Out: words with their values, as texts. Knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, Final
 
 from ....plumbing import events as run_events
-from ....plumbing import reports, timing
-from ..screen import age, counted, shown_seconds
+from ....plumbing import reports
+from ..screen import age, shown_seconds, some_of
 from .columns import RunColumns
 
 _SHOWN: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A save that failed, or saves that were skipped."""
-
-    when: str
-    step: str
-    about: str
 
 
 def facts_of(run: RunColumns, now: float) -> dict[str, str]:
@@ -64,23 +54,7 @@ def _steps(steps: Sequence[int]) -> str:
     """Steps in few words, such as "3: steps 1, 2 and 5"."""
     if not steps:
         return "none"
-    more = f" and {len(steps) - _SHOWN:,} more" if len(steps) > _SHOWN else ""
-    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps[:_SHOWN]))}{more}"
-
-
-def losses_of(run: RunColumns) -> list[Loss]:
-    """The saves that failed or were skipped, the newest first."""
-    abouts = run.columns["about"].values
-    return [_loss(run.events[row], str(abouts[row])) for row in reversed(run.rows_of("failed", "skipped"))]
-
-
-def _loss(one: Mapping[str, Any], about: str) -> Loss:
-    return Loss(timing.shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
-
-
-def title_of(runs: Sequence[RunColumns]) -> str:
-    """The title of the page: the run's name, or how many are compared."""
-    return runs[0].name if len(runs) == 1 else counted(len(runs), "run")
+    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {some_of([*map(str, steps)], _SHOWN)}"
 
 
 def _median(run: RunColumns, column: str, shown: Any) -> str:
