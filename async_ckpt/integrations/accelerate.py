@@ -19,16 +19,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from .. import HeldSnapshot, SaveHandle, SaveReport, load, snapshot, wrap
 from ..errors import StateMismatchError
 from ..plumbing import disk, file_digests, runs, write_by_torch
 from .common.checkpoint_history import note_when_done
-from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
-from .common.frameworks import LOGGED_AS, require, require_names
+from .common.folders import number_of, remove_leftovers, remove_retired, retire
+from .common.frameworks import LOGGED_AS, name_in, require, require_names
 from .common.fsdp1_state import as_dtensors, optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet
@@ -40,19 +41,11 @@ from .common.step_guard import StepGuard
 from .common.training_archive import TrainingArchive, archive_in, num_items_in, path_beside
 from .dcp import restore
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    checkpointing: Any
-    data_loader: Any
-    utils: Any
-else:
-    try:
-        from accelerate import checkpointing, data_loader, utils
-    except ImportError:  # said by `require`, when a state is made
-        checkpointing = data_loader = utils = None
-
+checkpointing: Any = name_in("accelerate", "checkpointing")
+data_loader: Any = name_in("accelerate", "data_loader")
+utils: Any = name_in("accelerate", "utils")
 Layout = Literal["archive", "accelerate"]
 
-_OLDEST, _NEWEST = "1.15", "1.15"
 _USED: Final = (
     "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook",
     "_load_model_state_pre_hook", "get_state_dict", "project_configuration", "step",
@@ -88,7 +81,7 @@ class AsyncState:
     """
 
     def __init__(self, accelerator: Any, layout: Layout = "archive") -> None:
-        require_names(require("accelerate", oldest=_OLDEST, newest=_NEWEST), accelerator, _USED)
+        require_names(require("accelerate"), accelerator, _USED)
         if layout not in ("archive", "accelerate"):
             raise ValueError(f'layout must be "archive" or "accelerate", got {layout!r}')
         kind = accelerator.distributed_type
@@ -192,9 +185,8 @@ class AsyncState:
         if pending is None:
             return
         folder, handle, snap = pending
-        report = handle.result().as_dict(LOGGED_AS)
-        report[f"{LOGGED_AS}stall_seconds"] += snap.stall_seconds
-        self._accelerator.log({key: value for key, value in report.items() if math.isfinite(value)})
+        figures = _report(handle, snap).as_dict(LOGGED_AS)
+        self._accelerator.log({key: value for key, value in figures.items() if math.isfinite(value)})
         if self._writes and self._is_named:
             retire(folder, self._accelerator.project_configuration.total_limit)
 
@@ -257,13 +249,9 @@ class AsyncState:
         beside = folder.parent.parent if self._is_named else folder.parent
         name = folder.relative_to(beside).as_posix()
 
-        def report() -> SaveReport:
-            done = handle.result()
-            return replace(done, stall_seconds=done.stall_seconds + snap.stall_seconds)
-
         number = runs.parse_step_name(folder.name)
         step = self._accelerator.project_configuration.iteration - 1 if number is None else number.step
-        self._noted = note_when_done(handle, beside, name, step, report)
+        self._noted = note_when_done(handle, beside, name, step, partial(_report, handle, snap))
 
     def _write_small_files(self, models: list[Any], folder: str) -> None:
         """Write the files of hooks, schedulers, samplers, scaler and this rank's random states."""
@@ -328,8 +316,10 @@ class AsyncState:
         """
         self.wait()
         folder: Any = input_dir
-        if input_dir is None and self._is_named and (folder := newest_in(self._project)) is not None:
-            self._accelerator.project_configuration.iteration = number_of(folder) + 1
+        if input_dir is None and self._is_named:
+            folder = next(iter(LocalRun(str(self._project)).newest_first()), None)
+            if folder is not None:
+                self._accelerator.project_configuration.iteration = number_of(Path(folder)) + 1
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
         newest_first = LocalRun(str(Path(folder).parent)).newest_first
@@ -452,11 +442,16 @@ class AsyncState:
             self._clear()
 
 
+def _report(handle: SaveHandle, snap: HeldSnapshot) -> SaveReport:
+    done = handle.result()
+    return replace(done, stall_seconds=done.stall_seconds + snap.stall_seconds)
+
+
 def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:
     """Fill a folder with accelerate's files, and with an archive, once that is durable. Runs in the background."""
     with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
-        _remove_retired_beside(folder)
+        remove_retired(Path(folder).parents[2])  # `wrap` gives a path in a scratch folder beside the checkpoints
     with room_for(parts, folder):
         write_files(files, folder)
         for number, weights in enumerate(parts.get("models", ())):
@@ -472,11 +467,6 @@ def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: Train
 
 def _object(kind: str, number: int) -> str:
     return f"{_KINDS[kind]} {number}"
-
-
-def _remove_retired_beside(folder: str) -> None:
-    """`wrap` gives a path in a folder of a scratch folder, which lies beside the checkpoints."""
-    remove_retired(Path(folder).parents[2])
 
 
 def _numbered(folder: str, name: str, number: int, ending: str) -> str:

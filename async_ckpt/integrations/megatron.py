@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,10 @@ from ..errors import StateMismatchError, UntrustedObjectError
 from ..plumbing import locks, places, threads
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
-from .common.rank_number import RankNumber
 from .common.training_archive import url_in
 from .dcp import restore
 
-_core: Final = require("megatron.core", oldest="0.19", newest="0.19")
+_core: Final = require("megatron.core")
 _package: Final[Any] = import_module("megatron.core.dist_checkpointing")
 _dicts: Final[Any] = import_module("megatron.core.dist_checkpointing.dict_utils")
 _mapping: Final[Any] = import_module("megatron.core.dist_checkpointing.mapping")
@@ -45,11 +44,8 @@ _preprocess: Final[Any] = import_module("megatron.core.dist_checkpointing.state_
 _serialization: Final[Any] = import_module("megatron.core.dist_checkpointing.serialization")
 _strategies: Final[Any] = import_module("megatron.core.dist_checkpointing.strategies.torch")
 _utils: Final[Any] = import_module("megatron.core.dist_checkpointing.utils")
-if TYPE_CHECKING:
-    _PlainSave: Any
-    _PlainLoad: Any
-else:
-    _PlainSave, _PlainLoad = _strategies.TorchDistSaveShardedStrategy, _strategies.TorchDistLoadShardedStrategy
+_PlainSave: Any = _strategies.TorchDistSaveShardedStrategy
+_PlainLoad: Any = _strategies.TorchDistLoadShardedStrategy
 _SAVES: Final = ("save", "async_save")
 _LOADS: Final = ("load", "load_tensors_metadata", "load_sharded_metadata")
 require_names(_core, _PlainSave, _SAVES)
@@ -224,8 +220,9 @@ def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike
     """Copy the main replicas among the parts of this rank, and begin to write them into the folder of a checkpoint."""
     parts = filter(lambda part: _mapping.is_main_replica(part.replica_id), _dicts.nested_values(sharded_state_dict))
     state = {str(number): _as_tensor(part) for number, part in enumerate(parts)}
-    if dist.get_world_size() > 1:
-        state[_RANKS] = RankNumber.of(dist.get_rank(), dist.get_world_size())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        state[_RANKS] = _mapping.ShardedTensor.from_rank_offsets(_RANKS, torch.tensor([rank]), (0, rank, world_size))
     return save(state, url_in(os.fspath(checkpoint_dir)))
 
 

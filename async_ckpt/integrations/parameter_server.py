@@ -20,8 +20,6 @@ from .common.held_weights import HeldTensor, SnapshotWeights
 # The events of a socket of ZMQ.
 _READABLE: Final = 1
 _WRITABLE: Final = 2
-OLDEST: Final = "0.4"
-NEWEST: Final = "0.4"
 # Some of them private: the rank, how many there are, and the socket to the engine beside this rank.
 _USED: Final = (
     "register_checkpoint", "unregister_checkpoint", "gather_metas", "update",
@@ -121,7 +119,7 @@ def update(
 
 
 def _check(server: Any) -> None:
-    package = require("checkpoint_engine", oldest=OLDEST, newest=NEWEST)
+    package = require("checkpoint_engine")
     require_names(package, server, _USED)
 
 

@@ -23,7 +23,6 @@ from .common.frameworks import LOGGED_AS, require, require_names
 if TYPE_CHECKING:
     Checkpoint = Any
 
-_OLDEST, _NEWEST = "2.60", "2.60"
 # The names of ray.train that are used here.
 _USED: Final = (
     "report", "get_context", "get_all_reported_checkpoints", "collective", "Checkpoint", "CheckpointUploadMode",
@@ -59,7 +58,7 @@ class RayCheckpointer(AsyncCheckpointer):
     """
 
     def __init__(self, *, options: Mapping[str, Any] | None = None, **others: Any) -> None:
-        ray = require("ray", oldest=_OLDEST, newest=_NEWEST)
+        ray = require("ray")
         self._train = train = importlib.import_module("ray.train")
         importlib.import_module("ray.train.collective")
         require_names(ray, train, _USED)

@@ -10,11 +10,9 @@ Tensors with the largest items come first in each, so that every tensor is align
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
-from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -22,12 +20,10 @@ import torch.distributed as dist
 
 from ..plumbing import backends, captured, spec, timing
 from ..weights.following.web import EngineError, HttpClient
-from .common.frameworks import require, require_names
-from .common.held_weights import SnapshotWeights
-from .common.joint_errors import meet
+from .common.frameworks import require, require_module, require_names
+from .common.held_weights import SnapshotWeights, in_buckets
+from .common.joint_errors import lists_of_all_ranks, meet
 
-OLDEST: Final = "0.5.23"
-NEWEST: Final = "0.5"
 _FORMAT: Final = "flattened_bucket"
 
 
@@ -84,22 +80,24 @@ def send_weights(
     sglang = _sglang()
     ranks = _SendingRanks(tp_size, group)
     buckets = flattened_buckets(SnapshotWeights(view), bucket_bytes, device)
-    first = next(buckets, None)  # the snapshot may fail before the engine is told anything
-    if first is None:
+    bucket = next(buckets, None)  # the snapshot may fail before the engine is told anything
+    if bucket is None:
         raise ValueError("the model has no items to send")
     caller = engine if ranks.is_first else None
-    _tell(ranks, caller, lambda engine: engine.begin_weight_update(), "begin_weight_update")
+    _tell(ranks, caller, "begin_weight_update")
     try:
-        for bucket, is_last in _with_last(chain([first], buckets)):
+        while bucket is not None:
+            following = next(buckets, None)
             payloads = ranks.payloads(partial(_serialized, sglang, bucket))
-            load = partial(_load, payloads=payloads, is_last=is_last)
-            _tell(ranks, caller, load, "update_weights_from_tensor")
+            how = {"load_format": _FORMAT, "flush_cache": following is None}
+            _tell(ranks, caller, "update_weights_from_tensor", payloads, **how)
+            bucket = following
     except BaseException:
         if caller is not None:  # or the engine would refuse to begin another update
             with suppress(Exception):
                 caller.end_weight_update()
         raise
-    _tell(ranks, caller, lambda engine: engine.end_weight_update(), "end_weight_update")
+    _tell(ranks, caller, "end_weight_update")
     if version is not None and caller is not None:
         caller.update_weight_version(str(version))  # type: ignore[attr-defined]
 
@@ -107,25 +105,12 @@ def send_weights(
 def flattened_buckets(weights: SnapshotWeights, bucket_bytes: int, device: Any = None) -> Iterator[Any]:
     """SGLang's FlattenedTensorBuckets of these weights, each of at most `bucket_bytes` unless a tensor is larger."""
     bucket_of = _sglang().tensor_bucket.FlattenedTensorBucket
-    tensors: list[tuple[str, torch.Tensor]] = []
-    room = bucket_bytes
-
-    def flattened() -> Any:
-        tensors.sort(key=lambda named: -named[1].element_size())
-        flat = bucket_of(named_tensors=tensors)
-        tensors.clear()
-        return flat
-
-    for name, tensor in weights.whole(device):
-        if not tensor.numel():
-            continue  # nothing to load
-        if tensors and tensor.nbytes > room:
-            yield flattened()
-            room = bucket_bytes
-        tensors.append((name, tensor))
-        room -= tensor.nbytes
-    if tensors:
-        yield flattened()
+    items = ((name, tensor) for name, tensor in weights.whole(device) if tensor.numel())  # others have nothing to load
+    for bucket in in_buckets(items, bucket_bytes):
+        bucket.sort(key=lambda named: -named[1].element_size())
+        flat = bucket_of(named_tensors=bucket)
+        bucket.clear()
+        yield flat
 
 
 class HttpEngine:
@@ -179,11 +164,7 @@ class _SendingRanks:
 
     def gather(self, brought: list[Any]) -> list[Any]:
         """The lists of all ranks, one after the other."""
-        if self._group is None:
-            return brought
-        of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(of_ranks, brought, group=self._group)
-        return [one for of_rank in of_ranks for one in of_rank]
+        return brought if self._group is None else lists_of_all_ranks(brought, self._group)
 
     def payloads(self, serialize: Callable[[], bytes]) -> list[bytes]:
         """A handle for each rank of the engine. Each is opened once, so one process makes as many as it has ranks."""
@@ -192,22 +173,16 @@ class _SendingRanks:
         return meet(serialize, self.gather)
 
 
-def _tell(
-    ranks: _SendingRanks, engine: UpdatableEngine | None, call: Callable[[UpdatableEngine], Any], name: str
-) -> None:
+def _tell(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args: Any, **options: Any) -> None:
     """Call the engine on the first rank; the others wait, so that what they share stays, and hear of an error."""
 
     def tell() -> None:
         if engine is not None:
-            _check_answer(call(engine), name)
+            _check_answer(getattr(engine, name)(*args, **options), name)
         elif ranks.is_first:
             raise TypeError("the first rank needs an engine, got None")
 
     meet(tell, ranks.gather)
-
-
-def _load(engine: UpdatableEngine, *, payloads: list[Any], is_last: bool) -> Any:
-    return engine.update_weights_from_tensor(payloads, load_format=_FORMAT, flush_cache=is_last)
 
 
 def _check_answer(answer: Any, name: str) -> None:
@@ -223,16 +198,6 @@ def _check_answer(answer: Any, name: str) -> None:
         )
 
 
-def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    held: list[Any] = []
-    for item in items:
-        if held:
-            yield held.pop(), False
-        held.append(item)
-    if held:
-        yield held.pop(), True
-
-
 # --- what is used of SGLang ---------------------------------------------------------------------------------------
 
 
@@ -244,18 +209,10 @@ class _Sglang(NamedTuple):
 
 def _sglang() -> _Sglang:
     """The parts of SGLang. Raises ImportError, and RuntimeError if one has moved."""
-    package = require("sglang", oldest=OLDEST, newest=NEWEST)
-    try:
-        tensor_bucket: Any = import_module("sglang.srt.weight_sync.tensor_bucket")
-        utils: Any = import_module("sglang.srt.utils")
-        patches: Any = import_module("sglang.srt.utils.patch_torch")
-    except ModuleNotFoundError as error:
-        if error.name is not None and not error.name.startswith("sglang"):
-            raise
-        raise RuntimeError(
-            f"sglang {getattr(package, '__version__', '')} has no module {error.name}, which async_ckpt needs; "
-            "install a version that its page in docs/ lists as tested"
-        ) from error
+    package = require("sglang")
+    tensor_bucket = require_module(package, "sglang.srt.weight_sync.tensor_bucket")
+    utils = require_module(package, "sglang.srt.utils")
+    patches = require_module(package, "sglang.srt.utils.patch_torch")
     require_names(package, tensor_bucket, ["FlattenedTensorBucket"])
     bucket = tensor_bucket.FlattenedTensorBucket
     require_names(package, bucket, ["supports_multi_dtypes", "get_flattened_tensor", "get_metadata"])

@@ -15,18 +15,17 @@ from importlib import import_module
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from .. import AsyncCheckpointer, Naming, PerRank, SaveHandle, export_hf, load
 from ..errors import StateMismatchError
-from ..plumbing import places, runs, sharded
+from ..plumbing import places, runs, sharded, worlds
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard
 from .common.training_archive import refuse_missing
 from .dcp import restore
 
-_torchtitan: Final = require("torchtitan", oldest="0.3", newest="0.3")
+_torchtitan: Final = require("torchtitan")
 try:
     _base: Final[Any] = import_module("torchtitan.components.checkpointer.base")
     _filesystem: Final[Any] = import_module("torchtitan.tools.filesystem")
@@ -157,7 +156,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         config_folder = assets if assets and _filesystem.isdir(assets) else None
 
         def write() -> None:
-            if _rank() == 0 or any(map(sharded.is_sharded, weights.values())):
+            if worlds.ranks()[0] == 0 or any(map(sharded.is_sharded, weights.values())):
                 export_hf(weights, self._path(step), config_folder).result()
 
         meet(write)
@@ -195,7 +194,9 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
                     partial(self.checkpointer.load, newest),
                 )
             except StateMismatchError as error:
-                _explain(error, newest)
+                if _base.OPTIMIZER in error.missing:
+                    why = f"step {newest} may have only the model, by last_save_model_only"
+                    error.add_note(f"{why}; give load_step= an earlier one")
                 raise
         else:
             self._fill_from(path, states)
@@ -322,12 +323,3 @@ def _values_of_this_rank(
             merged = {**of_rank, **merged}
         values[name] = merged
     return values
-
-
-def _explain(error: StateMismatchError, step: int) -> None:
-    if _base.OPTIMIZER in error.missing:
-        error.add_note(f"step {step} may have only the model, by last_save_model_only; give load_step= an earlier one")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,7 +1,7 @@
 """The form of an e-tag in the condition of a put: with its quotes, as in HTTP, or without.
 
-In: puts that replace one version only. Out: their result, or the fact that the store refuses all of them.
-Knows nothing of: clients, objects.
+In: a put that replaces one version only. Out: its result, or the fact that the store refuses all of them.
+Knows nothing of: clients.
 
 Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for byte, so it refuses every quoted one.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from contextlib import AbstractContextManager
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 Form = Callable[[str], str]
@@ -24,38 +25,61 @@ def toggle_quotes(etag: str) -> str:
 _FORMS: Final[tuple[Form, ...]] = (str, toggle_quotes)  # as it is, or changed
 
 
-class Conditions:
-    """The form of e-tag that one store accepts. The storage creates and owns it. From any thread."""
+class Conditions(Generic[T]):
+    """The form of e-tag that one store accepts. The storage creates and owns it. From any thread.
 
-    def __init__(self) -> None:
+    `put` replaces one version of an object only, in a form, and raises FileExistsError if it is refused.
+    `version_of` is that of an object, and `probe` a small object that exists within its block.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[str, bytes, str, Form], T],
+        version_of: Callable[[str], str],
+        probe: Callable[[], AbstractContextManager[str]],
+    ) -> None:
+        self._put, self._version_of, self._probe = put, version_of, probe
         self._lock = threading.Lock()
         # The forms that the store may accept: both, one once it is known, none if it refuses both. Under _lock.
         self._forms = _FORMS
 
-    def replace(
-        self, put: Callable[[Form], T], *, is_there: Callable[[], bool], accepts: Callable[[Form], bool]
-    ) -> T | None:
+    def replace(self, path: str, data: bytes, version: str) -> T | None:
         """The result of `put` in a form that the store accepts; None if it accepts none.
 
-        `put` raises FileExistsError if it is refused. If `is_there` says that the version is there all the same,
-        `accepts` tries each form on an object of its own, where no other writer can be the reason.
-        Raises FileExistsError if the version is no longer there.
+        If it is refused, and the version is there all the same, each form is tried on a probe, where no other writer
+        can be the reason. Raises FileExistsError if the version is no longer there.
         """
         with self._lock:
             forms = self._forms
         if not forms:
             return None
         try:
-            result = put(forms[0])
+            result = self._put(path, data, version, forms[0])
         except FileExistsError:
-            if len(forms) == 1 or not is_there():
+            if len(forms) == 1 or not self.is_there(path, version):
                 raise
         else:
             self._settle(forms[:1])
             return result
-        accepted = next((form for form in forms if accepts(form)), None)
+        accepted = next((form for form in forms if self._accepts(form)), None)
         self._settle(() if accepted is None else (accepted,))
-        return None if accepted is None else put(accepted)
+        return None if accepted is None else self._put(path, data, version, accepted)
+
+    def is_there(self, path: str, version: str) -> bool:
+        """Whether an object has this version."""
+        try:
+            return self._version_of(path) == version
+        except FileNotFoundError:
+            return False
+
+    def _accepts(self, form: Form) -> bool:
+        """Whether the store accepts this form of e-tag, tested on a probe."""
+        with self._probe() as path:
+            try:
+                self._put(path, b"accepted", self._version_of(path), form)
+            except FileExistsError:
+                return False
+        return True
 
     def _settle(self, forms: tuple[Form, ...]) -> None:
         with self._lock:

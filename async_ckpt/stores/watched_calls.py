@@ -54,7 +54,7 @@ class WatchedCall:
         """
         outcome: Future[T] = Future()
         try:
-            _hand_over(partial(_resolve, outcome, fn))
+            _hand_over(partial(threads.resolve, outcome, fn))
         except RuntimeError:
             return fn()
         try:
@@ -103,15 +103,6 @@ class WatchedCall:
         finally:
             self._is_ours = False
             self._num_moves += 1
-
-
-def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
-    try:
-        result = fn()
-    except BaseException as error:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(result)
 
 
 def _hand_over(task: threads.Task) -> None:

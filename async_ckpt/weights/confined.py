@@ -1,6 +1,7 @@
 """The files below one folder of this machine, reached without following a link.
 
-In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else.
+In: a folder, and paths below it that use `/`. Out: files opened, locked, written, moved and deleted there, and nowhere
+else.
 Knows nothing of: what is in them.
 
 The folder itself may be a link, or lie behind one. Below it, every folder on the way to a file is opened by itself, and
@@ -21,6 +22,11 @@ from typing import Final, NamedTuple
 
 from ..errors import StorageUnavailableError
 from ..plumbing import disk, spec
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
@@ -136,6 +142,32 @@ class ConfinedFolder:
                 return fd
             disk.close_quietly(fd)
             raise self._refusal(self.folder / name)
+
+    @contextmanager
+    def lock_file(self, name: str) -> Iterator[int]:
+        """A file that is opened to be locked, and unlocked at the end, or if this process dies. The folder is made."""
+        with disk.translated(self.folder):
+            os.makedirs(self.folder, exist_ok=True)
+        fd = self.open(name, os.O_CREAT | os.O_RDWR, make=True)
+        try:
+            yield fd
+        finally:
+            disk.close_quietly(fd)
+
+    def try_lock(self, fd: int, *, alone: bool) -> bool:
+        """Lock a file, alone or with others, if that is possible at once. Without locks it always is."""
+        try:
+            with disk.translated(self.folder, passing=(BlockingIOError,)):
+                if fcntl is not None:
+                    fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    @staticmethod
+    def unlock(fd: int) -> None:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
     def read(self, name: str) -> bytes:
         """The content of a file. Raises FileNotFoundError."""

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import ClosedError
 from .process import in_forked_child, never_end
-from .threads import Crew, Task, prepare_for_exit, start_thread
+from .threads import Crew, Task, prepare_for_exit, resolve, start_thread
 from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Loop:
 
         self.note_call(outcome)
         outcome.add_done_callback(wake)
-        self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception)
+        self.callers.submit(partial(resolve, outcome, fn), outcome.set_exception)
         await ended
         return outcome.result()
 
@@ -150,7 +150,7 @@ class Loop:
         outcome: Future[T] = Future()
         ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()  # which an interrupt leaves as it is
         outcome.add_done_callback(ended.put)
-        self.soon(lambda: self.callers.submit(partial(_resolve, outcome, fn), outcome.set_exception))
+        self.soon(lambda: self.callers.submit(partial(resolve, outcome, fn), outcome.set_exception))
         while self.is_alive:
             try:
                 ended.get(timeout=LIVENESS_SECONDS)
@@ -181,14 +181,6 @@ class Loop:
     def stop(self) -> None:
         self.is_stopped = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
-    """Make a call, and keep its outcome; asyncio's own futures do not accept StopIteration."""
-    try:
-        outcome.set_result(fn())
-    except BaseException as error:
-        outcome.set_exception(error)
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:

@@ -328,6 +328,14 @@ def running_future() -> Future[Any]:
     return future
 
 
+def resolve(outcome: Future[S], fn: Callable[[], S]) -> None:
+    """Make a call, and keep its outcome; asyncio's own futures do not accept StopIteration."""
+    try:
+        outcome.set_result(fn())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 class Life(Generic[S]):
     """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
 

@@ -120,7 +120,10 @@ def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:
     if limit is None or limit < 1:
         return
     kept = {newest.absolute()} | (set() if keep is None else {Path(keep).absolute()})
-    found = sorted(_checkpoints_in(newest.parent), key=_age)
+    beside = newest.absolute().parent
+    found = [path for name in names_in_order(os.listdir(beside)) if (path := beside / name).is_dir()]
+    # A training that was taken back to an earlier step writes smaller numbers later.
+    found.sort(key=lambda path: path.stat().st_mtime_ns)
     num_surplus = len(found) - max(limit, len(kept.intersection(found)))
     for folder in [folder for folder in found if folder not in kept][: max(0, num_surplus)]:
         with suppress(FileNotFoundError):  # somebody else has removed it
@@ -152,29 +155,12 @@ def remove_leftovers(folder: Path) -> None:
         scratches.sweep(folder)
 
 
-def newest_in(folder: Path) -> Path | None:
-    """The checkpoint with the largest number below a folder; None if there is none."""
-    found = _checkpoints_in(folder) if folder.is_dir() else []
-    return max(found, key=number_of, default=None)
-
-
 def number_of(folder: Path) -> int:
-    """The number in the name of a checkpoint's folder. Raises ValueError if there is none."""
+    """The number in the name of a checkpoint's folder; -1 for another name."""
     found = _NUMBER.fullmatch(folder.name)
-    if found is None:
-        raise ValueError(f"{folder} is not named as a checkpoint")
-    return int(found[1])
+    return -1 if found is None else int(found[1])
 
 
 def names_in_order(names: Iterable[str]) -> list[str]:
     """The names of checkpoints among these, by their numbers."""
     return sorted((name for name in names if _NUMBER.fullmatch(name)), key=lambda name: number_of(Path(name)))
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return [path.absolute() for path in folder.iterdir() if _NUMBER.fullmatch(path.name) and path.is_dir()]
-
-
-def _age(folder: Path) -> tuple[int, int]:
-    """By the time of writing: a training that was taken back to an earlier step writes smaller numbers later."""
-    return folder.stat().st_mtime_ns, number_of(folder)

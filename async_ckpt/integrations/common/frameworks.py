@@ -1,6 +1,7 @@
 """The version of a framework and the names that a plug-in uses of it, checked when the plug-in is made.
 
-In: the name of a package. Out: the package, or an error that says what to do. Knows nothing of: checkpoints.
+In: the name of a package. Out: the package or a name in it, or an error that says what to do. Knows nothing of:
+checkpoints.
 """
 
 from __future__ import annotations
@@ -9,20 +10,44 @@ import importlib
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from itertools import takewhile
 from types import ModuleType
 from typing import Any, Final
 
 LOGGED_AS: Final = "async_ckpt/"
 """The prefix of the figures of saves in the loggers of frameworks."""
+# The oldest and the newest version that were tested; what follows in an installed version does not count.
+TESTED: Final = {
+    "accelerate": ("1.15", "1.15"),
+    "checkpoint_engine": ("0.4", "0.4"),
+    "deepspeed": ("0.19", "0.19"),
+    "lightning": ("2.4", "2.6"),
+    "lightning_fabric": ("2.4", "2.6"),
+    "megatron.core": ("0.19", "0.19"),
+    "ray": ("2.60", "2.60"),
+    "sglang": ("0.5.23", "0.5"),
+    "torchtitan": ("0.3", "0.3"),
+    "transformers": ("4.57", "5.23"),
+    "verl": ("0.9", "0.9"),
+    "vllm": ("0.33", "0.33"),
+}
+
+
+def name_in(module: str, name: str) -> Any:
+    """A name of a framework's module, such as a class; `object` where it is not installed, of which `require` tells."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return object
 
 
 @cache
-def require(package: str, *, oldest: str, newest: str) -> ModuleType:
+def require(package: str) -> ModuleType:
     """A framework's package, imported. Warns once if its version lies outside of those that were tested.
 
-    `oldest` and `newest` are the versions that were tested, such as "4.50" and "5.23"; what follows in the installed
-    version does not count. Raises ImportError if the package is not installed.
+    Raises ImportError if the package is not installed.
     """
+    oldest, newest = TESTED[package]
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -35,6 +60,19 @@ def require(package: str, *, oldest: str, newest: str) -> ModuleType:
             stacklevel=3,
         )
     return module
+
+
+def require_module(package: ModuleType, name: str) -> Any:
+    """A module of a framework, imported. Raises RuntimeError if the framework has no such module."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not name.startswith(error.name):
+            raise  # of another package, which the framework needs
+        raise RuntimeError(
+            f"{package.__name__} {version_of(package)} has no module {name}, which async_ckpt needs; install a version "
+            "that its page in docs/ lists as tested"
+        ) from error
 
 
 def require_names(package: ModuleType, owner: Any, names: Iterable[str]) -> None:
@@ -57,9 +95,4 @@ def version_of(package: ModuleType) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: (4, 50) of "4.50.dev0"."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, takewhile(str.isdigit, version.split("."))))

@@ -6,7 +6,7 @@ nothing of: engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -105,6 +105,20 @@ class SnapshotWeights:
                     is_whole = whole or described.placements is None
                     tensor = _gathered(tensor) if is_whole else tensor._local_tensor
                 yield described.name, tensor if device is None else tensor.to(device)
+
+
+def in_buckets(items: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The items in buckets of so many bytes; a larger tensor has one of its own. The caller may empty each bucket."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    room = max_bytes
+    for name, tensor in items:
+        if bucket and tensor.nbytes > room:
+            yield bucket
+            bucket, room = [], max_bytes
+        bucket.append((name, tensor))
+        room -= tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _weights_in(view: captured.SnapshotView) -> hf_weights.Weights:

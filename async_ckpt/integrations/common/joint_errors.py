@@ -19,12 +19,12 @@ from ...errors import PeerFailedError
 T = TypeVar("T")
 
 
-def lists_of_all_ranks(brought: list[Any]) -> list[Any]:
-    """The lists of all ranks of the process group, one after the other; without a group, this rank's."""
+def lists_of_all_ranks(brought: list[Any], group: Any = None) -> list[Any]:
+    """The lists of all ranks, of the world or a group, one after the other; without a process group, this rank's."""
     if not (dist.is_available() and dist.is_initialized()):
         return brought
-    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, brought)
+    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, brought, group)
     return [one for of_rank in of_ranks for one in of_rank]
 
 

@@ -217,7 +217,7 @@ def weights_in(parts: Sequence[contents.Part], part: str | None) -> dict[str, Lo
     def located(one: contents.Part) -> Any:
         value, _ = one.archive.tree(groups=one.groups)
         return contents.replaced(
-            value, lambda leaf: LocatedTensor(one.archive, leaf.number) if _is_tensor(leaf) else None
+            value, lambda leaf: LocatedTensor(one.archive, leaf.number) if leaf.kind == "tensor" else None
         )
 
     state = contents.load_parts(parts, located)
@@ -235,10 +235,6 @@ def weights_in(parts: Sequence[contents.Part], part: str | None) -> dict[str, Lo
     if not tensors:
         raise KeyError(f"{path} has no tensors{f' in {part!r}' if part else ''}; give the part that has the weights")
     return tensors
-
-
-def _is_tensor(leaf: contents.StoredLeaf) -> bool:
-    return leaf.kind == "tensor"
 
 
 def _entry(state: Any, part: str, path: str) -> Any:

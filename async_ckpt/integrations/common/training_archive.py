@@ -1,6 +1,7 @@
 """The archive of a training: written beside the folder of a checkpoint, and taken into it when it is durable.
 
-In: a state, and where to write. Out: the archive in the folder of a checkpoint. Knows nothing of: frameworks.
+In: a state, and where to write. Out: the archive in the folder of a checkpoint, and what it has. Knows nothing of:
+frameworks.
 
 In a store one that becomes a part of the checkpoint is written in its place: nothing can be renamed there, and other
 objects make a folder a checkpoint.
@@ -12,15 +13,19 @@ import os
 import shutil
 from collections.abc import Collection, Sequence, Sized
 from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ... import save
+from ... import Place, save
 from ...errors import StateMismatchError
-from ...plumbing import contents, disk, find, places
+from ...plumbing import contents, disk, find, places, runs
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"
+# The archive in a folder into which one rank alone has saved.
+ONE_ARCHIVE: Final = "rank_00000.tar"
 
 
 class TrainingArchive:
@@ -71,6 +76,27 @@ def _take(source: Path, target: Path) -> None:
                 os.link(path, target / path.name)
             except OSError:  # a file system without links
                 shutil.copyfile(path, target / path.name)
+
+
+def archive_of(folder: Path, world_size: int) -> Path:
+    """Where ranks save one state in a folder: the folder, to which each adds an archive; for one rank, a file in it."""
+    return folder / ONE_ARCHIVE if world_size == 1 else folder
+
+
+def archives_in(folder: places.Anywhere) -> tuple[Place, int] | None:
+    """The archives in a folder, and the number of ranks that have saved them; None if the folder is not one of ours."""
+    place = places.place_of(folder)
+    storage = place.storage()
+    if storage.exists(ONE_ARCHIVE):
+        return below(place, ONE_ARCHIVE), 1
+    with suppress(FileNotFoundError):
+        manifest = storage.read(runs.MANIFEST_NAME)[0]
+        return place, runs.parse_manifest(manifest, path=storage.locate(runs.MANIFEST_NAME)).world_size
+    return None
+
+
+def below(place: Place, name: str) -> Place:
+    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
 
 
 def url_in(folder: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -28,27 +28,20 @@ from ...errors import NotCommittedError
 from ...plumbing import disk, file_digests, ledger, places, threads, timing, waits, write_by_torch
 from ..common.checkpoint_history import note_closed, note_failed, note_saved
 from ..common.folders import hold_for, let_go
-from ..common.frameworks import require, require_names
+from ..common.frameworks import name_in, require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import room_for
 from ..common.sound_folders import check
+from ..common.training_archive import archives_in, below
 from . import zero_archive
-from .tag_folder import StoredFolder, TagFolder, archive_at, latest_in
+from .tag_folder import StoredFolder, TagFolder, latest_in
 from .zero_guard import ZeroGuard
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    CheckpointEngine: Any
-    TorchCheckpointEngine: Any
-else:
-    try:
-        from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-    except ImportError:  # said by `require`, when an engine is given
-        CheckpointEngine = TorchCheckpointEngine = object
-
+_ENGINES: Final = "deepspeed.runtime.checkpoint_engine"
+CheckpointEngine: Any = name_in(f"{_ENGINES}.checkpoint_engine", "CheckpointEngine")
+TorchCheckpointEngine: Any = name_in(f"{_ENGINES}.torch_checkpoint_engine", "TorchCheckpointEngine")
 Layout = Literal["deepspeed", "archive"]
 
-_OLDEST, _NEWEST = "0.19", "0.19"
 # The methods of the engine that are called or replaced here.
 _USED: Final = (
     "save_checkpoint", "load_checkpoint", "checkpoint_engine", "zero_nvme_offload_optimizer",
@@ -80,7 +73,7 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
 
 def checked(engine: Any, layout: Layout) -> Any:
     """The engine. Raises what `use` raises."""
-    package = require("deepspeed", oldest=_OLDEST, newest=_NEWEST)
+    package = require("deepspeed")
     require_names(package, engine, _USED)
     if layout not in ("deepspeed", "archive"):
         raise ValueError(f'layout must be "deepspeed" or "archive", got {layout!r}')
@@ -216,7 +209,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         self.wait()
         place = places.place_of(load_dir)
         named = latest_in(place) if tag is None else str(tag)
-        found = None if named is None else archive_at(place, named)
+        found = None if named is None else archives_in(below(place, named))
         if found is None and not place.is_local:
             if named is None:
                 return None, None  # as DeepSpeed, where no `latest` is

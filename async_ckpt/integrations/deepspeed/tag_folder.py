@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ... import Place
 from ...plumbing import disk, file_digests, rendezvous, runs, scratches
 from ..common.folders import name_latest
+from ..common.training_archive import ONE_ARCHIVE, archive_of, below
 
 LATEST: Final = "latest"
-_ONE_ARCHIVE: Final = "rank_00000.tar"
 _FILES: Final = "files"
 _ADVICE: Final = "call save_checkpoint on every rank"
 
@@ -61,13 +60,12 @@ class TagFolder:
     @property
     def of_rank(self) -> Path:
         """Where this rank writes files of DeepSpeed."""
-        return self._hidden / _name(self._rank)
+        return self._hidden / f"rank_{self._rank:05d}"
 
     @property
     def archive(self) -> Path:
         """Where all ranks save one state."""
-        files = self._hidden / _FILES
-        return files if self._world_size > 1 else files / _ONE_ARCHIVE
+        return archive_of(self._hidden / _FILES, self._world_size)
 
     def done(self) -> None:
         """The files of this rank, if it has any, are durable: wait until the files of all ranks are published.
@@ -103,8 +101,8 @@ class StoredFolder:
 
     def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
         self.save_dir, self.tag = save_dir, tag
-        self.archive = _below(save_dir, tag if world_size > 1 else f"{tag}/{_ONE_ARCHIVE}")
-        self.target = _below(save_dir, tag).shown
+        self.archive = below(save_dir, tag if world_size > 1 else f"{tag}/{ONE_ARCHIVE}")
+        self.target = below(save_dir, tag).shown
         self._names_latest = save_latest and rank == 0
 
     def make(self) -> str | None:
@@ -136,32 +134,9 @@ def latest_in(load_dir: Place) -> str | None:
         return None
 
 
-def archive_at(load_dir: Place, tag: str) -> tuple[Place, int] | None:
-    """The archive of a checkpoint, and the number of ranks that saved it; None if there is none."""
-    storage = load_dir.storage()
-    if storage.exists(f"{tag}/{_ONE_ARCHIVE}"):
-        return _below(load_dir, f"{tag}/{_ONE_ARCHIVE}"), 1
-    with suppress(FileNotFoundError):
-        manifest = f"{tag}/{runs.MANIFEST_NAME}"
-        return _below(load_dir, tag), runs.parse_manifest(
-            storage.read(manifest)[0], path=storage.locate(manifest)
-        ).world_size
-    return None
-
-
-def _below(place: Place, name: str) -> Place:
-    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
-
-
 def _is_of_library(path: str) -> bool:
     """Whether this is a file of this library in the folder of a tag, which a later save to that tag replaces."""
     name = path.partition("/")[0]
     return (
-        name in (runs.MANIFEST_NAME, _ONE_ARCHIVE)
-        or runs.is_library_name(name)
-        or name.startswith(file_digests.DIGESTS)
+        name in (runs.MANIFEST_NAME, ONE_ARCHIVE) or runs.is_library_name(name) or name.startswith(file_digests.DIGESTS)
     )
-
-
-def _name(rank: int) -> str:
-    return f"rank_{rank:05d}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -114,7 +115,7 @@ def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool,
     pickled = io.BytesIO(load(archive, select=RESTS)[RESTS][number])
     rest = torch.load(pickled, map_location="cpu", weights_only=False)  # nosec B614
     _compare(engine, archive, rest, optimizer=optimizer and not only, scheduler=scheduler and not only)
-    with _Partitioned(engine.optimizer):
+    with _partitioned(engine.optimizer):
         inner, flats = innermost(engine.optimizer), _flats(engine)
         assert inner is not None
         if optimizer and not only:
@@ -160,17 +161,14 @@ def _compare(engine: Any, archive: Place, rest: Mapping[str, Any], *, optimizer:
         )
 
 
-class _Partitioned:
-    """A ZeRO 3 optimizer with all parameters partitioned, as DeepSpeed has it while it loads."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __enter__(self) -> None:
-        getattr(self._optimizer, "checkpoint_event_prologue", lambda: None)()
-
-    def __exit__(self, *_: object) -> None:
-        getattr(self._optimizer, "checkpoint_event_epilogue", lambda: None)()
+@contextmanager
+def _partitioned(optimizer: Any) -> Iterator[None]:
+    """A block in which all parameters of a ZeRO 3 optimizer are partitioned, as DeepSpeed has it while it loads."""
+    getattr(optimizer, "checkpoint_event_prologue", lambda: None)()
+    try:
+        yield
+    finally:
+        getattr(optimizer, "checkpoint_event_epilogue", lambda: None)()
 
 
 def _update_weights(optimizer: Any) -> None:

@@ -27,9 +27,9 @@ from ...plumbing import process
 from ..common.checkpoint_history import note_closed
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
+from ..common.training_archive import archive_of
 from .checkpoint_paths import (
     REST,
-    archive_path,
     forget_listing,
     hidden_beside,
     is_link,
@@ -113,7 +113,7 @@ class BackgroundSaves:
         of_ranks = meet(begin)
         path, waited_seconds = of_ranks[0][0], of_ranks[rank][1]
         hidden, twin = hidden_beside(path), self._second_name(path, step)
-        handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
+        handles = [save(parts, archive_of(hidden, strategy.world_size), guard=self._guard or None)]
         then = partial(tell_heard, hidden, rank)
         if rank == 0:
             handles.append(wrap(torch.save)(rest, hidden / REST))

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import disk, locks, runs, scratches, timing
+from ...plumbing import disk, locks, scratches, timing
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.
 REST: Final = "meta.pt"
-_ONE_ARCHIVE: Final = "rank_00000.tar"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
 # For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
 _HEARD_SECONDS: Final = 60.0
@@ -40,26 +39,6 @@ def hidden_beside(path: Any) -> Path:
     """The file or folder beside a checkpoint that gets its name later, or has just lost it."""
     folder, name = os.path.split(path)
     return Path(folder, f".{name}{_HIDDEN_SUFFIX}")
-
-
-def archive_path(folder: Path, world_size: int) -> Path:
-    """The path to save shards to: the folder itself, where each rank writes an archive; of one rank, a file in it."""
-    return folder / _ONE_ARCHIVE if world_size == 1 else folder
-
-
-def archives_in(folder: Path) -> Path | None:
-    """The path to load shards from; None if the folder is not one of ours."""
-    if (folder / runs.MANIFEST_NAME).is_file():
-        return folder
-    return folder / _ONE_ARCHIVE if (folder / _ONE_ARCHIVE).is_file() else None
-
-
-def saved_world_size(archives: Path) -> int:
-    """The number of ranks that have saved."""
-    if archives.is_file():
-        return 1
-    manifest = archives / runs.MANIFEST_NAME
-    return runs.parse_manifest(manifest.read_bytes(), path=str(manifest)).world_size
 
 
 def forget_listing(path: Any) -> None:
@@ -165,8 +144,7 @@ def remove(path: str, remove_file: Callable[[str], None]) -> None:
 
 def move_link(link: str, target: str) -> None:
     """Make a link lead to a durable checkpoint. There is always one, the old or the new."""
-    folder, name = os.path.split(link)
-    temp = os.path.join(folder, f".{name}{_HIDDEN_SUFFIX}")
+    folder, temp = os.path.dirname(link), hidden_beside(link)
     with suppress(FileNotFoundError):
         os.unlink(temp)
     os.symlink(os.path.relpath(target, folder), temp)

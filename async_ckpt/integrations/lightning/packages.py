@@ -12,9 +12,6 @@ from typing import Any, Final
 
 from ..common.frameworks import require
 
-# The versions that the tests have run with.
-_OLDEST: Final = "2.4"
-_NEWEST: Final = "2.6"
 # The same code under two names, of which a program may have either: Fabric, the package with its version, the Trainer.
 _PACKAGES: Final = (
     ("lightning.fabric", "lightning", "lightning.pytorch"),
@@ -29,10 +26,10 @@ def imported_packages() -> list[tuple[Any, Any]]:
     """
     rows = [row for row in _PACKAGES if sys.modules.get(row[0])] or [row for row in _PACKAGES if find_spec(row[1])]
     if not rows:
-        require("lightning", oldest=_OLDEST, newest=_NEWEST)
+        require("lightning")
     packages = []
     for fabric, versioned, pytorch in rows:
-        require(versioned, oldest=_OLDEST, newest=_NEWEST)
+        require(versioned)
         trainer = import_module(pytorch) if find_spec(pytorch) else None
         packages.append((import_module(fabric), trainer))
     return packages

@@ -91,9 +91,7 @@ class SaveQueue:
         ended: Future[None] = threads.running_future()
         second = None if twin is None else path_key(twin)
         queued = _Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second)
-        self._submit(
-            partial(_finish, queued, then, None if record is None else partial(self._tell, queued, record)), ended
-        )
+        self._submit(partial(self._finish, queued, then, record), ended)
         self._queued.append(queued)
 
     def follow(self, path: Any, action: Action) -> None:
@@ -145,28 +143,31 @@ class SaveQueue:
             elif one.handles:
                 self._reports.append(one.report())
 
-    def _tell(self, save: _Queued, record: Mapping[str, Any], error: BaseException | None) -> None:
+    def _finish(self, save: _Queued, then: Action, record: Mapping[str, Any] | None) -> None:
+        """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
+        try:
+            ledger.wait_for_ends(save.handles)
+            then()
+        except BaseException as error:
+            self._tell(save, record, error)
+            raise
+        self._tell(save, record)
+
+    def _tell(self, save: _Queued, record: Mapping[str, Any] | None, error: BaseException | None = None) -> None:
         """Have the history of the folder told what a save has come to, behind the link that may wait for the save."""
+        if self._thread is None or record is None:
+            return
         folder, _, name = save.path.rpartition("/")
         if error is None:
             note = partial(note_saved, folder, name, save.step, save.report(), record)
         else:
             note = partial(note_failed, folder, save.step, error)
-        if self._thread is not None:
-            self._thread.submit(note, lambda _: None)  # refused at the exit of the interpreter
+        self._thread.submit(note, lambda _: None)  # refused at the exit of the interpreter
 
-    def _submit(self, task: Action, ended: Future[None]) -> None:
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
+    def _submit(self, task: threads.Task, ended: Future[None]) -> None:
         if self._thread is None:
             self._thread = threads.Crew("lightning", 1)
-        self._thread.submit(run, ended.set_exception)
+        self._thread.submit(partial(threads.resolve, ended, task), ended.set_exception)
 
     def __repr__(self) -> str:
         return f"<SaveQueue, {sum(not one.ended.done() for one in self._queued)} under way>"
@@ -175,19 +176,6 @@ class SaveQueue:
 def _wait_for(one: _Queued) -> None:
     wait = waits.Wait("in the Trainer", waits.ENDS_THE_WAIT)
     waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: ledger.progress_of(one.handles)))
-
-
-def _finish(save: _Queued, then: Action, tell: Callable[[BaseException | None], None] | None) -> None:
-    """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    try:
-        ledger.wait_for_ends(save.handles)
-        then()
-    except BaseException as error:
-        if tell is not None:
-            tell(error)
-        raise
-    if tell is not None:
-        tell(None)
 
 
 def _act(path: str, saves: list[Future[None]], action: Action) -> None:

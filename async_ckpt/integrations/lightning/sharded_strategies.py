@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ...plumbing import wrappers
-from ..common.training_archive import refuse_missing
+from ... import Place
+from ...plumbing import sharded, wrappers
+from ..common.training_archive import archives_in, refuse_missing
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves
-from .checkpoint_paths import REST, archives_in, saved_world_size
+from .checkpoint_paths import REST
 
 
 def saves_shards(strategy: Any) -> bool:
@@ -97,7 +98,7 @@ class TrainerShards(StrategyShards):
         if (archives := archives_in(path)) is None:
             return self.plain.load_checkpoint(path, **options)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
-        refuse_missing(archives, {"state_dict", *optimizers})
+        refuse_missing(archives[0], {"state_dict", *optimizers})
         _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
         # Lightning says in the options what it trusts.
         return torch.load(path / REST, map_location="cpu", **options)  # nosec B614
@@ -146,7 +147,7 @@ class FabricShards(StrategyShards):
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
             raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")
-        refuse_missing(archives, {*models, *optimizers})
+        refuse_missing(archives[0], {*models, *optimizers})
         for key, value in models.items():
             _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
         state.update({key: rest.pop(key) for key in wanted if key in rest})
@@ -155,29 +156,25 @@ class FabricShards(StrategyShards):
 
 def _sharded_model(state: Mapping[str, Any]) -> torch.nn.Module | None:
     """The model whose parameters are spread over ranks."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
+    from ..common.fsdp1_state import is_fsdp1  # it imports FSDP
 
-    for value in state.values():
-        if isinstance(value, torch.nn.Module) and (
-            any(isinstance(parameter, DTensor) for parameter in value.parameters())
-            or any(isinstance(module, FullyShardedDataParallel) for module in value.modules())
-        ):
-            return value
-    return None
+    models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    spread = (m for m in models if any(map(sharded.is_dtensor, m.parameters())) or any(map(is_fsdp1, m.modules())))
+    return next(spread, None)
 
 
 def _state_dicts() -> ModuleType:
     return import_module("torch.distributed.checkpoint.state_dict")
 
 
-def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
+def _fill(archives: tuple[Place, int], key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
     """Fill a model, and its optimizers, from the archives of all ranks. Every rank calls it."""
     dcp, torch_ = import_module("torch.distributed.checkpoint"), _state_dicts()
     # Running statistics may differ by rank. Each rank gets its own back, or on another number of ranks those of rank 0.
-    is_same_world = saved_world_size(archives) == torch.distributed.get_world_size()
+    place, saved_world_size = archives
+    is_same_world = saved_world_size == torch.distributed.get_world_size()
     from_ranks = None if is_same_world else {key: 0, **dict.fromkeys(optimizers, 0)}
-    reader = TarStorageReader(archives, from_ranks=from_ranks)
+    reader = TarStorageReader(place, from_ranks=from_ranks)
     weights = torch_.get_model_state_dict(model)
     states = {name: torch_.get_optimizer_state_dict(model, optimizer) for name, optimizer in optimizers.items()}
     dcp.load({key: weights, **states}, storage_reader=reader)  # at once: it fills nothing if a name is missing

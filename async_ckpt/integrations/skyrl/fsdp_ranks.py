@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -48,7 +49,10 @@ class FSDPCheckpoints:
 
     layout: Layout = "async_ckpt"
     _saving: tuple[AsyncCheckpointer, SaveHandle] | None = None
-    _guard: StepGuard | None = None
+
+    @cached_property
+    def _guard(self) -> StepGuard:
+        return StepGuard()
 
     def save_checkpoint(
         self,
@@ -84,7 +88,7 @@ class FSDPCheckpoints:
             "tag": tag,
             "world_size": worlds.ranks()[1],
         }
-        guard = [] if optimizer is None else self._guard_of([optimizer])
+        guard = [] if optimizer is None else self._guard([optimizer])
         handle = ckpt.save(state, _step_of(ckpt_dir), overwrite=True, guard=guard or None)
         self._saving = ckpt, handle
         return handle
@@ -171,11 +175,6 @@ class FSDPCheckpoints:
             return
         failed = f"{self._saving[1].path}, which was not saved: {type(error).__name__}: {error}"
         warnings.warn(f"load_checkpoint() continues without {failed}", RuntimeWarning, stacklevel=3)
-
-    def _guard_of(self, optimizers: list[Any]) -> list[Any]:
-        if self._guard is None:
-            self._guard = StepGuard()
-        return self._guard(optimizers)
 
     def _write_configs(self, model: Any, ckpt_dir: urls.StrPath, tokenizer: Any) -> None:
         """On rank 0, have SkyRL write its small folder of configurations. Models without one have no such folder."""

@@ -16,11 +16,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from ... import load, snapshot
 from ...errors import StateMismatchError
@@ -28,7 +28,7 @@ from ...files import local_work_dir
 from ...plumbing import sharded, timing
 from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
-from ..common.frameworks import LOGGED_AS, require, require_names
+from ..common.frameworks import LOGGED_AS, name_in, require, require_names
 from ..common.fsdp1_state import as_dtensors, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet
@@ -42,21 +42,12 @@ from ..dcp import restore
 from .trainer_parts import FILES, parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    Trainer: Any
-    TrainerCallback: Any
-    ExportableState: Any
-else:
-    try:
-        from transformers import Trainer, TrainerCallback
-        from transformers.trainer_callback import ExportableState
-    except ImportError:  # said by `require`, when a trainer is made
-        Trainer = TrainerCallback = ExportableState = object
-
+Trainer: Any = name_in("transformers", "Trainer")
+TrainerCallback: Any = name_in("transformers", "TrainerCallback")
+ExportableState: Any = name_in("transformers.trainer_callback", "ExportableState")
 Layout = Literal["transformers", "archive"]
 
 _log = logging.getLogger("async_ckpt")
-_OLDEST, _NEWEST = "4.57", "5.23"
 _PREFIX: Final = "checkpoint"
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
@@ -84,7 +75,7 @@ def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bo
     `all_figures` logs all figures of each save in place of three. Raises what the constructor of `AsyncCheckpointing`
     raises.
     """
-    require("transformers", oldest=_OLDEST, newest=_NEWEST)
+    require("transformers")
     kind = type(trainer)
     bases = (AsyncCheckpointing,) if kind is Trainer else (kind, AsyncCheckpointing)
     own = {"layout": layout, "all_figures": all_figures, "__module__": kind.__module__}
@@ -101,7 +92,7 @@ def use(layout: Layout = "transformers", *, all_figures: bool = False) -> None:
 
     Each trainer becomes what `make_async` makes of it when its `train` is called, which raises what that raises.
     """
-    require("transformers", oldest=_OLDEST, newest=_NEWEST)
+    require("transformers")
     plain = Trainer.train
 
     @functools.wraps(plain)
@@ -150,13 +141,13 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
                 )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require("transformers", oldest=_OLDEST, newest=_NEWEST)
+        require("transformers")
         super().__init__(*args, **kwargs)
         self._begin_async()
 
     def _begin_async(self) -> None:
         """The end of the constructor. Raises for what is not supported, so that no training ends because of it."""
-        require_names(require("transformers", oldest=_OLDEST, newest=_NEWEST), Trainer, _USED)
+        require_names(require("transformers"), Trainer, _USED)
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
         if self.is_fsdp_xla_enabled:
@@ -243,7 +234,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if error is not None:
             raise error
         if pending is not None:
-            self._settle(pending)
+            self._log_save(pending)
+            if self.args.should_save:
+                pending.run.retire(pending.name, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _wait_on_all_ranks(self) -> None:
         """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
@@ -259,13 +252,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
                 # Other ranks may still look at an archive.
                 self._run.end() if self.args.world_size == 1 else self._run.make_room()
 
-    @contextmanager
-    def _output_dir_of_its_own(self) -> Iterator[None]:
-        if not self.args.should_save or self._url is not None:
-            yield
-            return
-        with FolderHold(Path(self.args.output_dir), _LOCK):
-            yield
+    def _output_dir_of_its_own(self) -> AbstractContextManager[object]:
+        writes_there = self.args.should_save and self._url is None
+        return FolderHold(Path(self.args.output_dir), _LOCK) if writes_there else nullcontext()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if _IN_SUMMARY in logs:
@@ -273,12 +262,6 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
         if self._pending is not None and self._pending.handle.done() and self._pending.handle.exception() is None:
             self.wait_for_checkpoint()
-
-    def _settle(self, pending: TrainerSave) -> None:
-        """Tell the loggers of a checkpoint that is durable, and retire older ones."""
-        self._log_save(pending)
-        if self.args.should_save:
-            pending.run.retire(pending.name, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _log_save(self, save: TrainerSave) -> None:
         """Log the figures of a save as of its step: behind the rows that were there when it began.

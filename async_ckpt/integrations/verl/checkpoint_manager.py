@@ -28,16 +28,12 @@ from ..common import fsdp1_state
 from ..common.checkpoint_history import note_failed, note_saved
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
-from ..common.rank_number import RankNumber
 from ..common.small_files import written_by
 from ..common.step_guard import StepGuard
 from ..common.training_archive import archive_in
 from ..dcp import restore
 from . import fsdp_state
 from .part_folder import PartFolder
-
-OLDEST: Final = "0.9"
-NEWEST: Final = "0.9"
 
 _missing: ImportError | None = None  # raised when a manager is made
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -110,7 +106,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         moves_state: bool = False,
         **options: Any,
     ) -> None:
-        package = require("verl", oldest=OLDEST, newest=NEWEST)
+        package = require("verl")
         if _missing is not None:
             raise ImportError(f"verl's checkpoint manager cannot be imported: {_missing}") from _missing
         require_names(package, FSDPCheckpointManager, _USED)
@@ -306,7 +302,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         }
         state = {**state, _FACTS: facts}
         if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
-            state["ranks"] = RankNumber.of(self.rank, self.world_size)
+            state["ranks"] = fsdp_state.rank_number(self.rank, self.world_size)
         if exported is None:
             handles.append(save(state, folder.archive, guard=guard))
         elif "model" not in state:

@@ -8,24 +8,20 @@ these engines where it is told so (`VERL_ENGINE_VENDOR=async_ckpt`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from importlib import import_module
+from typing import Any, Final
 
 from ..common.frameworks import require, require_names
-from .checkpoint_manager import NEWEST, OLDEST, VerlCheckpointManager
+from .checkpoint_manager import VerlCheckpointManager
 
 VENDOR: Final = "async_ckpt"
 _BACKENDS: Final = ["fsdp", "fsdp2"]
 _DEVICES: Final = ["cuda", "npu"]
 
-_verl: Final = require("verl", oldest=OLDEST, newest=NEWEST)
-if TYPE_CHECKING:  # whichever version is installed, if any
-    EngineRegistry: Any
-    FSDPEngineWithLMHead: Any
-    FSDPEngineWithValueHead: Any
-else:
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-require_names(_verl, FSDPEngineWithLMHead, ["initialize", "save_checkpoint", "get_per_tensor_param"])
+_verl: Final = require("verl")
+_registry: Final[Any] = import_module("verl.workers.engine").EngineRegistry
+_engines: Final[Any] = import_module("verl.workers.engine.fsdp.transformer_impl")
+require_names(_verl, _engines.FSDPEngineWithLMHead, ["initialize", "save_checkpoint", "get_per_tensor_param"])
 
 
 class SavingInBackground:
@@ -70,11 +66,11 @@ class SavingInBackground:
         return super().get_per_tensor_param(*args, **options)  # type: ignore[misc]
 
 
-@EngineRegistry.register(model_type="language_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
-class LanguageModelEngine(SavingInBackground, FSDPEngineWithLMHead):  # type: ignore[misc]
+@_registry.register(model_type="language_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
+class LanguageModelEngine(SavingInBackground, _engines.FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP engine of an actor or a reference, with our checkpoint manager."""
 
 
-@EngineRegistry.register(model_type="value_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
-class ValueModelEngine(SavingInBackground, FSDPEngineWithValueHead):  # type: ignore[misc]
+@_registry.register(model_type="value_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
+class ValueModelEngine(SavingInBackground, _engines.FSDPEngineWithValueHead):  # type: ignore[misc]
     """verl's FSDP engine of a critic, with our checkpoint manager."""

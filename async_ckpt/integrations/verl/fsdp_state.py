@@ -47,6 +47,14 @@ def take_back(model: Any, weights: Mapping[str, Any], *, only_adapters: bool) ->
         model.load_state_dict(weights, strict=not only_adapters)
 
 
+def rank_number(rank: int, world_size: int) -> Any:
+    """A rank's number as its element of a tensor: with it, all ranks save a state in which nothing else is spread."""
+    number: Any = torch.tensor([rank])
+    number.global_shape, number.global_offsets = (world_size,), [(rank,)]
+    number.local_offsets, number.local_sizes = [(0,)], [(1,)]
+    return number
+
+
 def exported(model: Any, weights: Mapping[str, Any]) -> Any:
     """The model to export as a folder of Hugging Face, or its weights by the names that verl gives them there.
 
@@ -59,9 +67,5 @@ def exported(model: Any, weights: Mapping[str, Any]) -> Any:
         plain = plain_of(model)
         with torch.device("meta"):  # slices do not show which weights are one
             same = type(plain)(plain.config)
-        _of_verl("transformers_compat").drop_tied_target_keys(weights, same, plain.config)
+        import_module("verl.utils.transformers_compat").drop_tied_target_keys(weights, same, plain.config)
     return weights
-
-
-def _of_verl(module: str) -> Any:
-    return import_module(f"verl.utils.{module}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ...plumbing import loops, threads
@@ -16,15 +17,7 @@ T = TypeVar("T")
 
 async def off_loop(fn: Callable[[], T]) -> T:
     """Make a blocking call on a thread of this library, and wait for it on whichever loop this is."""
-    outcome = threads.running_future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(fn())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    loop = loops.get_loop()
-    loop.soon(lambda: loop.callers.submit(call, outcome.set_exception))
+    loop, outcome = loops.get_loop(), threads.running_future()
+    loop.soon(lambda: loop.callers.submit(partial(threads.resolve, outcome, fn), outcome.set_exception))
     result: T = await asyncio.wrap_future(outcome)
     return result

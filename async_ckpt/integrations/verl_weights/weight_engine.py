@@ -15,37 +15,27 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ... import Place
-from ..common.frameworks import require, require_names, version_of
+from ..common.frameworks import TESTED, require, require_names, version_of
 from .sync_line import Address
 from .weight_receiver import WeightReceiver
 from .weight_sender import WeightSender
 
 BACKEND: Final = "async_ckpt"
-_OLDEST: Final = "0.9"
-_NEWEST: Final = "0.9"
 # The methods of engines, as verl's manager and workers call them.
 _METHODS: Final = frozenset(
     ("prepare", "build_topology", "init_process_group", "finalize", "send_weights", "receive_weights", "get_weights")
 )
 
-_verl: Final = require("verl", oldest=_OLDEST, newest=_NEWEST)
-if TYPE_CHECKING:  # whichever version is installed, if any
-    CheckpointEngineRegistry: Any
-    CheckpointEngineWithCache: Any
-    ensure_async_iterator: Any
-else:
-    _base = import_module("verl.checkpoint_engine.base")
-    require_names(_verl, _base, ["CheckpointEngineRegistry", "CheckpointEngineWithCache", "ensure_async_iterator"])
-    from verl.checkpoint_engine.base import (
-        CheckpointEngineRegistry,
-        CheckpointEngineWithCache,
-        ensure_async_iterator,
-    )
+_verl: Final = require("verl")
+_base: Final[Any] = import_module("verl.checkpoint_engine.base")
+require_names(_verl, _base, ["CheckpointEngineRegistry", "CheckpointEngineWithCache", "ensure_async_iterator"])
+CheckpointEngineRegistry: Any = _base.CheckpointEngineRegistry
+CheckpointEngineWithCache: Any = _base.CheckpointEngineWithCache
 require_names(_verl, CheckpointEngineRegistry, ["register", "get", "new"])
 
 
@@ -164,14 +154,14 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         """
         sync = self._in_sync("send_weights")
         if sync.role == "exporter":
-            async for _ in ensure_async_iterator(weights):
+            async for _ in _base.ensure_async_iterator(weights):
                 pass
             return {}
         if self._sender is None:
             raise RuntimeError("send_weights was called in a worker that receives; rank 0 of the training sends")
         return await self._sender.send(
             sync.address,
-            ensure_async_iterator(weights),
+            _base.ensure_async_iterator(weights),
             global_steps,
             durably=sync.num_elsewhere > 0,
             timeout_seconds=self._timeout_seconds,
@@ -232,7 +222,7 @@ def _refuse_other_methods() -> None:
     what = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
     raise RuntimeError(
         f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({what}), and async_ckpt does not "
-        f"know the new one; install verl {_OLDEST} to {_NEWEST}, or use another checkpoint_engine.backend"
+        f"know the new one; install verl {' to '.join(TESTED['verl'])}, or use another checkpoint_engine.backend"
     )
 
 

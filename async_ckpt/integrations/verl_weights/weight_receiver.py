@@ -38,11 +38,6 @@ from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
 from .sync_line import Address, ReceiverLine, SentVersion
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 Item = tuple[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
@@ -159,11 +154,11 @@ class WeightReceiver:
 
     @contextmanager
     def _kept(self, folder: Path) -> Iterator[None]:
-        """Keep pulls of other processes away from the folder. The system gives the lock back if this process dies."""
-        fd = ConfinedFolder(folder).open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
-        try:
+        """Keep pulls of other processes away from the folder."""
+        files = ConfinedFolder(folder)
+        with files.lock_file(LOCK) as fd:
             deadline = timing.TIMEKEEPER.now() + self._timeout_seconds
-            while not _try_lock(folder, fd):
+            while not files.try_lock(fd, alone=False):
                 if timing.TIMEKEEPER.now() > deadline:
                     raise TimeoutError(
                         f"another process has been pulling into {folder} for {self._timeout_seconds:g} s; see "
@@ -171,23 +166,10 @@ class WeightReceiver:
                     )
                 threading.Event().wait(_POLL_SECONDS)
             yield
-        finally:
-            with suppress(OSError):  # nothing was written
-                os.close(fd)
 
 
 async def _nothing_to_wait_for() -> None:
     return None
-
-
-def _try_lock(folder: Path, fd: int) -> bool:
-    try:
-        with disk.translated(folder, passing=(BlockingIOError,)):
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _default_folder(root: str) -> Path:

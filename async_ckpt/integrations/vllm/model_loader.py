@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from importlib import import_module
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,20 +16,15 @@ import torch
 from ..common.frameworks import require
 from ..common.stored_weights import Item, StoredWeights
 from .handed_on import HandedOn
-from .registration import NEWEST, OLDEST
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    DefaultModelLoader: Any
-else:
-    from vllm.model_executor.model_loader import DefaultModelLoader
-
+_loaders: Final[Any] = import_module("vllm.model_executor.model_loader")
 _OF_VLLM: Final = "enable_weights_track"
 """The key of vLLM's own loader that has a meaning here: whether parameters without a weight are an error."""
 # By model of an engine, what vLLM called it when it was loaded first. A reload may name other weights.
 _FIRST_NAMES: Final[WeakKeyDictionary[torch.nn.Module, str]] = WeakKeyDictionary()
 
 
-class StoredModelLoader(DefaultModelLoader):  # type: ignore[misc]
+class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader of models, with the weights of an archive, a step, a run, an export or a published version.
 
     `model_loader_extra_config` has the arguments of `StoredWeights`; `path` is by default the model itself, and
@@ -37,7 +33,7 @@ class StoredModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        require("vllm", oldest=OLDEST, newest=NEWEST)
+        require("vllm")
         given = dict(load_config.model_loader_extra_config)
         own = {key: given.pop(key) for key in [_OF_VLLM] if key in given}
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config=own))

@@ -9,12 +9,10 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
-from ..common.frameworks import require, require_names
+from ..common.frameworks import require, require_module, require_names
 
-OLDEST: Final = "0.33"
-NEWEST: Final = "0.33"
 NAME: Final = "async_ckpt"
 
 _HERE: Final = __name__.rpartition(".")[0]
@@ -48,9 +46,9 @@ def register() -> None:
 
     Raises ImportError if vLLM is not installed, and RuntimeError if it lacks what is used here, by its name.
     """
-    package = require("vllm", oldest=OLDEST, newest=NEWEST)
+    package = require("vllm")
     for name, classes in _USED.items():
-        module = _module(package, name)
+        module = require_module(package, name)
         for of_class, names in classes.items():
             if of_class:
                 require_names(package, module, [of_class])
@@ -68,15 +66,3 @@ def plugin() -> None:
         register()
     except Exception as error:  # an engine that needs none of this must start
         warnings.warn(f"async_ckpt is not registered with vLLM: {error}", RuntimeWarning, stacklevel=2)
-
-
-def _module(package: Any, name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not name.startswith(error.name):
-            raise  # of another package, which vLLM needs
-        raise RuntimeError(
-            f"{package.__name__} {getattr(package, '__version__', '')} has no module {name}, which async_ckpt needs; "
-            "install a version that its page in docs/ lists as tested"
-        ) from error

@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import torch
 
 from ...plumbing import captured
 from ..common.held_weights import HeldTensor, SnapshotWeights
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    WeightSource: Any
-else:
-    from vllm.distributed.weight_transfer import WeightSource
+_transfer: Final[Any] = import_module("vllm.distributed.weight_transfer")
 
 
-class SnapshotSource(WeightSource):  # type: ignore[misc]
+class SnapshotSource(_transfer.WeightSource):  # type: ignore[misc]
     """A held snapshot as a WeightSource of vLLM, for its own transfer engines and for "async_ckpt".
 
         source = SnapshotSource(snap["model"])
@@ -74,16 +71,15 @@ class SnapshotSource(WeightSource):  # type: ignore[misc]
 
 
 def _meta(tensor: HeldTensor) -> Any:
-    transfer: Any = import_module("vllm.distributed.weight_transfer")
     if tensor.spec is None:
-        return transfer.ParamMeta(tensor.name, tensor.dtype, tensor.shape)
+        return _transfer.ParamMeta(tensor.name, tensor.dtype, tensor.shape)
     grid, placements = tensor.spec.mesh.mesh, tensor.placements
-    return transfer.ParamMeta(
+    return _transfer.ParamMeta(
         tensor.name,
         tensor.dtype,
         tensor.shape,
         owners=tuple(grid.flatten().tolist()),
         mesh_shape=tuple(grid.shape),
         placements=placements
-        and tuple(transfer.Replicate() if dim is None else transfer.Shard(dim) for dim in placements),
+        and tuple(_transfer.Replicate() if dim is None else _transfer.Shard(dim) for dim in placements),
     )

@@ -16,40 +16,29 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from ...plumbing import backends, disk, hf_shards, hf_weights, scratches, spec
 from ..common.frameworks import require
-from ..common.stored_weights import Item, StoredWeights
+from ..common.held_weights import in_buckets
+from ..common.stored_weights import StoredWeights
 from .handed_on import HandedOn
-from .registration import NAME, NEWEST, OLDEST
+from .registration import NAME
 
-if TYPE_CHECKING:  # whichever version is installed, if any
-    WeightTransferEngine: Any
-    TrainerWeightTransferEngine: Any
-    TrainerInitInfo: Any
-    WeightTransferInitInfo: Any
-    WeightTransferUpdateInfo: Any
-else:
-    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferEngine
-    from vllm.distributed.weight_transfer.base import (
-        TrainerInitInfo,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-
+_transfer: Final[Any] = import_module("vllm.distributed.weight_transfer")
+_base: Final[Any] = import_module("vllm.distributed.weight_transfer.base")
 _SCRATCH: Final = "async_ckpt-weights"
 
 
 @dataclass
-class ReceiverInit(WeightTransferInitInfo):  # type: ignore[misc]
+class ReceiverInit(_base.WeightTransferInitInfo):  # type: ignore[misc]
     """The words that a worker is told once. `folder` is where it pulls published versions to, unless an update says."""
 
     folder: str | None = None
 
 
 @dataclass
-class StoredUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class StoredUpdate(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
     """One update: the arguments of `StoredWeights`; or `failed`, why the training will send no more."""
 
     weights: dict[str, Any] | None = None
@@ -61,7 +50,7 @@ class StoredUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclass
-class SenderInit(TrainerInitInfo):  # type: ignore[misc]
+class SenderInit(_base.TrainerInitInfo):  # type: ignore[misc]
     """The arguments of a training's engine, on every rank.
 
         SenderInit(rank=0)
@@ -87,14 +76,14 @@ class SenderInit(TrainerInitInfo):  # type: ignore[misc]
 # --- in a worker of an engine -------------------------------------------------------------------------------------
 
 
-class StoredWeightsEngine(WeightTransferEngine):  # type: ignore[misc]
+class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
     """The receiving side: it reads the weights of the place that it is told of into the worker's model."""
 
     init_info_cls = ReceiverInit
     update_info_cls = StoredUpdate
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        require("vllm", oldest=OLDEST, newest=NEWEST)
+        require("vllm")
         super().__init__(*arguments, **options)
         self._folder: str | None = None
 
@@ -164,7 +153,7 @@ def _loader(name: str) -> Any:
 # --- in a training ------------------------------------------------------------------------------------------------
 
 
-class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
+class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[misc]
     """The sending side, made by vLLM's `WeightTransferTrainerFactory.trainer_init` on every rank of a training.
 
     engine = WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=client, source=source)
@@ -184,7 +173,7 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
 
         Raises TypeError for a source without `iter_full`.
         """
-        require("vllm", oldest=OLDEST, newest=NEWEST)
+        require("vllm")
         if source is not None and not source.implements_iter_full():
             raise TypeError(f"whole tensors are sent, and {type(source).__name__} has no iter_full")
         engine = cls(init_info, client=client, source=source)
@@ -230,10 +219,11 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
     def _files(self, stack: ExitStack) -> Iterator[dict[str, Any]]:
         """Updates with one file after the other; each file is there until the next is asked for."""
         scratch = stack.enter_context(scratches.Scratch(Path(self._init.buckets), _SCRATCH))
-        for number, tensors in enumerate(_buckets(self.source.iter_full(), self._init.bucket_bytes)):
+        items = ((name, tensor.detach().cpu().contiguous()) for name, tensor in self.source.iter_full())
+        for number, bucket in enumerate(in_buckets(items, self._init.bucket_bytes)):
             path = scratch.folder / f"bucket-{number:05d}.safetensors"
-            (shard,) = hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, dict), sys.maxsize)
-            tensors.clear()
+            (shard,) = hf_shards.shards_of(hf_weights.Weights("model", dict(bucket), {}, {}, dict), sys.maxsize)
+            bucket.clear()
             with disk.translated(path, needed_bytes=shard.num_bytes), path.open("wb") as file:
                 for data in shard.pieces():
                     file.write(data)
@@ -267,17 +257,3 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
         """End an update by an error of the workers, if they can be reached."""
         with suppress(Exception):
             self.client.update_weights({"weights": None, "failed": why})
-
-
-def _buckets(items: Iterable[Item], max_bytes: int) -> Iterator[hf_weights.Tensors]:
-    """The items, on the host, in buckets of so many bytes; a larger tensor has one of its own."""
-    bucket: hf_weights.Tensors = {}
-    room = max_bytes
-    for name, tensor in items:
-        if bucket and tensor.nbytes > room:
-            yield bucket
-            bucket, room = {}, max_bytes
-        bucket[name] = tensor.detach().cpu().contiguous()
-        room -= tensor.nbytes
-    if bucket:
-        yield bucket

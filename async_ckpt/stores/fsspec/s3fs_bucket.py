@@ -89,7 +89,7 @@ class Bucket:
         self._deadline_seconds = deadline_seconds
         self._has_bucket = False  # the bucket was seen
         self._obeys_conditions: bool | None = None  # whether it obeys the conditions of a put, once known
-        self._conditions = Conditions()
+        self._conditions = Conditions(self._put_over, lambda name: self.info(name).version, self._probe)
 
     def name(self, path: str) -> str:
         name = f"{self._root}/{path}" if path else self._root
@@ -238,28 +238,10 @@ class Bucket:
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
         """Replace this version only. False if the store does not obey that condition."""
+        return self.creates_exclusively() and bool(self._conditions.replace(name, data, version))
 
-        def put(form: Form) -> bool:
-            self.put(name, data, version=form(version))
-            return True
-
-        return self.creates_exclusively() and bool(
-            self._conditions.replace(put, is_there=partial(self._is_there, name, version), accepts=self._accepts)
-        )
-
-    def _is_there(self, name: str, version: str) -> bool:
-        try:
-            return self.info(name).version == version
-        except FileNotFoundError:
-            return False
-
-    def _accepts(self, form: Form) -> bool:
-        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
-        with self._probe() as probe:
-            try:
-                self.put(probe, b"", version=form(self.info(probe).version))
-            except FileExistsError:
-                return False
+    def _put_over(self, name: str, data: bytes, version: str, form: Form) -> bool:
+        self.put(name, data, version=form(version))
         return True
 
     def _refuses(self, probe: str, **condition: Any) -> bool:

@@ -280,7 +280,7 @@ class FsspecStorage(Storage):
                 raise
             secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
             shown_path, reason = self.locate(path), _reason_of(error, secrets)
-            clean = all(_scrub(secrets, str(e)) == str(e) for e in chain(error))
+            clean = all(urls.starred(str(e), secrets) == str(e) for e in chain(error))
             if isinstance(error, passing):
                 if clean:
                     raise
@@ -298,11 +298,7 @@ class FsspecStorage(Storage):
 
 def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
     text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return _scrub(secrets, text).strip().rstrip(".")[:300]
-
-
-def _scrub(secrets: Sequence[str], text: str) -> str:
-    return urls.starred(text, secrets)
+    return urls.starred(text, secrets).strip().rstrip(".")[:300]
 
 
 def abort_stale_uploads(

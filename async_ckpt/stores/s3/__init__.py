@@ -1,6 +1,6 @@
 """Object stores through obstore: S3, Google Cloud Storage, Azure.
 
-`store.py` is the storage. `sink.py` sends one object: the segments of `segments.py`, in the parts of `plan.py`.
+`store.py` is the storage. `sink.py` sends one object in parts: the segments of `segments.py`.
 `client.py` makes requests over `bucket_clients.py`, with the options of `settings.py`, `aws_settings.py` and
 `azure_google_settings.py`; `refusals.py` translates their errors. `runtime.py` keeps forked children from using the
 parent's threads.

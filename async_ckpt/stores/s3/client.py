@@ -47,18 +47,12 @@ class Client:
     ) -> None:
         self.timer = timer
         self.settings = BucketSettings(url, options)
+        self.locate, self.key = self.settings.locate, self.settings.key
         runtime.require(self.settings.url)
         self._connections = Connections(self.settings)
         self.known = known_of(self.settings.identity)
         self._deletes_many = True  # until the store refuses it
         self._has_answered = False  # so the bucket is there, and a 404 is about the key
-
-    def locate(self, path: str) -> str:
-        return self.settings.locate(path)
-
-    def key(self, path: str) -> str:
-        """The key of an object, or of a folder without the slash behind it."""
-        return self.settings.key(path)
 
     def delete(self, path: str) -> None:
         import obstore

@@ -1,4 +1,4 @@
-"""One object on its way up to a store, and one on its way back.
+"""One object on its way up to a store, cut into parts, and one on its way back.
 
 In: segments, which are the parts of a multipart upload without a copy. Out: an object that appears whole or not at all.
 Knows nothing of: what is in the objects.
@@ -14,24 +14,50 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import Reader, store_facts, threads, waits
+from ...plumbing import MemoryLoan, Reader, store_facts, threads, waits
 from .. import retry
 from ..proven.whole_copy import NO_RANGES, WholeCopy
 from ..watched_calls import StuckError, WatchedCall
 from .client import Client
-from .plan import UploadPlan
 from .refusals import NO_RANGE
 from .segments import GivenUpError, Phase, SegmentQueue
 
-if TYPE_CHECKING:
-    from ...plumbing import MemoryLoan
-
+# More do not make one host faster, and each holds a segment.
+_MAX_PARTS_IN_FLIGHT: Final = 8
 
 _log = logging.getLogger("async_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPlan:
+    """The cut of one object: into segments of `segment_bytes`, and parts of `part_segments` segments."""
+
+    is_multipart: bool
+    segment_bytes: int
+    part_segments: int
+    max_parts_in_flight: int
+
+    @property
+    def part_bytes(self) -> int:
+        return self.part_segments * self.segment_bytes
+
+    def parts_in_flight(self, num_retries: int) -> int:
+        """The number of parts to send at once: fewer with each retry, since the store is in trouble."""
+        return max(1, self.max_parts_in_flight >> num_retries)
+
+
+def plan_upload(num_bytes: int, segment_bytes: int, *, max_segments: int | None) -> UploadPlan:
+    """The plan for an object of at most `num_bytes`, whose segments come out of `max_segments` at most."""
+    part_segments = store_facts.part_segments(num_bytes, segment_bytes)
+    num_parts = _MAX_PARTS_IN_FLIGHT
+    if max_segments is not None:
+        num_parts = max(1, min(num_parts, max_segments // part_segments - 1))
+    return UploadPlan(num_bytes > segment_bytes, segment_bytes, part_segments, num_parts)
 
 
 class ObjectSink:

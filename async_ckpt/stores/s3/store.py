@@ -20,8 +20,7 @@ from ..proven.place_proof import prove
 from ..watched_calls import WatchedCall
 from . import refusals
 from .client import PAGE_KEYS, Client, version_of
-from .plan import plan_upload
-from .sink import ObjectReader, ObjectSink
+from .sink import ObjectReader, ObjectSink, plan_upload
 
 # Fewer objects are read, or deleted, one by one, which all servers support.
 _LEAST_MANY: Final = 8
@@ -49,7 +48,7 @@ class ObjectStorage(Storage):
         self._warnings: set[str] = set()  # given already; under _lock
         # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
         self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
-        self._conditions = Conditions()
+        self._conditions = Conditions(self._put_over, self._version_at, self._client.probe)
 
     def __repr__(self) -> str:
         return f"<ObjectStorage {self.url}>"
@@ -112,10 +111,15 @@ class ObjectStorage(Storage):
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         if version is not None:
-            new_version = self._put_over(path, data, version) if self._has_conditions() else None
+            new_version = self._conditions.replace(path, data, version) if self._has_conditions() else None
             if new_version is not None:
                 return new_version
-            if not self._is_there(path, version):
+            if self._conditional:
+                self._warn_once(
+                    "the store refuses every put that is to replace one version only, so two writers could overwrite "
+                    "each other; use only one writer"
+                )
+            if not self._conditions.is_there(path, version):
                 raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
         return self._client.put(path, data)
 
@@ -262,34 +266,13 @@ class ObjectStorage(Storage):
 
         return self._client.persist(put)
 
-    def _put_over(self, path: str, data: bytes, version: str) -> str | None:
-        """Replace this version only. Returns the new version, or None if the store refuses every such put."""
-        new_version = self._conditions.replace(
-            lambda form: self._put_if(path, data, _matching(version, form)),
-            is_there=partial(self._is_there, path, version),
-            accepts=self._accepts,
-        )
-        if new_version is None:
-            self._warn_once(
-                "the store refuses every put that is to replace one version only, so two writers could overwrite "
-                "each other; use only one writer"
-            )
-        return new_version
+    def _put_over(self, path: str, data: bytes, version: str, form: Form) -> str:
+        """Replace this version only. Returns the new version."""
+        etag, _, generation = version.partition(" ")
+        return self._put_if(path, data, {"e_tag": form(etag)} | ({"version": generation} if generation else {}))
 
-    def _is_there(self, path: str, version: str) -> bool:
-        try:
-            return version_of(self._client.head(path)) == version
-        except FileNotFoundError:
-            return False
-
-    def _accepts(self, form: Form) -> bool:
-        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
-        with self._client.probe() as path:
-            try:
-                self._put_if(path, b"accepted", _matching(version_of(self._client.head(path)), form))
-            except FileExistsError:
-                return False
-        return True
+    def _version_at(self, path: str) -> str:
+        return version_of(self._client.head(path))
 
     def _has_conditions(self) -> bool:
         """Whether the store obeys the conditions of a put. Tested at the first call."""
@@ -326,9 +309,3 @@ class ObjectStorage(Storage):
                         raise
                 return False
         return True
-
-
-def _matching(version: str, form: Form) -> Any:
-    """The mode of a put that replaces this version only."""
-    etag, _, generation = version.partition(" ")
-    return {"e_tag": form(etag)} | ({"version": generation} if generation else {})

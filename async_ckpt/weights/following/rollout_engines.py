@@ -66,6 +66,9 @@ class _FolderServer(ABC):
     _kind: ClassVar[str]
     # How it loads an adapter, which it keeps beside the weights of its model.
     _adapters: ClassVar[str]
+    # Where it says which version it has, and what to do if it has no such path.
+    _said_at: ClassVar[str]
+    _advice: ClassVar[str]
 
     def __init__(
         self,
@@ -94,8 +97,16 @@ class _FolderServer(ABC):
     def _load(self, loading: Loading, deadline: float) -> None:
         """Have it load a version of a whole model, and return when it has. Raises EngineError."""
 
-    @abstractmethod
-    def version(self) -> str | None: ...
+    def version(self) -> str | None:
+        """The version that it says it has. Raises EngineError if it says none."""
+        reply = self._client.get(self._said_at, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
+        where = f"{self._client.url}{self._said_at}"
+        if not reply.is_fine:
+            raise refusal(where, reply, self._advice if reply.status == 404 else "")
+        version = reply.fields().get("weight_version")
+        if not isinstance(version, str):
+            raise EngineError(f"{where} names no weight_version, so its loaded version is unknown; {self._advice}")
+        return version
 
 
 class SGLang(_FolderServer):
@@ -112,6 +123,8 @@ class SGLang(_FolderServer):
 
     _kind = "sglang"
     _adapters = "/unload_lora_adapter and /load_lora_adapter"
+    _said_at = "/model_info"
+    _advice = "use a SGLang that has it, such as 0.5.23"
 
     def _load(self, loading: Loading, deadline: float) -> None:
         body = {
@@ -124,9 +137,6 @@ class SGLang(_FolderServer):
         reply = self._client.post("/update_weights_from_disk", body, deadline=deadline)
         if not reply.is_fine or reply.fields().get("success") is not True:
             raise refusal(f"{self._client.url}/update_weights_from_disk", reply)
-
-    def version(self) -> str | None:
-        return _version_in(self._client, "/model_info", "use a SGLang that has it, such as 0.5.23")
 
 
 class VLLM(_FolderServer):
@@ -146,6 +156,8 @@ class VLLM(_FolderServer):
 
     _kind = "vllm"
     _adapters = "/v1/load_lora_adapter with load_inplace"
+    _said_at = "/weight_info"
+    _advice = _DEV_MODE
 
     def _load(self, loading: Loading, deadline: float) -> None:
         self._post(f"/pause?mode={'abort' if self._abort_requests else 'wait'}", None, deadline)
@@ -158,9 +170,6 @@ class VLLM(_FolderServer):
         reply = self._client.post(path, body, deadline=deadline)
         if not reply.is_fine:
             raise refusal(f"{self._client.url}{path}", reply, _DEV_MODE if reply.status == 404 else advice)
-
-    def version(self) -> str | None:
-        return _version_in(self._client, "/weight_info", _DEV_MODE)
 
 
 class Post:
@@ -281,17 +290,6 @@ def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
 
 def _nothing(folder: Path, version: int) -> None:
     """Tell nobody."""
-
-
-def _version_in(client: HttpClient, path: str, advice: str) -> str:
-    """The version that a server says it has. Raises EngineError if it says none."""
-    reply = client.get(path, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
-    if not reply.is_fine:
-        raise refusal(f"{client.url}{path}", reply, advice if reply.status == 404 else "")
-    version = reply.fields().get("weight_version")
-    if not isinstance(version, str):
-        raise EngineError(f"{client.url}{path} names no weight_version, so its loaded version is unknown; {advice}")
-    return version
 
 
 def _seconds(value: float) -> float:

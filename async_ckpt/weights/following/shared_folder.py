@@ -29,11 +29,6 @@ from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
 from .web import nobody_listens
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _TURNSTILE: Final = f"{FOLDER}/turnstile"
 _RECORD: Final = re.compile(r"follow\.([0-9a-f]{16})\.json")
 _POLL_SECONDS: Final = 0.05
@@ -90,10 +85,10 @@ class SharedFolder:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Be the only sidecar of this engine here. Raises DestinationBusyError if another process is."""
-        with self._opened(_lock_of(self._id)) as fd:
+        with self._files.lock_file(f"{FOLDER}/follow.{self._id}.lock") as fd:
             # The one before may be about to end.
             deadline = timing.TIMEKEEPER.now() + _CLAIM_SECONDS
-            if not self._wait(lambda: _lock(fd, alone=True), lambda: timing.TIMEKEEPER.now() > deadline):
+            if not self._wait(lambda: self._files.try_lock(fd, alone=True), lambda: timing.TIMEKEEPER.now() > deadline):
                 raise DestinationBusyError(
                     f"another sidecar follows for {self._engine} with {self.path}; end it, or give another folder",
                     path=str(self.path),
@@ -106,14 +101,14 @@ class SharedFolder:
     @contextmanager
     def pulling(self, stop: Stop) -> Iterator[bool]:
         """A turn to pull, which begins when no engine loads; False if `stop()` has come true before."""
-        with self._opened(_TURNSTILE) as turnstile, self._opened(LOCK) as lock:
+        with self._files.lock_file(_TURNSTILE) as turnstile, self._files.lock_file(LOCK) as lock:
 
             def is_free() -> bool:
-                if not _lock(turnstile, alone=True) or not _lock(lock, alone=True):
+                if not self._files.try_lock(turnstile, alone=True) or not self._files.try_lock(lock, alone=True):
                     return False
-                _unlock(lock)  # the pull itself locks it
+                self._files.unlock(lock)  # the pull itself locks it
                 if self._others_load():  # nobody has the lock, so these are of dead sidecars
-                    _unlock(turnstile)  # let those that are back have their turn
+                    self._files.unlock(turnstile)  # let those that are back have their turn
                     return False
                 return True
 
@@ -122,14 +117,14 @@ class SharedFolder:
     @contextmanager
     def loading(self, stop: Stop) -> Iterator[int | None]:
         """A turn to load, during which nobody pulls: the descriptor of the lock. None if `stop()` has come true."""
-        with self._opened(LOCK) as lock:
-            with self._opened(_TURNSTILE) as turnstile:
-                may = self._wait(lambda: _lock(turnstile, alone=False), stop)
-                may = may and self._wait(lambda: _lock(lock, alone=False), stop)
+        with self._files.lock_file(LOCK) as lock:
+            with self._files.lock_file(_TURNSTILE) as turnstile:
+                may = self._wait(lambda: self._files.try_lock(turnstile, alone=False), stop)
+                may = may and self._wait(lambda: self._files.try_lock(lock, alone=False), stop)
             try:
                 yield lock if may else None
             finally:
-                _unlock(lock)  # also of a program that has inherited it
+                self._files.unlock(lock)  # also of a program that has inherited it
 
     def held(self) -> Held | None:
         """The version in the folder; None if there is none, such as after a pull that was killed."""
@@ -177,17 +172,6 @@ class SharedFolder:
         except (FileNotFoundError, StorageUnavailableError, ValueError, KeyError):
             return Record()
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        """A file that is opened for its lock, and unlocked at the end."""
-        with disk.translated(self.path):
-            os.makedirs(self.path, exist_ok=True)
-        fd = self._files.open(name, os.O_CREAT | os.O_RDWR, make=True)
-        try:
-            yield fd
-        finally:
-            disk.close_quietly(fd)
-
     def _wait(self, is_ready: Callable[[], bool], stop: Stop) -> bool:
         """Wait for other sidecars, whose locks go with them. False if `stop()` has come true before."""
         wait = waits.Wait("", _ENDS)
@@ -199,25 +183,5 @@ class SharedFolder:
         return True
 
 
-def _lock_of(sidecar: str) -> str:
-    return f"{FOLDER}/follow.{sidecar}.lock"
-
-
 def _held(value: object) -> Held | None:
     return None if value is None else Held(*json_fields.row(value, (json_fields.count, json_fields.text)))
-
-
-def _lock(fd: int, *, alone: bool) -> bool:
-    """Lock a file if that is possible at once."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(fd: int) -> None:
-    if fcntl is not None:
-        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -153,12 +153,8 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
 
 def overwritten_bytes(new: torch.Tensor, base: torch.Tensor) -> int:
     """The size of an overwrite frame before compression; 0 if nothing has changed."""
-    count = sum(_num_changed(piece, base, at) for at, piece in _pieces(new))
+    count = sum(int(torch.count_nonzero(piece != base[at : at + len(piece)])) for at, piece in _pieces(new))
     return COUNT_BYTES + (POSITION_BYTES + 1) * count if count else 0
-
-
-def _num_changed(piece: torch.Tensor, base: torch.Tensor, at: int) -> int:
-    return int(torch.count_nonzero(piece != base[at : at + len(piece)]))
 
 
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:

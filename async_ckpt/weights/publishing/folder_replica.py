@@ -32,11 +32,6 @@ from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
 from .source import Anchor, TensorPart, VersionSource, WeightsState
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.
 _OF_DISKS: Final = frozenset({"lost+found"})
@@ -71,12 +66,9 @@ class FolderReplica:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        with disk.translated(self.folder):
-            os.makedirs(self.folder, exist_ok=True)
-        fd = self._files.open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
-        try:
+        with self._files.lock_file(LOCK) as fd:
             wait = waits.Wait("", waits.ENDS_THE_CALL)
-            while not self._try_lock(fd):
+            while not self._files.try_lock(fd, alone=True):
                 wait.goes_on(lambda: f"another pull into {self.folder}")
                 threading.Event().wait(_POLL_SECONDS)
             with suppress(StorageUnavailableError):  # leftovers that could not be removed the last time
@@ -84,17 +76,6 @@ class FolderReplica:
             self._installed = self._installed_files()
             self.state = self._known_state()
             yield
-        finally:
-            disk.close_quietly(fd)
-
-    def _try_lock(self, fd: int) -> bool:
-        try:
-            with disk.translated(self.folder, passing=(BlockingIOError,)):
-                if fcntl is not None:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _known_state(self) -> WeightsState | None:
         """The state that the marker describes; None if there is no marker, or the files do not match it."""

@@ -23,7 +23,7 @@ from ...plumbing import device, leaf_names, limits, threads
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from .base_model import BaseModel
 from .difference import WrongBaseError, apply, checksum_of
-from .proof import is_that_version, source_of
+from .proof import HeldWeights, is_that_version, source_of
 from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
 from .versions import Versions
 
@@ -48,12 +48,8 @@ class DamagedReplicaError(CorruptCheckpointError):
     perhaps: bool = False
 
 
-class Replica(Protocol):
+class Replica(HeldWeights, Protocol):
     """Weights that versions are applied to. One caller at a time, inside `locked`."""
-
-    @property
-    def state(self) -> WeightsState | None:
-        """The state of the weights; None if they are not known to be whole."""
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes away."""
@@ -66,9 +62,6 @@ class Replica(Protocol):
 
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """The bytes of the named tensors that are here, writable in place."""
-
-    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
-        """The checksums of the named tensors that are here, computed from their bytes."""
 
     def note(self, state: WeightsState | None) -> None:
         """Note that the weights are now in this state; None means that they are about to change."""
@@ -235,7 +228,6 @@ class MemoryReplica:
         self._allocate, self._check_model = allocate, check_model
         self.state: WeightsState | None = None
         self.tensors: dict[str, TensorLocation] = {}
-        self._memory: torch.Tensor | None = None
         self._regions: dict[str, torch.Tensor] = {}
 
     def locked(self) -> AbstractContextManager[None]:
@@ -246,12 +238,12 @@ class MemoryReplica:
         if {name: location.num_bytes for name, location in tensors.items()} != {
             name: len(region) for name, region in self._regions.items()
         }:
-            self.state, self._regions, self._memory = None, {}, None
+            self.state, self._regions = None, {}  # what is held goes first
             begins, at = {}, 0
             for name, location in tensors.items():
                 begins[name] = at
                 at += -(-location.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            memory = self._memory = self._allocate(at)
+            memory = self._allocate(at)
             self._regions = {n: memory[begins[n] : begins[n] + t.num_bytes] for n, t in tensors.items()}
         self.tensors = dict(tensors)
 

@@ -29,12 +29,14 @@ def source_of(index: VersionIndex, versions: Versions, base: BaseModel | None) -
 
 
 class HeldWeights(Protocol):
-    """Weights that can be compared: a `Replica`."""
+    """Weights that can be compared."""
 
     @property
-    def state(self) -> WeightsState | None: ...
+    def state(self) -> WeightsState | None:
+        """The state of the weights; None if they are not known to be whole."""
 
-    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]: ...
+    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
+        """The checksums of the named tensors that are here, computed from their bytes."""
 
 
 def is_that_version(

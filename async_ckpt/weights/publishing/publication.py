@@ -111,7 +111,7 @@ class Publication(CopySave):
             spans=request.spans,
             called=request.called,
         )
-        self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
+        self._series, self.version, self._acknowledged = series, request.version, request.acknowledged
         self._slices, self._call = request.slices, request.call
         self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -122,16 +122,12 @@ class Publication(CopySave):
         self.readable: Future[None] = threads.running_future()  # resolves once it is lent or durable, or has failed
         self.readable_of_all: Future[None] = threads.running_future()  # the same, on all ranks
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def told_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
         return "publish", (self._series.versions.root,)
 
     @property
     def _folder(self) -> str:
-        return folder_of(self._version)
+        return folder_of(self.version)
 
     @property
     def progress(self) -> reports.Progress:
@@ -171,7 +167,7 @@ class Publication(CopySave):
     def failed(self, error: BaseException) -> None:
         if self._attempt and not self._is_put:
             with suppress(CheckpointError):
-                self._series.versions.discard(self._version, self._attempt)
+                self._series.versions.discard(self.version, self._attempt)
         self._release_weights()
         self._series.is_clean = False
         # A publisher that has lost its root lends nothing more.
@@ -190,7 +186,7 @@ class Publication(CopySave):
         await off_loop(self._series.retain)
 
     def _report(self, call_seconds: float) -> SaveReport:
-        return replace(super()._report(call_seconds), step=self._version)
+        return replace(super()._report(call_seconds), step=self.version)
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 
@@ -201,11 +197,11 @@ class Publication(CopySave):
         structure = structure_of(
             (n, leaf_names.dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items()
         )
-        self._series.prepare(self._version, structure, weights.adapter, self._check)
+        self._series.prepare(self.version, structure, weights.adapter, self._check)
         self._series.base.reserve(weights.tensors)
         self._offer(structure)
         place, prefix = self._begin_folder()
-        base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
+        base = self._series.base.replica_for(self.version, self._series.versions, self._acknowledged)
         if base is None or self._exceeds_weights(base):
             self._result = self._write_anchor(place, prefix, structure)
         else:
@@ -218,7 +214,7 @@ class Publication(CopySave):
         name, weights, channel = self._series.loan_name(self._check), self._weights, self._series.channel
         num_ranks = 0 if channel is None else channel.world.size
         offered = OfferedWeights(
-            self._version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
+            self.version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
         )
         self._lent = self._series.offer.offer(name, offered, self._check)
         if self._lent is not None:
@@ -229,7 +225,7 @@ class Publication(CopySave):
         storage = self._series.storage
         if storage.remote:
             self._series.replacement.delete(self._series.ownership)
-            self._series.versions.begin(self._version, token=self._series.ownership.token)
+            self._series.versions.begin(self.version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = scratches.Scratch(root, UNFINISHED_VERSION)
@@ -250,7 +246,7 @@ class Publication(CopySave):
             self._num_bytes += len(data)
         identity = identity_of(checksums)
         index = VersionIndex(
-            version=self._version,
+            version=self.version,
             files={name: shard.name for shard in shards for name in shard.tensors},
             identity=identity,
             structure=structure,
@@ -261,7 +257,7 @@ class Publication(CopySave):
             adapter=self._weights.adapter,
             attempt=self._attempt,
         )
-        state = WeightsState(self._version, identity, structure, checksums)
+        state = WeightsState(self.version, identity, structure, checksums)
         return index, state, seal(hf_shards.index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[hf_shards.Shard], place: Storage, prefix: str) -> dict[str, str]:
@@ -315,9 +311,9 @@ class Publication(CopySave):
             num_bytes = sum(map(len, pieces))
             self._write_file(place, prefix + name, num_bytes, map(memoryview, pieces))
             digests[name] = whole.hexdigest()
-        state = WeightsState(self._version, identity_of(checksums), structure, checksums)
+        state = WeightsState(self.version, identity_of(checksums), structure, checksums)
         index = VersionIndex(
-            version=self._version,
+            version=self.version,
             files=files,
             delta=DeltaFields(base.state.version, encoding, base_identity=base.state.identity),
             identity=state.identity,
@@ -392,7 +388,7 @@ class Publication(CopySave):
                 self._is_put = False
                 raise StepExistsError(
                     f"{self.path}: another Publisher has meanwhile published this version, which is kept",
-                    step=self._version,
+                    step=self.version,
                 ) from error
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
@@ -401,7 +397,7 @@ class Publication(CopySave):
         try:
             series.ownership.check()
         except ClosedError:  # after losing the root meanwhile, this version must not count
-            series.versions.withdraw(self._version, data, self._attempt)
+            series.versions.withdraw(self.version, data, self._attempt)
             raise
         self._num_bytes += len(data)
         series.base.update(index, state, self._weights.tensors)
@@ -423,7 +419,7 @@ class Publication(CopySave):
             self._series.ownership.check()
             if os.path.lexists(target):
                 raise StepExistsError(
-                    f"{self.path} already exists and is kept; give a higher version", step=self._version
+                    f"{self.path} already exists and is kept; give a higher version", step=self.version
                 ) from error
             raise
 

@@ -37,19 +37,16 @@ from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
 from .in_memory.offer import MemoryOffer
-from .of_ranks.own_slices import own_slices
+from .of_ranks.pieces import own_slices
 from .of_ranks.rank_versions import RankVersions, place_of_rank
 from .publication import Publication, PublicationRequest
 from .series import VersionSeries
 from .versions import Versions
 
-
-def _counting(_: str) -> Iterator[int]:
-    return itertools.count()
-
-
 # By root: the number of this publisher of spread models there, the same on each rank.
-_publisher_numbers: Final = process.OnceInProcess(_counting)
+_publisher_numbers: Final[process.OnceInProcess[str, Iterator[int]]] = process.OnceInProcess(
+    lambda _: itertools.count()
+)
 _ADVICE: Final = "publish a sharded model from all ranks, at the same root"
 
 
@@ -250,22 +247,18 @@ class Publisher:
         published.
         """
         self._refuse_if_forked()
-        begin = clock.TIMEKEEPER.now()
         found = next((one for one in reversed(self._pending) if one.version == version), None)
         if found is not None:
             wait = waits.Wait("for readers", waits.ENDS_THE_WAIT)
-            if not waits.wait_for(
-                found.readable, timeout, lambda: wait.goes_on(lambda: ledger.progress_of([found.handle]))
-            ):
-                raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
+
+            def progress() -> str:
+                is_here = found.readable.done()
+                return f"all ranks to publish version {version}" if is_here else ledger.progress_of([found.handle])
+
+            if not waits.wait_for(found.readable_of_all, timeout, lambda: wait.goes_on(progress)):
+                why = ": not all ranks have published it" if found.readable.done() else f" after {timeout} s"
+                raise TimeoutError(f"version {version} cannot be read yet{why}")
             found.readable.result(0.0)
-            deadline = None if timeout is None else max(0.0, begin + timeout - clock.TIMEKEEPER.now())
-            if not waits.wait_for(
-                found.readable_of_all,
-                deadline,
-                lambda: wait.goes_on(lambda: f"all ranks to publish version {version}"),
-            ):
-                raise TimeoutError(f"version {version} cannot be read yet: not all ranks have published it")
             error = found.readable_of_all.exception(0.0)
             if error is not None and not (found.has_failed or version in self.versions()):
                 raise error

@@ -206,8 +206,8 @@ class VersionSeries:
         _retain_from(oldest, self.versions, self.ownership)
         if _is_first(self.channel):
             for name, versions in self._ranks.of_other_worlds(_size(self.channel)).items():
-                if versions.numbers() and not _retain_from(oldest, versions, self.ownership):
-                    self._ranks.remove(name)
+                if versions.numbers() and not _retain_from(oldest, versions, self.ownership) and name:
+                    self._ranks.storage.delete_all(name)  # what is left of a rank's folder
 
 
 def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter: Mapping[str, str]) -> None:

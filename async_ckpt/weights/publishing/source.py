@@ -201,7 +201,8 @@ class VersionSource:
         """The locations of the tensors in one file of an anchor."""
         with self.open(file) as reader:
             table, at = self._header_of(file, reader)
-        if any(map(_is_any_checksum, (table.metadata[name] for name in table.metadata.keys() & table.rows))):
+        beside = [table.metadata[name] for name in table.metadata.keys() & table.rows]
+        if any(is_checksum(value, checksum_format) for value in beside for checksum_format in CHECKSUM_DIGITS):
             raise self.corrupt(file, "it has checksums of its tensors, as only the frames of a delta have")
         kinds = [self._kind(file, code, shape) for code, shape in table.kinds]
         locations = {}
@@ -227,10 +228,6 @@ class VersionSource:
             path=path,
             tensors=tensors,
         )
-
-
-def _is_any_checksum(value: object) -> bool:
-    return any(is_checksum(value, checksum_format) for checksum_format in CHECKSUM_DIGITS)
 
 
 def _header_bytes(begin: memoryview) -> int:
@@ -294,7 +291,8 @@ class Anchor:
         """Groups of tensors that are read in one piece, since they lie beside each other; the largest first."""
         runs: list[list[str]] = []
         room, file = 0, ""
-        for name, location in sorted(self.tensors.items(), key=_position):
+        in_order = sorted(self.tensors.items(), key=lambda named: (named[1].file, named[1].begin, named[1].num_bytes))
+        for name, location in in_order:
             room -= location.num_bytes
             if room < 0 or location.file != file:
                 runs.append([])
@@ -309,11 +307,6 @@ class Anchor:
                 raise self.source.corrupt(
                     self.tensors[name].file, f"{name}: its bytes are not those that were published", tensors=(name,)
                 )
-
-
-def _position(named: tuple[str, TensorLocation]) -> tuple[str, int, int]:
-    _, location = named
-    return location.file, location.begin, location.num_bytes
 
 
 def _part_of(data: memoryview, at: int, location: TensorLocation) -> memoryview:

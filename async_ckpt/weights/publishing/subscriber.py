@@ -9,9 +9,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self, TypeAlias
 
 import torch
 
@@ -24,19 +24,20 @@ from ...errors import (
     NotCommittedError,
     UsageError,
 )
-from ...plumbing import kept_memory, loops, operations, places, spec, threads
+from ...plumbing import kept_memory, loops, operations, places, spec
 from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
-from .in_memory.borrow import PublisherMemory
+from .in_memory.borrow import BorrowedVersion, PublisherMemory
 from .live_weights import MemoryReplica, PullResult, Replica, new_crew, update_replica
-from .module import Kinds, fill, refuse_misfit
+from .module import fill, refuse_misfit
 from .of_ranks.pieces import PiecedTensor
-from .of_ranks.rank_replicas import RankReplicas
+from .of_ranks.rank_replicas import VersionOfRanks
 from .of_ranks.rank_versions import RankVersions, identity_of_ranks
 from .source import Anchor
 from .versions import Versions
 
+_Into: TypeAlias = str | os.PathLike[str] | torch.nn.Module
 # The number of attempts of a pull while versions that it reads are being replaced.
 _TRIES: Final = 10
 
@@ -68,7 +69,7 @@ class Subscriber:
         self._base = None if base is None else BaseModel(places.local_place(base).absolute())
         self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
         self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
-        self._slices = RankReplicas(self._ranks, _allocate)
+        self._held: list[MemoryReplica] = []  # the slices of each rank of the world that was pulled from last
         self._read: set[int] = set()  # the versions that the pull under way reads
         self._crew = new_crew()
         self._closed = threading.Event()
@@ -173,9 +174,7 @@ class Subscriber:
             operation.end(report.version, report)
         return report
 
-    def _pull_now(
-        self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None, operation: operations.Operation
-    ) -> PullReport:
+    def _pull_now(self, into: _Into, version: int | None, operation: operations.Operation) -> PullReport:
         number = None if version is None else spec.whole_step(version, what="version")
         if not self._pulling.acquire(blocking=False):
             raise UsageError("another pull of this Subscriber is under way; use one for each thread")
@@ -191,9 +190,7 @@ class Subscriber:
             target, result.base, result.num_versions, result.num_bytes, operation.seconds, from_memory=lent is not None
         )
 
-    def _pull_lent(
-        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
-    ) -> tuple[int, PullResult] | None:
+    def _pull_lent(self, into: _Into, number: int | None) -> tuple[int, PullResult] | None:
         """Take a version from the memory of its publisher; None if it is not there."""
         with self._memory.borrowed(self._versions.owner_token(fresh=True), number) as found:
             if found is None:
@@ -204,8 +201,8 @@ class Subscriber:
                 _log.warning("%s; the root is used instead", error)
                 return None
 
-    def _take(self, into: str | os.PathLike[str] | torch.nn.Module, version: WholeWeights) -> PullResult:
-        """Read a version, and replace the weights of the target by it."""
+    def _take(self, into: _Into, version: BorrowedVersion | VersionOfRanks) -> PullResult:
+        """Read a version, and replace the weights of the target by it, whatever it had."""
         if isinstance(into, torch.nn.Module):
             source = self._describe(version.number)
             refuse_misfit(into, version.kinds, version.adapter, source)
@@ -221,9 +218,7 @@ class Subscriber:
             folder.become(version.tensors, version.number, version.identity, files)
         return result._replace(num_bytes=result.num_bytes + sum(map(len, files.values())))
 
-    def _pull_newest(
-        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
-    ) -> tuple[int, PullResult]:
+    def _pull_newest(self, into: _Into, number: int | None) -> tuple[int, PullResult]:
         """Pull a version, and start again if versions that it read were replaced meanwhile."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
@@ -231,12 +226,19 @@ class Subscriber:
             try:
                 if size is None:
                     return target, self._pull(self._replica(into), target, into)
-                return target, self._take(into, self._slices.version(target, size))
+                return target, self._take(into, self._of_ranks(target, size))
             except (CorruptCheckpointError, NotCommittedError) as error:
                 if not (has_more and self._were_replaced(target, size)):
                     raise
                 _log.info("%s; it was replaced meanwhile; pulling it again", error)
         raise AssertionError("the last try returns or raises")
+
+    def _of_ranks(self, number: int, size: int) -> VersionOfRanks:
+        """A version that a world of this size has published, to be read. Raises as `RankVersions.read_whole`."""
+        whole = self._ranks.read_whole(number, size)
+        if len(self._held) != size:
+            self._held = [MemoryReplica(_allocate) for _ in range(size)]
+        return VersionOfRanks(whole, self._ranks, self._held)
 
     def _were_replaced(self, target: int, size: int | None) -> bool:
         if size is not None:
@@ -307,7 +309,7 @@ class Subscriber:
         self._closed.set()
         self._modules.clear()
         self._memory.drop()
-        self._slices.drop()
+        self._held = []
 
     def __enter__(self) -> Self:
         return self
@@ -347,7 +349,7 @@ class Subscriber:
     def _folder(into: str | os.PathLike[str]) -> FolderReplica:
         return FolderReplica(Path(places.local_place(into)).absolute())
 
-    def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
+    def _replica(self, into: _Into) -> Replica:
         if not isinstance(into, torch.nn.Module):
             folder = self._folder(into)
             if self._base is not None and folder.folder == self._base.folder.resolve():
@@ -367,33 +369,6 @@ class Subscriber:
 
             replica = self._modules[module] = MemoryReplica(_allocate, check_model)
         return replica
-
-
-class WholeWeights(Protocol):
-    """A version that replaces all weights of a target, whatever it had: of ranks, or from the memory of a publisher."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def identity(self) -> str: ...
-
-    @property
-    def adapter(self) -> Mapping[str, str]: ...
-
-    @property
-    def kinds(self) -> Kinds: ...
-
-    @property
-    def tensors(self) -> Mapping[str, PiecedTensor]:
-        """The tensors, once they are read."""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """The small files beside the weights."""
-
-    def read(self, crew: threads.Crew) -> PullResult:
-        """Read and compare all bytes. Raises CorruptCheckpointError."""
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:

@@ -26,9 +26,7 @@ from .of_ranks.rank_versions import RankVersions, folder_of_rank, worlds_in
 from .versions import Versions
 
 
-def verify_root(
-    path: places.Anywhere, *, base: str | os.PathLike[str] | None = None, clock: timing.Clock = timing.monotonic
-) -> VerifyReport:
+def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = None) -> VerifyReport:
     """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
 
     Raises CorruptCheckpointError after all of it was read, FormatVersionError, and NotCommittedError if nothing there
@@ -38,8 +36,8 @@ def verify_root(
     errors: list[CheckpointError] = []
     missing: list[NotCommittedError] = []
     for verify in (
-        partial(verification.verify_path, path, clock=clock),
-        partial(_verify_versions, places.place_of(path), base=base, clock=clock),
+        partial(verification.verify_path, path),
+        partial(_verify_versions, places.place_of(path), base=base),
     ):
         try:
             reports.append(verify())
@@ -74,9 +72,9 @@ def verify_root(
     return report
 
 
-def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: timing.Clock) -> VerifyReport:
+def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None) -> VerifyReport:
     """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
-    begin, root = clock(), place.storage().locate("")
+    begin, root = timing.monotonic(), place.storage().locate("")
     checked = check_versions(place, base=None if base is None else places.local_place(base))
     if checked.damaged:
         shown = (", ".join(map(str, numbers)) or "none" for numbers in (checked.damaged, checked.sound))
@@ -88,9 +86,8 @@ def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock
             sound_steps=checked.sound,
         ) from first
     num_bytes = sum(check.num_bytes for check in checked.checks)
-    return VerifyReport(
-        root, len(checked.checks), num_bytes, clock() - begin, notes=checked.notes, versions=checked.sound
-    )
+    seconds = timing.monotonic() - begin
+    return VerifyReport(root, len(checked.checks), num_bytes, seconds, notes=checked.notes, versions=checked.sound)
 
 
 def has_versions(names: Iterable[str]) -> bool:

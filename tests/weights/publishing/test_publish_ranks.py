@@ -30,8 +30,7 @@ from async_ckpt.face.around.hf_weights import Weights
 from async_ckpt.weights.delta import INDEX, SliceOf
 from async_ckpt.weights.publishing.live_weights import PullResult
 from async_ckpt.weights.publishing.of_ranks import rank_replicas, rank_versions
-from async_ckpt.weights.publishing.of_ranks.own_slices import own_slices
-from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
+from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, own_slices, sliced_tensors
 from async_ckpt.weights.publishing.source import WeightsState
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")

@@ -18,12 +18,12 @@ from typing import Final, NamedTuple
 import torch
 
 from ....errors import CorruptCheckpointError
-from ....plumbing import hf_shards, leaf_names, shared_memory, threads, timing, waits
+from ....plumbing import hf_shards, shared_memory, threads, timing, waits
 from ...delta import checksum
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of
 from ..live_weights import PullResult
-from ..of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
+from ..of_ranks.pieces import TensorPiece, sliced_tensors
 from ..of_ranks.rank_versions import identity_of_ranks
 from .fd_passing import received
 
@@ -52,17 +52,7 @@ class BorrowedVersion:
         self.files: Mapping[str, bytes] = first.files
         sliced = sliced_tensors([lent.slices_of_tensors for lent, _ in parts])
         self.kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in sliced.items()}
-        self.tensors = {
-            name: PiecedTensor(
-                leaf_names.dtype_named(tensor.dtype),
-                tensor.shape,
-                [
-                    TensorPiece(box, _values(*parts[rank], key).view(box.sizes), parts[rank][0].tensors[key].checksum)
-                    for rank, key, box in tensor.slices
-                ],
-            )
-            for name, tensor in sliced.items()
-        }
+        self.tensors = {name: tensor.pieced(partial(_bytes_in, parts)) for name, tensor in sliced.items()}
 
     def read(self, crew: threads.Crew) -> PullResult:
         """Compare all bytes with their checksums. Raises CorruptCheckpointError."""
@@ -86,11 +76,14 @@ class BorrowedVersion:
         crew.run_all(partial(compare, *one) for one in sorted(pieces, key=lambda one: -one[1].values.nbytes))
 
 
-def _values(lent: LentVersion, buffers: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """The values of one of a rank's tensors, where they lie."""
+def _bytes_in(
+    parts: Sequence[tuple[LentVersion, list[torch.Tensor]]], rank: int, name: str
+) -> tuple[torch.Tensor, str]:
+    """The bytes of one of a rank's tensors, where they lie, and their checksum."""
+    lent, buffers = parts[rank]
     place = lent.tensors[name]
     data = buffers[place.buffer][place.begin :] if place.num_bytes else _NOTHING
-    return data[: place.num_bytes].view(leaf_names.dtype_named(place.dtype))
+    return data[: place.num_bytes], place.checksum
 
 
 class PublisherMemory:

@@ -1,18 +1,22 @@
-"""Whole tensors out of pieces: which slices make up each tensor of a model, and how its values come together.
+"""The slices that a rank publishes of a spread model, and whole tensors out of the slices of all ranks.
 
-In: the slices of all ranks, and their values. Out: the values of whole tensors, in new tensors or in given ones.
-Knows nothing of: where the values lie, modules, versions.
+In: the weights of one rank; the slices of all ranks, and their values. Out: plain tensors by the names of their slices;
+the values of whole tensors, in new tensors or in given ones. Knows nothing of: where the values lie, modules, versions.
+
+No call waits for another rank: a rank publishes versions of its slices, against a base of its own. A version of the
+model exists when each rank has published it in the same call, which rank 0 names (`plumbing.Channel`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-from ....plumbing import boxes, device
+from ....errors import UnsupportedStateError
+from ....plumbing import boxes, device, hf_weights, leaf_names, sharded
 from ...delta import SliceOf
 
 
@@ -22,6 +26,44 @@ class SlicedTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     slices: list[tuple[int, str, boxes.Box]]
+
+    def pieced(self, values: Callable[[int, str], tuple[torch.Tensor, str]]) -> PiecedTensor:
+        """The tensor with the bytes of its slices, and their checksums, by rank and name."""
+        dtype, pieces = leaf_names.dtype_named(self.dtype), []
+        for rank, key, box in self.slices:
+            data, checksum = values(rank, key)
+            pieces.append(TensorPiece(box, data.view(dtype).view(box.sizes), checksum))
+        return PiecedTensor(dtype, self.shape, pieces)
+
+
+def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[str, SliceOf]]:
+    """The plain tensors that this rank publishes, by the names of their slices, and the slices.
+
+    Of slices that several ranks hold alike, by their placements, the first rank publishes them. A plain tensor is
+    each rank's own. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
+    """
+    if weights.described().keys() != weights.tensors.keys():
+        raise UnsupportedStateError(
+            "this model is sharded, and its tensors in memory differ from those in its checkpoints; use export_hf "
+            "instead",
+            path="",
+        )
+    slicer = sharded.Slicer()
+    tensors: dict[str, torch.Tensor] = {}
+    slices: dict[str, SliceOf] = {}
+    for name, tensor in weights.tensors.items():
+        sliced = slicer.slice(tensor, name=name)
+        if sliced.slices.replicas().number:
+            continue
+        shape, dtype = sliced.slices.global_shape, leaf_names.dtype_name(tensor.dtype)
+        held = list(zip(map(boxes.Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
+        if not prod(shape):  # an empty tensor, of which no rank holds a slice
+            held = [(boxes.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+        for box, part in held:
+            key = f"{name}{box}"
+            tensors[key] = part.detach()
+            slices[key] = SliceOf(name, dtype, shape, *box)
+    return weights._replace(tensors=tensors, tied={}, as_published=dict), slices
 
 
 def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, SlicedTensor]:

@@ -6,41 +6,20 @@ Knows nothing of: folders, modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
-
-from ....plumbing import leaf_names, threads
+from ....plumbing import threads
 from ..live_weights import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
-from .pieces import PiecedTensor, TensorPiece
+from .pieces import PiecedTensor
 from .rank_versions import RankVersions, WholeVersion
 
 
-class RankReplicas:
-    """The slices of the ranks of one world, each as it was in the version that was read last.
-
-    Owned by a `Subscriber`; one pull at a time uses it. `allocate` is as for a `MemoryReplica`.
-    """
-
-    def __init__(self, ranks: RankVersions, allocate: Callable[[int], torch.Tensor]) -> None:
-        self._ranks, self._allocate = ranks, allocate
-        self._held: list[MemoryReplica] = []
-
-    def version(self, number: int, size: int) -> VersionOfRanks:
-        """A version that a world of this size has published, to be read. Raises as `RankVersions.read_whole`."""
-        whole = self._ranks.read_whole(number, size)
-        if len(self._held) != size:  # drop those of another world
-            self._held = [MemoryReplica(self._allocate) for _ in range(size)]
-        return VersionOfRanks(whole, self._ranks, self._held)
-
-    def drop(self) -> None:
-        """Give the memory back."""
-        self._held = []
-
-
 class VersionOfRanks:
-    """A version that all ranks have published. Made by `RankReplicas`, and used before it makes the next one."""
+    """A version that all ranks have published. Made by a `Subscriber`, and used in one pull.
+
+    `held` has the slices of each rank, as they were in the version that was read last.
+    """
 
     def __init__(self, whole: WholeVersion, ranks: RankVersions, held: list[MemoryReplica]) -> None:
         self.number, self.identity, self.adapter = whole.number, whole.identity, whole.indices[0].adapter
@@ -66,16 +45,7 @@ class VersionOfRanks:
     def tensors(self) -> Mapping[str, PiecedTensor]:
         """The tensors, once the slices are at this version."""
         return {
-            name: PiecedTensor(
-                leaf_names.dtype_named(tensor.dtype),
-                tensor.shape,
-                [
-                    TensorPiece(
-                        box, self._held[rank].region(key).view(leaf_names.dtype_named(tensor.dtype)).view(box.sizes)
-                    )
-                    for rank, key, box in tensor.slices
-                ],
-            )
+            name: tensor.pieced(lambda rank, key: (self._held[rank].region(key), ""))
             for name, tensor in self._whole.tensors.items()
         }
 

@@ -106,11 +106,6 @@ class RankVersions:
                 others_by_folder |= {folder_of_rank(rank, other): self.of_rank(rank, other) for rank in begun}
         return others_by_folder
 
-    def remove(self, folder: str) -> None:
-        """Delete what is left of a rank's folder that has no versions any more."""
-        if folder:
-            self.storage.delete_all(folder)
-
     def newest_of_other_worlds(self, size: int | None) -> int:
         """The newest version of other worlds, judged by their first ranks; -1 if there is none."""
         others = (other for other in worlds_in(self.storage.names("")) if other != size)
