@@ -15,15 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
 from ..host.loop import get_loop
 from ..host.waits import growing_pauses
 from .store import Connection
-
-if TYPE_CHECKING:
-    from .calls import JointSave
 
 # Polls of the store by all ranks together, and the pauses of one rank.
 _LOOKS_PER_SECOND: Final = 16_000
@@ -37,6 +34,14 @@ _KEPT: Final = 1000
 _RANDOM: Final = random.SystemRandom()
 
 Word = dict[str, Any]
+
+
+class Waiting(Protocol):
+    """A call that waits for a word."""
+
+    @property
+    def attempt(self) -> str:
+        """The name of the call, once rank 0 has told of it."""
 
 
 def longest_pause(num_ranks: int) -> float:
@@ -56,7 +61,7 @@ class WordLog:
         self._num_read = self._num_empty = 0  # words read, and empty polls since
         self._hearers: dict[str, Callable[[Word], None]] = {}
         self._early: dict[str, list[Word]] = {}
-        self._waiting: set[JointSave] = set()  # calls that wait for a word
+        self._waiting: set[Waiting] = set()
         self._reading: asyncio.Task[None] | None = None
         self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
 
@@ -91,14 +96,14 @@ class WordLog:
 
         get_loop().soon(begin)
 
-    def wait(self, waiting: JointSave) -> None:
-        """Read words until `wait_no_more` is called with the same call. On the loop's thread."""
+    def wait(self, waiting: Waiting) -> None:
+        """Read words until `wait_no_more` is called with the same object. On the loop's thread."""
         self._waiting.add(waiting)
         self._wake.set()
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
 
-    def wait_no_more(self, waiting: JointSave) -> None:
+    def wait_no_more(self, waiting: Waiting) -> None:
         self._waiting.discard(waiting)
 
     @property

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import CheckpointError, RunTakenError
 from ..fields import count, entries, items, number, row, table, text
@@ -44,9 +44,6 @@ from ..storage.interface import Storage
 from ..timing import shown_time, wall_time
 from .manifest import Manifest, seal, unseal
 from .receipts import as_ranges
-
-if TYPE_CHECKING:
-    from .run import Run
 
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.(json|seen)")
 # All names of starts sort between these texts.
@@ -140,6 +137,20 @@ class Seen:
     def names(self, step: int, attempt: str) -> bool:
         """Whether it has seen just this attempt, as far as it says so."""
         return self._attempts.get(step) == attempt
+
+
+class TakenRun(Protocol):
+    """A run at a root that is taken: `runs.run.Run`."""
+
+    @property
+    def storage(self) -> Storage: ...
+
+    @property
+    def root(self) -> Any: ...
+
+    def see(self, own: Start) -> tuple[list[Start], dict[int, str]]: ...
+
+    def descended(self, others: Sequence[Any], starts: Sequence[Start]) -> list[str]: ...
 
 
 class StartsByName(dict[str, Start]):
@@ -260,7 +271,7 @@ class Tenure:
                 finally:
                     self._file_lock.close()
 
-    def take(self, run: Run, step: int, token: str, others: Sequence[Run]) -> tuple[Start, bool]:
+    def take(self, run: TakenRun, step: int, token: str, others: Sequence[TakenRun]) -> tuple[Start, bool]:
         """Take a root for a run that is about to save, unless that was done for this step or a lower one. A process
         that stands in for another one takes it in its name, without a lock, unless that was done.
 
@@ -314,7 +325,7 @@ class Tenure:
             self._file_lock.close()
             self._file_lock.callback(_unlock_in, os.getpid(), unlock)
 
-    def _put_seen(self, run: Run, own: Start, starts: Sequence[Start], commits: Mapping[int, str]) -> None:
+    def _put_seen(self, run: TakenRun, own: Start, starts: Sequence[Start], commits: Mapping[int, str]) -> None:
         """Put what a start has seen, and first that of earlier starts which were killed before they put theirs."""
         storage = run.storage
         if self.start is not None and later_than(self.start, starts):  # it was not there when this one was named

@@ -47,7 +47,7 @@ class PlainNames:
     """The names of one module's parts without its wrappers. False if there are no wrappers."""
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self._attribute = cache(_attribute_of)
+        self._attribute: Callable[[type], str | None] = cache(_attribute_of)
         self._open: set[int] = set()  # modules between the root and here
         self._inner: dict[str, list[str]] = {}  # by plain name: the attributes of the wrappers around it
         self._modules: dict[str, str] = {}
@@ -369,9 +369,9 @@ class StateDictCache:
                 self._taken[id(value)] = value, state_dict_of(value), None
             except Exception as error:
                 self._taken[id(value)] = value, None, error
-        _, state, error = self._taken[id(value)]
-        if error is not None:
-            raise error
+        _, state, failure = self._taken[id(value)]
+        if failure is not None:
+            raise failure
         return state
 
     def take_all(self, state: Any) -> None:
