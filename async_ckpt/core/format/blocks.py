@@ -17,9 +17,13 @@ from ..spec import BLOCK_BYTES, Extent, align_up
 from . import index, tar
 
 VERSION: Final = 3
+PLANES: Final = (1, 4)
+"""The planes that a block may be divided into: four serve numbers of 2, 4 and 8 bytes."""
 _SIZES: Final = "sizes.txt"
 _LINE: Final = b"%8d %d\n"
 _LINE_BYTES: Final = 11
+# Of a compressed block, which zstd makes by less than a hundredth larger than the block.
+_MOST_BYTES: Final = BLOCK_BYTES + BLOCK_BYTES // 100
 _HEAD: Final = re.compile(rb'\{"format":"%s","version":3,"compressed":\{' % index.FORMAT.encode())
 # The tar header of the index, and its text.
 HEAD_BYTES: Final = 2 * tar.BLOCK
@@ -32,7 +36,7 @@ class CompressedBlock(NamedTuple):
     planes: int
 
 
-def begins(data: bytes | bytearray) -> bool:
+def begins(data: bytes | bytearray | memoryview) -> bool:
     """True if these bytes begin such a tar."""
     return _HEAD.match(data, tar.BLOCK) is not None
 
@@ -47,9 +51,10 @@ def head(num_bytes: int) -> bytes:
 def content_bytes(data: bytes | bytearray) -> int:
     """The size of the archive, by the beginning of the tar. Raises ValueError."""
     _, length = tar.parse_header(bytes(data[: tar.BLOCK]))
-    num_bytes = json.loads(data[tar.BLOCK : tar.BLOCK + length])["compressed"]["num_bytes"]
-    if type(num_bytes) is not int or num_bytes < 0:
-        raise ValueError(f"{num_bytes!r:.100} is not a number of bytes")
+    facts = json.loads(data[tar.BLOCK : tar.BLOCK + length])["compressed"]
+    num_bytes = facts["num_bytes"]
+    if type(num_bytes) is not int or num_bytes < 0 or facts["block_bytes"] != BLOCK_BYTES:
+        raise ValueError(f"{facts!r:.100} is not the size of an archive, and of its blocks")
     return num_bytes
 
 
@@ -81,10 +86,11 @@ def parse_end(data: bytes, num_bytes: int, at: int) -> Iterator[tuple[Extent, Co
     if tar.parse_header(data[: tar.BLOCK]) != (_SIZES, num_lines * _LINE_BYTES):
         raise ValueError(f"{_SIZES} is not where it should be")
     offset = HEAD_BYTES
-    for line in data[tar.BLOCK :][: num_lines * _LINE_BYTES].splitlines():
+    for begin in range(tar.BLOCK, tar.BLOCK + num_lines * _LINE_BYTES, _LINE_BYTES):
+        line = data[begin : begin + _LINE_BYTES]
         block = CompressedBlock(*map(int, line.split()))
-        if block.num_bytes < 1 or block.planes not in (1, 2, 4, 8):
-            raise ValueError(f"{_SIZES} has {block.num_bytes} bytes in {block.planes} planes")
+        if line != _LINE % block or not 0 < block.num_bytes <= _MOST_BYTES or block.planes not in PLANES:
+            raise ValueError(f"{line!r} in {_SIZES} is not the size of a block")
         yield Extent(offset, tar.BLOCK + block.num_bytes), block
         offset += tar.BLOCK + align_up(block.num_bytes, tar.BLOCK)
     if offset != at:

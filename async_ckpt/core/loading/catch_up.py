@@ -24,7 +24,7 @@ from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
-from ..storage.compressed import open_decompressed
+from ..storage.compressed import open_sized
 from ..storage.interface import Reader, Storage
 from ..storage.pace import Pace
 from .archives.archive import OpenArchive
@@ -179,7 +179,7 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
     """
     try:
         with storage.open(path) as stored:
-            reader = open_decompressed(stored, path, archive.num_bytes)
+            reader = open_sized(stored, path, archive.num_bytes)
             if (
                 reader.num_bytes != archive.num_bytes
                 or OpenArchive(reader, path=path, verify=True).digest != archive.digest
@@ -215,8 +215,8 @@ class _Original:
         except FileNotFoundError as error:
             raise missing_error(shown, self._step) from error
         try:
-            reader = open_decompressed(reader, shown, self._archive.num_bytes)
-            opened = OpenArchive(reader, path=shown, verify=True)
+            opened = OpenArchive(open_sized(reader, shown, self._archive.num_bytes), path=shown, verify=True)
+            reader = opened.reader
             if (reader.num_bytes, opened.digest) != (self._archive.num_bytes, self._archive.digest):
                 raise opened.corrupt("it is not the archive that its manifest names")
         except BaseException:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -65,6 +65,16 @@ class Mean:
                     _move(mean, copies[name].detach(), 1 - decay**num_steps)
 
 
+class Joined(NamedTuple):
+    """A state with the mean as one more group."""
+
+    state: Any
+    futures: Collection[Future[None]] = ()
+    """Those of the copy of the weights, and of the mean."""
+    copy: Snapshot | None = None
+    """The staging of that copy, if it is this save's own."""
+
+
 class WeightMean:
     """The mean of one checkpointer, which creates it. Saves and restores call it, on the caller's thread.
 
@@ -86,9 +96,8 @@ class WeightMean:
     def groups(self) -> tuple[str, ...]:
         return tuple(self._ema.groups)
 
-    def joined(self, state: Any, step: int, guard: Any) -> tuple[Any, Collection[Future[None]], Snapshot | None]:
-        """The state of a save with the mean as one more group; the futures of the copy of the weights, which begins,
-        and of the mean; and the staging of that copy, if it is this save's own.
+    def joined(self, state: Any, step: int, guard: Any) -> Joined:
+        """The state of a save with the mean. The copy of the weights begins.
 
         Raises UnsupportedStateError, naming the tensor, where there is no mean of one.
         """
@@ -121,7 +130,7 @@ class WeightMean:
         _after((source.completion, *self._readers), lambda: background.submit(update, updated.set_exception))
         self._readers = (updated,)
         copy = None if held is None else held._copy.snapshot
-        return {**entries, GROUP: view}, (source.completion, updated), copy
+        return Joined({**entries, GROUP: view}, (source.completion, updated), copy)
 
     def _update(
         self,

@@ -10,9 +10,11 @@ uncompressed, on loan, so that memory stays within the pool.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -30,14 +32,14 @@ from .sequential import Appender
 _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
-_NUM_CACHED: Final = 4
+# Of all objects together: hundreds may be open at once.
+_NUM_CACHED: Final = 8
 # Blocks that one request reads: 32 MiB before compression.
 _NUM_AT_ONCE: Final = 8
 # zstd's parameters for planes, at level 1: hardly a search for repetitions, which weights do not have. Matches found by
 # chance take twice the time, and save less than the code lengths of the bytes would.
 _OF_PLANES: Final = {"hash_log": 6}
-# The planes that a block may be divided into: four serve numbers of 2, 4 and 8 bytes. A sample tells which is best.
-_PLANES: Final = (1, 4)
+# Samples of a block tell into which planes it is divided best.
 _SAMPLE_BYTES: Final = 16 * KIB
 _NUM_SAMPLES: Final = 4
 # The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
@@ -100,24 +102,34 @@ def refuse_archive_name(path: str) -> None:
         raise ValueError(f"{path}: a folder must not have the name of a compressed archive; give another name")
 
 
-def refuse_if_missing(*, with_planes: bool = False) -> None:
-    """Raise ImportError if a package for compression is missing."""
-    zstandard_package()
-    if with_planes:
-        numpy_package()
+def refuse_if_missing(why: str = "", *, with_planes: bool = False) -> None:
+    """Raise ImportError, which begins with the reason, if a package for compression is missing."""
+    try:
+        zstandard_package()
+        if with_planes:
+            numpy_package()
+    except ImportError as error:
+        raise ImportError(f"{why}{error}") from None
 
 
-def open_decompressed(reader: Reader, path: str, num_bytes: int | None = None) -> Reader:
-    """A reader of the content: `reader` itself if that is not compressed, or has `num_bytes`, the size of the content
-    as far as the caller knows it. Raises CorruptCheckpointError.
+def open_decompressed(reader: Reader, path: str) -> Reader:
+    """A reader of the content: `reader` itself if that is not compressed.
+
+    Raises CorruptCheckpointError, and ImportError if a package is missing.
     """
-    if reader.num_bytes == num_bytes:
-        return reader
     beginning = bytearray(min(blocks.HEAD_BYTES, reader.num_bytes))
     reader.read_into(0, memoryview(beginning))
     if blocks.begins(beginning):
         return BlocksInTarReader(reader, path, beginning)
-    return ZstdReader(reader, path) if num_bytes is None and zstd.begins(beginning) else reader
+    return ZstdReader(reader, path) if zstd.begins(beginning) else reader
+
+
+def open_sized(reader: Reader, path: str, num_bytes: int) -> Reader:
+    """The same for an archive of so many bytes; no request is made if the object has as many.
+
+    A compressed one may happen to have as many: `OpenArchive` notices that.
+    """
+    return reader if reader.num_bytes == num_bytes else open_decompressed(reader, path)
 
 
 class Packing(Protocol):
@@ -182,7 +194,7 @@ class BlocksInTar(Packing):
             length, divided = len(sample) // planes, self._divided(sample, planes)
             return sum(len(self._compress(divided[begin : begin + length])) for begin in range(0, len(sample), length))
 
-        return min((planes for planes in _PLANES if len(data) % planes == len(sample) % planes == 0), key=size_in)
+        return min((planes for planes in blocks.PLANES if len(data) % planes == len(sample) % planes == 0), key=size_in)
 
     def _divided(self, data: memoryview, planes: int) -> memoryview:
         """The bytes of numbers of `planes` bytes, plane by plane; until this thread divides something else."""
@@ -359,10 +371,16 @@ class CompressingSink:
         return f"<CompressingSink {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
+# The last blocks of which parts were read, by the numbers of reader and block: neighbouring ranges touch them, too.
+# Each operation on the dict is atomic.
+_cached: Final[dict[tuple[int, int], memoryview]] = {}
+_keys: Final = itertools.count()
+
+
 class DamagedBlocksError(CorruptCheckpointError):
     """Blocks that cannot be decompressed, by their numbers; what lies beside them was read."""
 
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...]
 
 
 class _InBlocks(Reader):
@@ -373,9 +391,7 @@ class _InBlocks(Reader):
         self._reader, self._path, self._extents = reader, path, extents
         self._starts = [0, *accumulate(sizes)]
         self.num_bytes = self._starts[-1]
-        self._lock = threading.Lock()
-        # The last blocks, which neighbouring ranges touch too; under _lock.
-        self._cached: dict[int, memoryview] = {}
+        self._key = next(_keys)
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target`. Raises DamagedBlocksError once all other blocks are read."""
@@ -394,14 +410,13 @@ class _InBlocks(Reader):
                 offset, target = offset + length, target[length:]
         if damaged:
             number, why = damaged[0]
-            failure = DamagedBlocksError(f"{self._path}: block {number} is damaged ({why})", path=self._path)
-            failure.blocks = tuple(self._starts[number] // BLOCK_BYTES for number, _ in damaged)
-            raise failure
+            numbers = tuple(self._starts[number] // BLOCK_BYTES for number, _ in damaged)
+            text = f"{self._path}: block {number} is damaged ({why})"
+            raise DamagedBlocksError(text, path=self._path, blocks=numbers)
 
     def _blocks(self, numbers: range) -> Iterator[tuple[int, Callable[[int, memoryview], None]]]:
         """For each of neighbouring blocks, which one request reads, a function that fills memory from a byte on."""
-        with self._lock:
-            cached = {number: self._cached[number] for number in numbers if number in self._cached}
+        cached = {number: block for number in numbers if (block := _cached.get((self._key, number)))}
         begin, last = self._extents[numbers[0]].offset, self._extents[numbers[-1]]
         stored = memoryview(bytearray(last.end - begin if len(cached) < len(numbers) else 0))
         if stored:
@@ -420,17 +435,17 @@ class _InBlocks(Reader):
             return
         block = memoryview(bytearray(size))
         self._decompress(number, stored, block)
-        with self._lock:
-            while len(self._cached) >= _NUM_CACHED:
-                del self._cached[next(iter(self._cached))]
-            self._cached[number] = block
+        _cached[self._key, number] = block
+        with suppress(KeyError, RuntimeError):  # another thread deletes, or adds, one at this moment
+            while len(_cached) > _NUM_CACHED:
+                del _cached[next(iter(_cached))]
         _fill(block, begin, target)
 
     def _decompress(self, number: int, stored: memoryview, target: memoryview) -> None:
         """Fill `target` with the content of a block. Raises ValueError, and ZstdError."""
-        target[:] = self._decompressed(number, stored)
+        target[:] = self._frame_content(number, stored)
 
-    def _decompressed(self, number: int, data: memoryview) -> bytes:
+    def _frame_content(self, number: int, data: memoryview) -> bytes:
         size, package = self._starts[number + 1] - self._starts[number], zstandard_package()
         content_bytes = package.get_frame_parameters(data).content_size
         if content_bytes != size:
@@ -442,6 +457,8 @@ class _InBlocks(Reader):
         return CorruptCheckpointError(f"{self._path}: {why}", path=self._path)
 
     def close(self) -> None:
+        for key in [key for key in [*_cached] if key[0] == self._key]:
+            _cached.pop(key, None)
         self._reader.close()
 
 
@@ -453,7 +470,8 @@ class BlocksInTarReader(_InBlocks):
     """Ranges of an archive that is kept as `BlocksInTar`."""
 
     def __init__(self, reader: Reader, path: str, beginning: bytes | bytearray) -> None:
-        """`beginning` is that of the tar."""
+        """`beginning` is that of the tar. Raises CorruptCheckpointError, and ImportError for a missing package."""
+        refuse_if_missing(f"{path} is compressed; ", with_planes=True)
         try:
             num_bytes = blocks.content_bytes(beginning)
             end = blocks.end_extent(num_bytes, reader.num_bytes)
@@ -461,7 +479,7 @@ class BlocksInTarReader(_InBlocks):
             reader.read_into(end.offset, memoryview(data))
             extents, self._headed = zip(*blocks.parse_end(bytes(data), num_bytes, end.offset), strict=True)
         except (ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
-            why = f"the table of its blocks cannot be read ({error}); it is damaged, or cut off"
+            why = f"the table of its blocks cannot be read ({error}); the file is damaged or cut off: fetch it again"
             raise CorruptCheckpointError(f"{path}: {why}", path=path) from error
         sizes = (min(BLOCK_BYTES, num_bytes - begin) for begin in range(0, num_bytes, BLOCK_BYTES))
         super().__init__(reader, path, extents, sizes)
@@ -470,7 +488,7 @@ class BlocksInTarReader(_InBlocks):
         block = self._headed[number]
         if stored[: tar.BLOCK] != blocks.block_header(number, block):
             raise ValueError("its header is not what the table says")
-        _join(self._decompressed(number, stored[tar.BLOCK :]), block.planes, target)
+        _join(self._frame_content(number, stored[tar.BLOCK :]), block.planes, target)
 
 
 class ZstdReader(_InBlocks):
@@ -533,5 +551,5 @@ def numpy_package() -> Any:
     try:
         import numpy
     except ImportError:
-        raise ImportError('compression of a place needs numpy; pip install "async_ckpt[zstd]"') from None
+        raise ImportError('zstd of byte planes needs numpy; pip install "async_ckpt[zstd]"') from None
     return numpy

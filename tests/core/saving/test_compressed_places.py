@@ -291,6 +291,55 @@ def test_a_damaged_copy_is_replaced_from_another_place(tmp_path):
     assert difference(load(tmp_path / "far"), weights(1)) is None
 
 
+def test_a_compressed_archive_that_is_as_large_as_the_plain_one_is_not_taken_for_it(tmp_path):
+    """Blocks that do not get smaller become 512 bytes larger, which the index makes up for."""
+    for number in range(30):
+        folder, many = tmp_path / str(number), bytearray(noise(7 * MIB + number * 16_384))
+        state = {f"x{i}": torch.frombuffer(many, dtype=torch.uint8).roll(i) for i in range(4)}
+        with open_run(places(folder), segment_bytes=32 * MIB) as ckpt:
+            everywhere(ckpt, ckpt.save(state, step=1))
+        near, far = (next((folder / name / "step_00000001").glob("*.tar")) for name in ("near", "far"))
+        if near.stat().st_size == far.stat().st_size:
+            break
+    else:
+        pytest.fail("none was as large")
+    assert near.read_bytes() != far.read_bytes()
+    for path in (far, far.parent, folder / "far"):
+        assert difference(load(path), state) is None
+        assert difference(load(path, verify=False), state) is None
+        assert verify(path).num_archives == 1
+    with open_run(places(folder)) as ckpt:
+        assert ckpt.catch_up()[str(folder / "far")] == []
+    run_command("cp", folder / "far", folder / "copy")
+    assert next((folder / "copy" / "step_00000001").glob("*.tar")).read_bytes() == near.read_bytes()
+    near.write_bytes(b"damaged")
+    with open_run(places(folder)) as ckpt, pytest.warns(RuntimeWarning, match="another place"):
+        assert difference(ckpt.load(1), state) is None
+
+
+@pytest.mark.parametrize("missing", ["zstandard", "numpy"])
+def test_a_package_that_is_missing_at_a_read_is_named_with_the_file(tmp_path, monkeypatch, missing):
+    _, far = saved(tmp_path, 1)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=rf'{far.name} is compressed; .* needs {missing}; pip install "async_ckpt'):
+        load(tmp_path / "far")
+
+
+def test_many_open_files_together_keep_a_few_blocks(tmp_path):
+    data = noise(6 * MIB)
+    compressed_file(tmp_path / "x.tar", data)
+    readers = [open_decompressed(LocalStorage(tmp_path).open("x.tar"), "x.tar") for _ in range(20)]
+    for number, reader in enumerate(readers):
+        for begin in (number, BLOCK + number):
+            target = bytearray(100)
+            reader.read_into(begin, memoryview(target))
+            assert target == data[begin : begin + 100]
+    assert sum(map(len, compressed._cached.values())) <= 8 * BLOCK
+    for reader in readers:
+        reader.close()
+    assert not compressed._cached
+
+
 # --- the format ------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +364,13 @@ def compressed_file(path: Path, data: bytes, segment_bytes: int = 8 * MIB, num_t
     sink.finish()
     sink.close()
     pool.close()
+
+
+def read_all(path: Path, num_bytes: int) -> bytes:
+    with open_decompressed(LocalStorage(path.parent).open(path.name), str(path)) as reader:
+        found = bytearray(num_bytes)
+        reader.read_into(0, memoryview(found))
+    return bytes(found)
 
 
 _files: list[tuple[Path, bytes]] = []
@@ -366,7 +422,7 @@ def test_a_wrong_byte_anywhere_is_refused_or_harms_nothing(tmp_path_factory, at,
     wrong[at % len(wrong)] ^= change
     (path.parent / "wrong.tar").write_bytes(wrong)
     try:
-        with open_decompressed(LocalStorage(path.parent).open("wrong.tar"), "wrong.tar", len(data)) as reader:
+        with open_decompressed(LocalStorage(path.parent).open("wrong.tar"), "wrong.tar") as reader:
             if not isinstance(reader, compressed.BlocksInTarReader):
                 assert at % len(wrong) < 1024  # it is not taken for one
                 return
@@ -377,7 +433,7 @@ def test_a_wrong_byte_anywhere_is_refused_or_harms_nothing(tmp_path_factory, at,
     assert found == data
 
 
-@given(st.lists(st.tuples(st.integers(1, BLOCK + 4096), st.sampled_from([1, 2, 4])), min_size=1, max_size=50))
+@given(st.lists(st.tuples(st.integers(1, BLOCK + BLOCK // 100), st.sampled_from([1, 4])), min_size=1, max_size=50))
 def test_a_table_comes_back(sizes):
     facts = [blocks.CompressedBlock(*size) for size in sizes]
     num_bytes = len(facts) * BLOCK
@@ -395,6 +451,31 @@ def test_a_table_comes_back(sizes):
     assert [extent.length for extent, _ in found] == [512 + fact.num_bytes for fact in facts]
     with pytest.raises(ValueError, match="does not describe the blocks"):
         list(blocks.parse_end(end, num_bytes, extent.offset + 512))
+
+
+LIES = {
+    "too few lines": lambda lines: [lines[0][:-2].rjust(20) + b"%d\n" % 4, *lines[2:]],
+    "another line end": lambda lines: [lines[0][:-1] + b"\r", *lines[1:]],
+    "a sign": lambda lines: [b"+" + lines[0][1:], *lines[1:]],
+    "no size": lambda lines: [b"%8d 4\n" % 0, *lines[1:]],
+    "an immense size": lambda lines: [b"99999999 4\n", *lines[1:]],
+    "other planes": lambda lines: [lines[0][:-2] + b"3\n", *lines[1:]],
+    "no number": lambda lines: [b"abcdefgh 4\n", *lines[1:]],
+    "in another order": lambda lines: [*reversed(lines)],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_table_that_lies_is_refused(tmp_path_factory, lie):
+    path, data = example(tmp_path_factory)
+    whole = path.read_bytes()
+    end = blocks.end_extent(len(data), len(whole))
+    table = whole[end.offset + 512 :][: 11 * -(-len(data) // BLOCK)]
+    wrong = b"".join(LIES[lie]([table[at : at + 11] for at in range(0, len(table), 11)]))
+    assert len(wrong) == len(table)
+    (path.parent / "wrong.tar").write_bytes(whole[: end.offset + 512] + wrong + whole[end.offset + 512 + len(wrong) :])
+    with pytest.raises(CorruptCheckpointError):
+        read_all(path.parent / "wrong.tar", len(data))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------

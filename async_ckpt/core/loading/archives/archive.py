@@ -14,14 +14,14 @@ from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
 from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
-from ...format import digests, index, safetensors, tar
+from ...format import blocks, digests, index, safetensors, tar
 from ...format.index import Member
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
-from ...storage.compressed import DamagedBlocksError
+from ...storage.compressed import BlocksInTarReader, DamagedBlocksError
 from ...storage.interface import Reader
 from .contents import Contents
 from .copies import Copies
@@ -67,6 +67,9 @@ class OpenArchive(Contents):
         # The last read: headers lie close together, and a store is slow to answer.
         self._nearby = Extent(0, 0), memoryview(b"")
         self._verified_blocks = self._nearby  # the same for verified blocks: small tensors lie close together, too
+        if blocks.begins(self._first_bytes[: blocks.HEAD_BYTES]):  # and as large as the archive itself
+            reader = self._reader = BlocksInTarReader(reader, path, bytes(self._first_bytes[: blocks.HEAD_BYTES]))
+            self._first_bytes = first_bytes(reader, path=path, at_most=len(self._first_bytes))
         index_text = self._read_head()
         self._head_bytes = tar.BLOCK + len(index_text)
         try:
@@ -85,6 +88,12 @@ class OpenArchive(Contents):
         self.num_begun = len(self._first_bytes)
         """The number of bytes that opening has read, in whole blocks or to the end; compared, with `verify`."""
         self._copies = copies
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of the archive itself, decompressed."""
+        reader: Reader = self._reader
+        return reader
 
     @property
     def digest(self) -> str:

@@ -95,7 +95,7 @@ class Copies(Reader):
             try:
                 if storage not in self._readers:  # several threads may open it
                     opened = self._stack.enter_context(storage.open(self._path))
-                    self._readers[storage] = open_decompressed(opened, shown, self.num_bytes)
+                    self._readers[storage] = open_decompressed(opened, shown)
                 reader = self._readers[storage]
                 if reader is None:
                     continue

@@ -24,7 +24,7 @@ from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...state.names import Path, Select, selector, shown
 from ...state.skeletons import UnknownChoiceError
-from ...storage.compressed import open_decompressed
+from ...storage.compressed import open_decompressed, open_sized
 from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
@@ -373,7 +373,7 @@ def _open_at(
         raise CorruptCheckpointError(
             f"{location!a} is not a file, though its manifest names it", path=location
         ) from error
-    reader = open_decompressed(reader, location, entry.num_bytes)
+    reader = open_sized(reader, location, entry.num_bytes)
     if reader.num_bytes != entry.num_bytes:
         raise CorruptCheckpointError(
             f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
