@@ -234,9 +234,10 @@ def test_a_closed_listener_is_called_no_more(tmp_path, listening):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 def test_a_forked_child_has_no_listeners_and_may_have_its_own(tmp_path, nursery):
     script = """
-    import os, sys
+    import os, sys, warnings
     from async_ckpt.core.host.operations import listen
     from states import open_run, state_at
+    warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
 
     def hear(who):
         seen = []
