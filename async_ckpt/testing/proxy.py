@@ -137,8 +137,9 @@ class FaultyProxy:
                 await asyncio.wait_for(fault._cleared.wait(), seconds)
             return await exchange.forward()
 
-        fault = self._add("hold" if seconds is None else f"delay {seconds} s", act, times, match)
-        return fault
+        name = "hold" if seconds is None else f"delay {seconds} s"
+        fault = Fault(name, act, times, match, self._remove_fault)  # before a request can meet it
+        return self._begin(fault)
 
     def black_hole(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Read the request, pass on nothing and never answer, even when the fault is cleared."""
@@ -192,8 +193,9 @@ class FaultyProxy:
         self._in_loop(self._remove(fault))
 
     def _add(self, name: str, act: Act, times: int | None, match: RequestMatch) -> Fault:
-        fault = Fault(name, act, times, match, self._remove_fault)
+        return self._begin(Fault(name, act, times, match, self._remove_fault))
 
+    def _begin(self, fault: Fault) -> Fault:
         async def add() -> None:
             self._faults.append(fault)
 

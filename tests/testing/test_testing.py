@@ -12,6 +12,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -380,6 +381,19 @@ def test_a_request_is_delayed(proxy):
 
     assert ask(proxy) == (200, BODY)
     assert fault.hits == 1
+
+
+def test_a_request_that_meets_a_fault_while_it_is_added_is_delayed_too(proxy, monkeypatch):
+    in_loop = FaultyProxy._in_loop
+
+    def add_and_ask(self: FaultyProxy, coroutine: Any) -> Any:
+        monkeypatch.setattr(FaultyProxy, "_in_loop", in_loop)
+        result = in_loop(self, coroutine)  # the fault strikes from now on
+        assert ask(proxy) == (200, BODY)
+        return result
+
+    monkeypatch.setattr(FaultyProxy, "_in_loop", add_and_ask)
+    assert proxy.delay(0.01).hits == 1
 
 
 def test_a_throttled_body_arrives_whole_and_in_many_steps(proxy):

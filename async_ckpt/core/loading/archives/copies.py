@@ -69,9 +69,6 @@ class Copies(Reader):
         if missing:
             raise self._nowhere()
 
-    def close(self) -> None:
-        """Do nothing: the readers are closed with the stack."""
-
     @cached_property
     def _ends(self) -> tuple[int, bytes, bytes]:
         """The number of bytes that the digests cover, the digests, and the bytes behind those."""
