@@ -440,6 +440,7 @@ def test_a_process_that_is_killed_between_saves_leaves_whole_steps(tmp_path, nur
             assert_has(torch.load(f"{root}.2.pt"), model)
         train(model)
         assert save(ckpt, model, 5) > BASE
+        ckpt.wait()
         assert ckpt.steps() == [5]
         assert save(ckpt, model, 6) < BASE / 10
 
