@@ -310,5 +310,5 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
     "looking again": (Agreement, "_pause", lambda *_: "looking again"),
-    "hear": (Agreement, "hear", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
+    "hear": (Agreement, "hear", lambda agreed, *_: "" if agreed.decides else agreed._run.folder(agreed._joint.step)),
 }
