@@ -79,7 +79,7 @@ def _of_a_place(setting: Setting, dtype: torch.dtype, num_bytes: int) -> dict[st
             f'size of {num_bytes // MIB} MiB of {name} weights at a place with compression="zstd"',
             "MiB",
             plain,
-            Target("≤", 0.84 if dtype == torch.float32 else 0.7),
+            Target("≤", 0.84 if dtype == torch.float32 else 0.68),
             [(a[2], b[2]) for a, b in pairs],
         ),
         f"place_{name}_copy": Figure(

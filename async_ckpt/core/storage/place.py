@@ -55,7 +55,7 @@ class Place:
         volatile: whether a reboot loses what lies there, as in a RAM disk. A save to a volatile place is done only once
             it is at the next place that is not. By default tmpfs and ramfs are volatile.
         compression: at a further place of an AsyncCheckpointer, "zstd" to compress the steps that are copied there, on
-            their way, block by block. All that reads a checkpoint reads them. It needs zstandard and numpy.
+            their way, block by block. Every reader of checkpoints reads them. It needs zstandard and numpy.
 
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """

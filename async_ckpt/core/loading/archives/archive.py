@@ -119,7 +119,7 @@ class OpenArchive(Contents):
             try:
                 super().read_into(offset, target)
             except DamagedBlocksError as error:
-                if "index" not in vars(self):
+                if "index" not in vars(self):  # it is being read, so no tensor can be named
                     raise
                 raise self.damage_error(error.blocks) from error
 
