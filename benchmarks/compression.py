@@ -85,7 +85,7 @@ def _of_a_place(setting: Setting, dtype: torch.dtype, num_bytes: int) -> dict[st
         f"place_{name}_copy": Figure(
             f"processor time of the copy of {name} weights to that place, compression included",
             "s per GB",
-            plain,
+            f"{plain}, where the save itself writes most of the copy",
             None,
             [(a[0] / per_gb, b[0] / per_gb) for a, b in pairs],
         ),
