@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from ....errors import CorruptCheckpointError, FormatVersionError, StorageUnavailableError, UntrustedObjectError
 from ...format import blocks, digests, index, safetensors, tar
 from ...format.index import Member
+from ...host.memory import HostBuffer
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
@@ -371,7 +372,9 @@ def _listed(leaves: Sequence[StoredLeaf]) -> str:
 
 def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:
     """The first `at_most` bytes of a file, or all of it. Raises CorruptCheckpointError if it ends too early."""
-    data = memoryview(bytearray(min(reader.num_bytes, at_most)))
+    num_bytes = min(reader.num_bytes, at_most)
+    # In whole pages, into which a disk reads past its cache.
+    data = HostBuffer(num_bytes).view
     try:
         reader.read_into(0, data)
     except EOFError as error:
