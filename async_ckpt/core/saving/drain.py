@@ -6,10 +6,10 @@ segments come from, what becomes of the archives.
 The first lane is the save's. A second one follows it to the next place of the run: it is dropped when it fails, or when
 its memory is needed, and the save goes on. Each lane has threads of its own where there are two, so that neither holds
 up the other. The thread that has written a segment first also digests it: the disk works meanwhile without the
-processor. The last segments of an archive (the
-tail) hold the digests of all others; the drain keeps the tail until they are known. Segments that come before the
-sinks are open are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go
-on.
+processor. Once everything is staged, the processor is free, and another thread digests what is still being written.
+The last segments of an archive (the tail) hold the digests of all others; the drain keeps the tail until they are
+known. Segments that come before the sinks are open are kept, too. After a failure the drain returns memory unread, so
+that threads that wait for memory go on.
 
 One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a
 lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it
@@ -28,6 +28,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from ...errors import ClosedError, StorageUnavailableError
 from ..format.layout import Image
@@ -80,15 +81,11 @@ class Writers:
                 get_loop().stop_writers(place)
 
 
-class FilledSegment:
+class FilledSegment(NamedTuple):
     """One filled segment on its way into every lane."""
 
-    __slots__ = ("lease", "number", "undigested")
-
-    def __init__(self, number: int, lease: Lease, *, undigested: bool) -> None:
-        self.number = number
-        self.lease = lease
-        self.undigested = undigested  # until a thread takes that upon itself
+    number: int
+    lease: Lease
 
 
 class Lane:
@@ -136,6 +133,7 @@ class Drain:
         self._lanes: list[Lane] = []  # under _lock, like all below
         self._early: list[FilledSegment] = []  # that came before the sinks were open
         self._tail: dict[int, Lease] = {}  # kept until all else is digested
+        self._undigested: dict[int, Lease] = {}  # until a thread takes the digest upon itself
         self._num_undigested = self._first_tail
         self._is_sealed = file.digests is None  # the tail is on its way, or there is none
         self._staged_bytes = 0
@@ -171,10 +169,15 @@ class Drain:
     def put(self, number: int, lease: Lease) -> None:
         """Segment `number` is filled; the drain releases the lease."""
         is_tail = number >= self._first_tail
-        filled = FilledSegment(number, lease, undigested=not is_tail and self.digests.covered > 0)
+        filled = FilledSegment(number, lease)
         with self._lock:
             failed = self._error is not None
             self._staged_bytes += self._bytes_of(number)
+            if not (failed or is_tail) and self.digests.covered:
+                lease.retain()
+                self._undigested[number] = lease
+            is_last = not failed and self._staged_bytes == self.file_bytes
+            self._num_active += is_last
             is_early = not (failed or is_tail or self._lanes)
             if is_early:
                 self._early.append(filled)
@@ -186,6 +189,8 @@ class Drain:
             self._seal_if_due()
         elif not is_early:
             self._send(filled)
+        if is_last:
+            self._submit(self._digest_rest)
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
         """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
@@ -210,8 +215,8 @@ class Drain:
         """Give up: writes under way end, no other begins. The first error counts."""
         with self._lock:
             self._error = self._error or error
-            leases = [*(filled.lease for filled in self._early), *self._tail.values()]
-            self._early, self._tail = [], {}
+            leases = [*(filled.lease for filled in self._early), *self._tail.values(), *self._undigested.values()]
+            self._early, self._tail, self._undigested = [], {}, {}
             lanes = list(self._lanes)
         for lease in leases:
             lease.release()
@@ -300,7 +305,7 @@ class Drain:
         else:
             self._count_written(lane, num_bytes)
         try:
-            self._digest_once(filled)
+            self._digest_once(filled.number)
         except BaseException as error:
             self.fail(error)
         filled.lease.release()
@@ -325,14 +330,28 @@ class Drain:
         if arrived:
             lane.written.set_result(None)
 
-    def _digest_once(self, filled: FilledSegment) -> None:
+    def _digest_rest(self) -> None:
         with self._lock:
-            mine, filled.undigested = filled.undigested and self._error is None, False
-        if mine:
-            self._digest(filled.number, filled.lease, self._bytes_of(filled.number))
-            with self._lock:
-                self._num_undigested -= 1
-            self._seal_if_due()
+            numbers = [*self._undigested]
+        try:
+            for number in reversed(numbers):  # the threads that write come from the other end
+                self._digest_once(number)
+        except BaseException as error:
+            self.fail(error)
+        self._leave()
+
+    def _digest_once(self, number: int) -> None:
+        with self._lock:
+            lease = self._undigested.pop(number, None)
+        if lease is None:  # another thread does it, or the save has failed
+            return
+        try:
+            self._digest(number, lease, self._bytes_of(number))
+        finally:
+            lease.release()
+        with self._lock:
+            self._num_undigested -= 1
+        self._seal_if_due()
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
         with self._trace.span("digest", segment=number):
@@ -355,7 +374,7 @@ class Drain:
         except BaseException as error:
             self.fail(error)
         for number, lease in sorted(leases.items()):
-            self._send(FilledSegment(number, lease, undigested=False))
+            self._send(FilledSegment(number, lease))
         self._leave()
 
     def _write_digests(self, leases: dict[int, Lease]) -> None:
