@@ -7,7 +7,8 @@ readers and writers give way to training. `callers` make blocking calls for the 
 callbacks.
 
 A signal may interrupt the training thread between any two bytecodes, but never the loop's thread. So the training
-thread hands over whatever must not be left half done, by `soon`.
+thread hands over whatever must not be left half done, by `soon`: one call of C, which keeps the GIL. Another thread
+wakes the loop, since that is a system call: the loop would take the GIL there, and the training thread wait for it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ class Loop:
         self._calls: set[Future[Any]] = set()  # that have not returned; under _lock
         prepare_for_exit()
         self._loop = asyncio.new_event_loop()
-        self._thread = start_thread("loop", self._run)
+        self._soon: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: there will be no more
+        start_thread("hand-over", self._hand_over)
+        try:
+            self._thread = start_thread("loop", self._run)
+        except RuntimeError:
+            self._soon.put(None)
+            raise
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -124,10 +131,14 @@ class Loop:
 
     def soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
-        try:
-            self._loop.call_soon_threadsafe(fn)
-        except RuntimeError:  # the loop is closed
-            raise _exiting() from None
+        if self.is_stopped:
+            raise _exiting()
+        self._soon.put(fn)
+
+    def _hand_over(self) -> None:
+        with suppress(RuntimeError):  # the interpreter exits: the loop is closed
+            while (fn := self._soon.get()) is not None:
+                self._loop.call_soon_threadsafe(fn)
 
     def sync(self) -> None:
         """Return when the loop's thread has run all functions that were given to `soon` before."""
@@ -180,7 +191,8 @@ class Loop:
 
     def stop(self) -> None:
         self.is_stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._soon.put(self._loop.stop)
+        self._soon.put(None)
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:
