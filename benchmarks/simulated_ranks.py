@@ -38,6 +38,7 @@ from async_ckpt.core.ranks import world as ranks_world
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.peers import Ranks
 from async_ckpt.core.ranks.word_log import Word
+from async_ckpt.core.report import SaveReport
 from async_ckpt.core.runs.manifest import NAME as MANIFEST
 from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt
@@ -46,6 +47,7 @@ from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
 from async_ckpt.core.saving.ledger import Ledger
 from async_ckpt.core.saving.lineage import Lineage, StepCall
+from async_ckpt.core.saving.story import SaveOutcome
 from async_ckpt.core.saving.targets import begin_step
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS
@@ -502,12 +504,14 @@ class _Rank:
         await self.storage.off_loop(self._claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
-        self._target.times = SaveTimes(self._loop.time(), 0.0)
-        await self._target.agree(archive, self.storage.off_loop, _goes_on)
-        await self.storage.off_loop(partial(self._target.commit, (archive,)))
+        times = SaveTimes(self._loop.time(), 0.0)
+        await self._target.agree(archive, times, self.storage.off_loop, _goes_on)
+        await self.storage.off_loop(partial(self._target.commit, archive, times))
         self.committed_at = self._loop.time()
         self.until_committed = replace(self.storage.traffic)
-        await self.storage.off_loop(self._target.afterwards)
+        self._target._note_save = lambda *_: None  # type: ignore[method-assign]
+        outcome = SaveOutcome(SaveReport("committed", None, ""), 0.0, {})
+        await self.storage.off_loop(partial(self._target.afterwards, outcome))
         self.done_at = self._loop.time()
 
     def _claim(self) -> None:

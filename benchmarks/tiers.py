@@ -27,7 +27,7 @@ from time import perf_counter, process_time
 from typing import Any, Final
 
 from async_ckpt import AsyncCheckpointer, Place, SaveHandle, SaveReport
-from async_ckpt.core.saving.tiers import Mover
+from async_ckpt.core.saving.mover import Mover
 
 from .figures import Saves, one_thread, slowed
 from .limits import SEGMENT_BYTES, WarmMemory
@@ -213,12 +213,12 @@ def _processor_seconds(stat: Path) -> float:
 @contextmanager
 def _without_copies_in_the_pass() -> Iterator[None]:
     """Have steps moved that would be copied while they are saved."""
-    real = Mover._may_follow
-    Mover._may_follow = lambda *_: False  # type: ignore[method-assign]
+    real = Mover.may_follow
+    Mover.may_follow = lambda *_: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Mover._may_follow = real  # type: ignore[method-assign]
+        Mover.may_follow = real  # type: ignore[method-assign]
 
 
 def never_waits(setting: Setting) -> dict[str, Figure]:

@@ -38,7 +38,6 @@ from ..core.saving.policy import Due, SavePolicy
 from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
-from ..core.saving.tiers import Places
 from ..core.spec import Ema, Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, FirstSteps, unwrapped
 from ..core.state.names import Select
@@ -280,7 +279,7 @@ class AsyncCheckpointer(RunReader):
             raise
         request.begun(handle.staging_completion)
         if self._lineage.tiers.movers:
-            handle.places = Places(self._lineage.tiers, step)
+            handle.places = self._lineage.tiers
         self._policy.follow(step, handle)
         return handle
 

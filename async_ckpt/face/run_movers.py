@@ -9,10 +9,8 @@ volatile, since its handles wait for that.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 from ..core.host.waits import LIVENESS_SECONDS, wait_for
@@ -24,7 +22,7 @@ from ..core.runs.roots import Ahead, Roots, open_roots
 from ..core.runs.run import Run
 from ..core.runs.starts import Start, about_start
 from ..core.runs.tiers_file import TiersFile
-from ..core.saving.tiers import CopyStep, Mover
+from ..core.saving.mover import Arrivals, CopyStep, Mover, MovingProcess
 from ..core.spec import Keep
 from ..core.storage.pace import Pace
 from ..core.timing import monotonic, wall_time
@@ -61,22 +59,16 @@ class RunMovers:
         runs = _roots_of(told).runs
         lasting = next((number for number, run in enumerate(runs) if not run.is_volatile), 0)
         self._changes = [Changes(run) for run in runs[:-1]]
-        self._movers = [
-            _OutsideMover(
-                FollowedRoots(runs[: number + 1]),
-                self._copy_step,
-                None if told.max_bandwidth is None else Pace(told.max_bandwidth),
-                self._in_flight,
-                partial(self._say, run.storage.locate("")),
-                waits_for_training=number <= lasting,
-            )
-            for number, run in enumerate(runs)
-            if number
-        ]
+        self._movers: list[tuple[Mover, _Turn]] = []
+        for number in range(1, len(runs)):
+            roots = FollowedRoots(runs[: number + 1])
+            pace = None if told.max_bandwidth is None else Pace(told.max_bandwidth)
+            turn = _Turn(roots, self._in_flight, pace, self._say, waits_for_training=number <= lasting)
+            self._movers.append((Mover(roots, self._copy_step, turn), turn))
 
     def _in_flight(self, run: Run) -> Collection[int]:
         """The steps that retention leaves alone, since they are being copied from there."""
-        return {mover.moving for mover in self._movers if mover.moving is not None and mover.run is not run}
+        return {step for mover, _ in self._movers if (step := mover.copier.step) is not None and mover.run is not run}
 
     def look(self) -> None:
         """Move what is new. Raises the errors of `tell`."""
@@ -89,27 +81,37 @@ class RunMovers:
         changes = [one.are_there() for one in self._changes]  # each of them is asked
         if any(changes) or monotonic() > self._looked_at + _LOOK_SECONDS:
             self._looked_at = monotonic()
-            for mover in self._movers:
-                mover.look()
+            for mover, turn in self._movers:
+                if mover.arrivals.error is not None:
+                    turn.word.leave()  # another process may be able to
+                mover.worker.wake()
 
     def begin_end(self) -> None:
         """Move the newest step everywhere, whatever `every` says."""
-        for mover in self._movers:
+        for mover, _ in self._movers:
             mover.begin_end()
 
     def finish(self, goes_on: Callable[[], bool]) -> list[str]:
         """After `begin_end`, wait until the steps are there, and stop. Returns what is left, in words."""
-        while (waited := [mover for mover in self._movers if mover.is_going_on()]) and goes_on():
-            wait_for(waited[0].ended, LIVENESS_SECONDS)
+        while (waited := [mover for mover, _ in self._movers if mover.is_going_on()]) and goes_on():
+            wait_for(waited[0].worker.ended, LIVENESS_SECONDS)
         self.stop()
-        return [words for mover in self._movers if (words := mover.left())]
+        return [words for mover, _ in self._movers if (words := _left(mover.arrivals))]
 
     def stop(self) -> None:
         """End the copies that are under way, and let another process move."""
-        for mover in self._movers:
+        for mover, _ in self._movers:
             mover.stop()
-        for mover in self._movers:
-            mover.leave()
+        for mover, turn in self._movers:
+            if mover.worker.is_running:
+                wait_for(mover.worker.ended, _END_SECONDS)
+            turn.word.leave()
+
+
+def _left(arrivals: Arrivals) -> str:
+    """The step that a place lacks, or why that is not known, in words."""
+    error = arrivals.error
+    return arrivals.lag() or ("" if error is None else f"{arrivals.shown} is not known to have all: {error}")
 
 
 def conflicts_of(told: TiersFile) -> list[Conflict]:
@@ -178,53 +180,47 @@ class Changes:
         return True
 
 
-class _OutsideMover(Mover):
-    """A mover that tells others that it is there, and leaves the copying to one that was there before."""
+class _Turn(MovingProcess):
+    """This process beside the training: it says that it moves steps to a place, or leaves that to another one that was
+    there before.
+    """
 
     def __init__(
         self,
         roots: FollowedRoots,
-        copy_step: CopyStep,
-        pace: Pace | None,
         in_flight: Callable[[Run], Collection[int]],
-        on_arrival: Callable[[int], None],
+        pace: Pace | None,
+        say: Callable[[str, int], None],
         *,
         waits_for_training: bool,
     ) -> None:
-        super().__init__(roots, threading.Lock(), copy_step, lambda _: pace, in_flight, on_arrival)
-        self._followed_roots, self._waits_for_training = roots, waits_for_training
-        self._word = Moving(self.run.storage)
-        self.hurries, self.elsewhere = False, self._told_by
-        self.has_ranks = lambda: any(one is not None and one.world_size > 1 for one in self.run.root.known.values())
+        super().__init__(in_flight)
+        self._roots, self._run, self._pace, self._say = roots, roots.runs[-1], pace, say
+        self._waits_for_training = waits_for_training
+        self.word = Moving(self._run.storage)
 
-    def _told_by(self, step: int | None, num_bytes: int) -> Told | None:
-        if self._waits_for_training and self._followed_roots.is_training():
+    def pace(self, *, is_last: bool) -> Pace | None:  # noqa: ARG002
+        return self._pace
+
+    def has_ranks(self) -> bool:
+        return any(one is not None and one.world_size > 1 for one in self._run.root.known.values())
+
+    def other(self, step: int | None, num_bytes: int) -> Told | None:
+        if self._waits_for_training and self._roots.is_training():
             return Told("the training")
-        return self._word.say(step, num_bytes)
+        return self.word.say(step, num_bytes)
 
-    def _found(self, step: int) -> None:
+    def check(self, step: int, num_bytes: int) -> None:
+        told = None
+        with suppress(StorageUnavailableError):  # the copy finds out
+            told = self.word.say(step, num_bytes)
+        if told is not None:
+            where = self._roots.names[-1]
+            raise StorageUnavailableError(f"{where}: {told.by} moves steps there now", path=where)
+
+    def found(self, step: int) -> None:
         with suppress(CheckpointError):  # who moved it may have been killed ahead of the tracker
-            self.run.announce(step, in_flight=self._in_flight(self.run))
+            self._run.announce(step, in_flight=self.in_flight(self._run))
 
-    def look(self) -> None:
-        if self.error is not None:
-            self._word.leave()  # another process may be able to
-        self.wake()
-
-    def left(self) -> str:
-        """The step that the place lacks, or why that is not known, in words."""
-        return self.lag() or ("" if self.error is None else f"{self.shown} is not known to have all: {self.error}")
-
-    def leave(self) -> None:
-        if self._is_running:
-            wait_for(self.ended, _END_SECONDS)
-        self._word.leave()
-
-    def _check(self) -> None:
-        super()._check()
-        if self.moving is not None and not self._is_elsewhere:
-            told = None
-            with suppress(StorageUnavailableError):  # the copy finds out
-                told = self._word.say(self.moving, self._num_bytes)
-            if told is not None:
-                raise StorageUnavailableError(f"{self.shown}: {told.by} moves steps there now", path=self.shown)
+    def arrived(self, step: int) -> None:
+        self._say(self._run.storage.locate(""), step)

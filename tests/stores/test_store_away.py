@@ -24,7 +24,7 @@ from slices import some
 from states import MIB, assert_is_state, leftovers, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
-from async_ckpt.core.saving import tiers
+from async_ckpt.core.saving import mover
 from async_ckpt.core.storage import store_facts
 from async_ckpt.errors import ConflictError
 from async_ckpt.testing import FaultyProxy
@@ -96,8 +96,8 @@ def test_a_store_that_comes_back_in_time_has_only_cost_time(obstore):
 @pytest.fixture
 def both(obstore: Far, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Far, Any, AsyncCheckpointer]]:
     """A disk, and behind it a store that is reached through the proxy; it has step 1."""
-    monkeypatch.setattr(tiers, "_FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mover, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mover, "_PAUSE_SECONDS", 0.05)
     roots = [tmp_path, obstore.place(**SOON, **NO_RETRIES)]
     with open_run(roots, segment_bytes=PART) as ckpt:
         assert ckpt.restore(state_at(0, 1)) == 1
@@ -127,7 +127,7 @@ def test_a_save_is_committed_on_disk_while_the_store_is_away_and_copied_once_it_
 
 def test_a_store_that_is_away_for_long_holds_no_memory_and_gets_the_newest_step(obstore, tmp_path, monkeypatch):
     monkeypatch.undo()  # by the clock, too, it is not given up meanwhile
-    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mover, "_PAUSE_SECONDS", 0.05)
     far = obstore.place(deadline_seconds=3600.0, **NO_RETRIES)
     with open_run([tmp_path, far], segment_bytes=PART, max_in_flight=3) as ckpt:
         assert ckpt.restore(state_at(0, 1)) == 1
@@ -144,8 +144,8 @@ def test_a_store_that_is_away_for_long_holds_no_memory_and_gets_the_newest_step(
 def test_a_day_without_the_store_takes_no_more_memory_or_disk_than_an_hour_and_then_it_gets_the_newest(
     obstore, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tiers, "_FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mover, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(mover, "_PAUSE_SECONDS", 0.05)
     far = obstore.place(**SOON, **NO_RETRIES)
     with open_run([tmp_path, far], keep=2, segment_bytes=PART) as ckpt:
         assert ckpt.restore(state_at(0, 1)) == 1
@@ -472,7 +472,7 @@ LAST = """
     from async_ckpt import Place
     from async_ckpt.core.host import waits
     from async_ckpt.core.saving import exit as end, signals
-    from async_ckpt.core.saving.tiers import Mover
+    from async_ckpt.core.saving.mover import Mover
     from states import open_run, state_at
     say = end.say_on_stderr
     end.say_on_stderr = lambda line: (print(" has waited " in line, flush=True), say(line))
@@ -480,7 +480,7 @@ LAST = """
     far = Place(sys.argv[2], options=json.loads(sys.argv[3]))
     ckpt = open_run([Place(sys.argv[1], volatile=sys.argv[5] == "memory"), far], segment_bytes=8 << 20)
     if sys.argv[6] == "moved":
-        Mover.may_follow = Mover.begin_following = lambda *_: False
+        Mover.may_follow = lambda *_: False
     ckpt.save(state_at(2, 9), step=2).committed.result()
 """
 

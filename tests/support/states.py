@@ -66,7 +66,7 @@ def everywhere(ckpt: AsyncCheckpointer, handle: SaveHandle) -> SaveReport:
     for place in ckpt.roots[1:]:
         handle.at(place).result(PATIENCE)
     ckpt.wait()
-    until(lambda: not any(mover._is_running for mover in ckpt._lineage.tiers.movers))
+    until(lambda: not any(mover.worker.is_running for mover in ckpt._lineage.tiers.movers))
     return report
 
 

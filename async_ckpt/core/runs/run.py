@@ -122,6 +122,7 @@ class Run:
         self.refusal = ""  # why no step may be saved here, as long as this process lives
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
+        self.copying = threading.Lock()  # held while steps are copied here: two copies would write the same object
         self._deleting = threading.Lock()  # held while steps are deleted, so that `make_room` counts what they free
         self.events = EventLog(storage, clock, clock())
 

@@ -94,6 +94,3 @@ class Admission:
                 with suppress(ValueError):  # another thread has seen it, too
                     self._claims.remove(claim)
         return [slot for _, slot in slots if slot is not None]
-
-    def __repr__(self) -> str:
-        return f"<Admission {len(self.under_way())}/{self.max_in_flight} under way>"

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ...errors import StorageUnavailableError
 from ..format import digests
 from ..format.layout import Image
 from ..spec import BLOCK_BYTES, Extent
@@ -56,16 +55,6 @@ class BlockDigests:
         data = digests.dump(self.covered, bytes(self.of_blocks))
         self.of_archive = digests.self_digest(data)
         return data
-
-    def compare(self, offset: int, data: memoryview) -> None:
-        """Compare whole blocks that were read back. Raises StorageUnavailableError if one differs."""
-        for begin in range(offset, min(offset + len(data), self.covered), BLOCK_BYTES):
-            block = data[begin - offset : min(begin + BLOCK_BYTES, self.covered) - offset]
-            at = begin // BLOCK_BYTES * digests.DIGEST_BYTES
-            if digests.block_digest(block) != self.of_blocks[at : at + digests.DIGEST_BYTES]:
-                raise StorageUnavailableError(
-                    f"what was written is not read back: block {begin // BLOCK_BYTES} differs", path=""
-                )
 
 
 class GroupDigest(NamedTuple):

@@ -6,7 +6,7 @@ In: nothing. Out: savers, and memory for whole tensors. Knows nothing of: states
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Any, Final
 
 from ..host.process import in_forked_child
 from ..ranks.meeting import Meeting
@@ -21,73 +21,68 @@ from .saver import Saver
 _FILES_BYTES: Final = 256 * MIB
 _SAME_PATH: Final = "call save on every rank, with the same path"
 
-_one_off_saver: Saver | None = None
-_ranks_saver: tuple[Ranks, Saver] | None = None
-_slices_saver: tuple[World, Saver] | None = None
-_files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
-_host_memory = BufferPool()
-_held_memory = BufferPool(held=True)
-_making = threading.Lock()
+
+class _Shared:
+    """The savers and the memory. A forked child begins anew, with a lock that no thread holds."""
+
+    def __init__(self) -> None:
+        self.one_off, self.files = Saver(), Saver(pool_for(host_bytes=_FILES_BYTES))
+        self.host_memory, self.held_memory = BufferPool(), BufferPool(held=True)
+        self._making = threading.Lock()
+        # By topic: the last world whose ranks saved together, these ranks, and their saver.
+        self.of_ranks: dict[str, tuple[World, Ranks, Saver]] = {}
+
+    def of_world(self, world: World, topic: str = "", **more: Any) -> tuple[Ranks, Saver]:
+        """The ranks of a world that save together, and their saver. `more` is for their meeting."""
+        with self._making:
+            if topic not in self.of_ranks or self.of_ranks[topic][0] != world:
+                ranks = Ranks(Meeting(topic=topic, **more), 1)
+                self.of_ranks[topic] = world, ranks, Saver(ranks=ranks)
+            return self.of_ranks[topic][1:]
+
+
+_shared = _Shared()
 
 
 def one_off_saver() -> Saver:
     """The saver of all states that are saved to a path."""
-    global _one_off_saver
-    with _making:
-        if _one_off_saver is None:
-            _one_off_saver = Saver()
-        return _one_off_saver
+    return _shared.one_off
 
 
 def ranks_saver(world: World) -> tuple[Ranks, Saver]:
     """The saver of all states that are spread over the ranks of a world and saved to a path, and these ranks."""
-    global _ranks_saver
-    with _making:
-        if _ranks_saver is None or _ranks_saver[0].world != world:
-            ranks = Ranks(Meeting(topic="one-off saves", advice=_SAME_PATH, is_of_paths=True), 1)
-            _ranks_saver = ranks, Saver(ranks=ranks)
-        return _ranks_saver
+    return _shared.of_world(world, "one-off saves", advice=_SAME_PATH, is_of_paths=True)
 
 
 def slices_saver(world: World) -> Saver:
     """The saver of this process's parts of states that are spread over the ranks of a world."""
-    global _slices_saver
-    with _making:
-        if _slices_saver is None or _slices_saver[0] != world:
-            _slices_saver = world, Saver(ranks=Ranks(Meeting(), 1))
-        return _slices_saver[1]
+    return _shared.of_world(world)[1]
 
 
 def files_saver() -> Saver:
     """The saver of all files."""
-    return _files_saver
+    return _shared.files
 
 
 def host_memory() -> BufferPool:
     """Memory for whole tensors, of which foreign writers get copies."""
-    return _host_memory
+    return _shared.host_memory
 
 
 def held_memory() -> BufferPool:
     """Memory for held snapshots."""
-    return _held_memory
+    return _shared.held_memory
 
 
 def release() -> None:
     """Free the memory that is kept for the next save, call of a wrapped function, or snapshot."""
-    if _one_off_saver is not None:
-        _one_off_saver.pool.release()
-    for of_world in (_ranks_saver, _slices_saver):
-        if of_world is not None:
-            of_world[1].pool.release()
-    _host_memory.release()
-    _held_memory.release()
+    for saver in (_shared.one_off, *(saver for _, _, saver in _shared.of_ranks.values())):
+        saver.pool.release()
+    _shared.host_memory.release()
+    _shared.held_memory.release()
 
 
 @in_forked_child
 def _forget() -> None:
-    """Begin anew in a forked child, with a lock that no thread holds."""
-    global _one_off_saver, _ranks_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
-    _one_off_saver = _ranks_saver = _slices_saver = None
-    _files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
-    _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()
+    global _shared
+    _shared = _Shared()

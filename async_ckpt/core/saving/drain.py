@@ -403,7 +403,3 @@ class Drain:
         if is_idle:
             with suppress(InvalidStateError):  # another thread has found the same
                 self.idle.set_result(None)
-
-    def __repr__(self) -> str:
-        p = self.progress
-        return f"<Drain {p.written_bytes:,}/{p.staged_bytes:,}/{p.total_bytes:,} bytes written/staged/total>"

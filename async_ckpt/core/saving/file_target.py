@@ -14,7 +14,7 @@ from ..storage.compressed import CompressingSink, Zstd, ZstdFrames, promises_zst
 from ..storage.interface import Sink, Storage
 from ..storage.locks import refuse_in_running, temps_of
 from ..storage.place import Place
-from .target import Target
+from .story import ObjectSize, Target
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -55,19 +55,19 @@ class FileTarget(Target):
         if not self.storage.remote:
             refuse_in_running(Path(self.path).parent)
 
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+    def open(self, size: ObjectSize) -> Sink:
         if not self.storage.remote:
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
         if self._zstd is not None:
             return CompressingSink(
                 self.storage,
                 self._name,
-                num_bytes=num_bytes,
-                segment_bytes=segment_bytes,
+                num_bytes=size.num_bytes,
+                segment_bytes=size.segment_bytes,
                 packing=ZstdFrames(self._zstd.level),
                 num_threads=self._zstd.num_threads,
             )
-        return super().open(num_bytes, segment_bytes, max_segments)
+        return super().open(size)
 
     def check(self) -> None:
         self.storage.prove()

@@ -21,13 +21,13 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import ClosedError, UsageError
-from ..host.loop import OffLoop
-from ..host.threads import Task, is_library_thread, running_future
+from ..host.loop import OffLoop, get_loop
+from ..host.threads import is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..notebooks.markup import bars, paragraph
 from ..report import Progress, SaveReport
 from ..storage.place import Anywhere
-from .tiers import Places
+from .tiers import Tiers
 
 _DRAW_SECONDS: Final = 0.2
 # In a log file, where each drawing is a line that stays.
@@ -47,25 +47,15 @@ class SaveHandle(Future[SaveReport]):
     threads raises RuntimeError at once, since it would wait for itself.
     """
 
-    def __init__(
-        self,
-        *,
-        step: int | None,
-        path: str,
-        staging: Future[None],
-        progress: Callable[[], Progress],
-        submit_callbacks: Callable[[Task], None],
-    ) -> None:
+    def __init__(self, step: int | None, path: str, staging: Future[None], progress: Callable[[], Progress]) -> None:
         super().__init__()
-        self.step = step
-        self.path = path
-        self._staging = staging
-        self._progress = progress
-        self._submit = submit_callbacks
+        self.step, self.path = step, path
+        self._staging, self._progress = staging, progress
+        self._submit = get_loop().callbacks.submit
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.places: Places | None = None  # of a run at several
+        self.places: Tiers | None = None  # of a run at several
         self.committed: Future[SaveReport] = running_future()  # at one place, or failed; `result` may wait for more
         self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
@@ -103,9 +93,9 @@ class SaveHandle(Future[SaveReport]):
         steps of another line, and this save's own error. With several ranks, rank 0 copies and knows. Raises ValueError
         for another place, and UsageError on another rank.
         """
-        if self.places is None:
+        if self.places is None or self.step is None:
             raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")
-        return self.places.at(place, self.committed)
+        return self.places.at(place, self.step, self.committed)
 
     @property
     def progress(self) -> Progress:
@@ -228,15 +218,9 @@ class SaveHandle(Future[SaveReport]):
         return f"<SaveHandle {what} {self.progress.fraction:.0%} written>"
 
 
-def skipped(step: int | None, path: str, submit_callbacks: Callable[[Task], None]) -> SaveHandle:
+def skipped(step: int | None, path: str) -> SaveHandle:
     """The handle of a save that was not begun, since others are under way."""
-    handle = SaveHandle(
-        step=step,
-        path=path,
-        staging=running_future(),
-        progress=lambda: Progress(0, 0, 0),
-        submit_callbacks=submit_callbacks,
-    )
+    handle = SaveHandle(step, path, running_future(), lambda: Progress(0, 0, 0))
     handle.staging_completion.set_result(None)
     handle.committed.set_result(report := SaveReport("skipped", step, path))
     handle.set_result(report)

@@ -142,14 +142,11 @@ class AdaptiveInterval:
 
     def add(self, cost: SaveCost) -> None:
         self._costs.append(cost)
-        self._measure()
 
     def resume(self, past: Past) -> None:
         """Go on from what the history of the run tells; the costs that this process has measured count as later."""
-        self._failures, costs = past.failures, [*past.costs, *self._costs]
-        self._costs.extend(costs)
-        if costs:
-            self._measure()
+        self._failures = past.failures
+        self._costs.extend([*past.costs, *self._costs])
 
     def after(self, seconds: float) -> SaveInterval:
         """The interval once this process has run for so many seconds.
@@ -159,7 +156,8 @@ class AdaptiveInterval:
         mtbf = self._failures.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
         if not self._costs:
             return self._bounded(FIRST_SAVE_SECONDS, "first", None, None, mtbf)
-        cost, durable = self._cost_seconds, self._durable_seconds
+        cost = median(one.stall_seconds + one.slower_seconds for one in self._costs)
+        durable = max(one.durable_seconds for one in self._costs)
         if not self._has_decided and self._mtbf == mtbf and mtbf is not None and mtbf <= cost:
             raise ValueError(
                 f"Due(mtbf={mtbf:g}): a save costs {cost:.3g} s of training, so a training that fails every {mtbf:g} s "
@@ -171,10 +169,6 @@ class AdaptiveInterval:
         if mtbf is None or by_share > by_failures:
             return self._bounded(by_share, "overhead", cost, durable, mtbf)
         return self._bounded(by_failures, "mtbf", cost, durable, mtbf)
-
-    def _measure(self) -> None:
-        self._cost_seconds = median([one.stall_seconds + one.slower_seconds for one in self._costs])
-        self._durable_seconds = max(one.durable_seconds for one in self._costs)
 
     def _bounded(
         self, seconds: float, rule: Rule, cost: float | None, durable: float | None, mtbf: float | None

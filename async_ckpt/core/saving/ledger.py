@@ -217,7 +217,7 @@ class Ledger:
         for save in begun if overwrites else ():
             save.staged.exception()
         wait_for_decisions(undecided, Wait(f"in {reader}", ENDS_THE_WAIT), meanwhile)
-        unseen = [handle for handle in self._unseen() if handle not in self._warned]
+        unseen = [handle for handle in self.unseen() if handle not in self._warned]
         waited_for = [save.handle for save in undecided if save.has_failed and save.handle not in unseen]
         for handle in (*waited_for, *unseen):
             self._warn(handle, f"{reader} continues without {name_of(handle)}, which was", _user_stacklevel())
@@ -225,8 +225,8 @@ class Ledger:
     def tell_of_unseen(self, stacklevel: int) -> None:
         """Warn of each failed save once; under `strict`, raise the first unseen error."""
         if self._strict:
-            self.raise_unseen()
-        for handle in self._unseen():
+            raise_error_of(self.unseen())
+        for handle in self.unseen():
             if handle not in self._warned and handle not in _raised_by_callers:
                 self._warn(handle, f"{handle.path} was", stacklevel + 1)
 
@@ -235,10 +235,6 @@ class Ledger:
             self._warned = [*self._warned[-8:], handle]
         error = Future.exception(handle)
         warnings.warn(f"{subject} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel)
-
-    def raise_unseen(self) -> None:
-        """Raise the first unseen error; the others are noted in it."""
-        raise_error_of(self._unseen())
 
     @property
     def stall_seconds(self) -> float:
@@ -261,11 +257,9 @@ class Ledger:
         del last["last_committed"]  # it always is
         return {prefix + key: float(value) for key, value in {**numbers, **last}.items()}
 
-    def _unseen(self) -> list[SaveHandle]:
+    def unseen(self) -> list[SaveHandle]:
+        """The failed saves at whose errors nobody has looked."""
         return [save.handle for ledger, save in _saves if ledger is self and save.is_unseen]
-
-    def __repr__(self) -> str:
-        return f"<Ledger {self._num_committed} committed, {self._num_failed} failed>"
 
 
 def raise_error_of(failed: Iterable[SaveHandle]) -> None:

@@ -34,9 +34,10 @@ from ..storage.pace import Pace
 from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
+from .mover import CopyStep
 from .planner import small_archive
 from .taken_over import TakenOver, UnchangedTensors, still_lends
-from .tiers import CopyStep, Tiers
+from .tiers import Tiers
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
@@ -103,13 +104,7 @@ class Lineage:
         return self._may_retire or bool(self.damaged)
 
     def restored(
-        self,
-        step: int,
-        *,
-        behind: bool,
-        damaged: Collection[int],
-        seconds: float,
-        phases: Mapping[str, float],
+        self, step: int, *, behind: bool, damaged: Collection[int], seconds: float, phases: Mapping[str, float]
     ) -> None:
         """Note that training goes on from a step; `behind` the newest commit. The restore and its parts took so many
         seconds.
@@ -169,7 +164,7 @@ class Lineage:
         for run in self.roots.runs:
             root = run.storage.locate("").rstrip("/") or "/"
             try:
-                with self.tiers.copying(run):
+                with run.copying:
                     copied[root] = self._catch_up(self.roots, run, skip=skip, pace=self._pace_of(run.storage))
             except CheckpointError as error:
                 errors.append(error)
@@ -343,14 +338,7 @@ class UnchangedGroups:
         lowest = min(steps, default=call.step)
         return {name: group for name, group in known.groups.items() if group.step < lowest}
 
-    def without(
-        self,
-        state: Any,
-        call: StepCall,
-        number: int,
-        *,
-        run: Run,
-    ) -> tuple[Any, tuple[GroupLocation, ...]]:
+    def without(self, state: Any, call: StepCall, number: int, *, run: Run) -> tuple[Any, tuple[GroupLocation, ...]]:
         """The state without the unchanged groups of a call that this run has already, and the archives that have them.
 
         Several ranks must borrow the same groups, so they all go by the last commit; rank 0 refuses the save if it goes

@@ -6,7 +6,7 @@ In: captured states, a target. Out: layouts, and numbers of segments. Knows noth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,8 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from ..timing import wall_time
 from .block_digests import BlockDigests, GroupDigests, Groups
+from .story import Target
 from .taken_over import TakenOver
-from .target import Target
 
 if TYPE_CHECKING:
     from ..ranks.shared_values import SharedValues
@@ -62,7 +62,7 @@ class Planner:
         plan = self._plan
         if plan is None or plan.specs != captured.specs:
             plan = self._plan = TensorPlan(captured.specs)
-        return _lay_out(plan, captured, step, ranks, lenders)
+        return _lay_out(plan, captured, step, ranks=ranks, lenders=lenders)
 
     def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
         """The digests of the groups of an archive, to be noted; without any groups for a one-off save."""
@@ -145,19 +145,6 @@ def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) ->
     return SegmentPool(segment_bytes, max_bytes=host_bytes)
 
 
-def _lay_out(
-    plan: TensorPlan,
-    captured: Capture,
-    step: int | None,
-    ranks: RankFacts | None = None,
-    lenders: Sequence[tuple[str, str]] = (),
-) -> Layout:
-    return lay_out(
-        plan,
-        skeleton=captured.skeleton,
-        objects=captured.objects,
-        step=step,
-        mtime=int(wall_time()),
-        ranks=ranks,
-        lenders=lenders,
-    )
+def _lay_out(plan: TensorPlan, captured: Capture, step: int | None, **of_ranks: Any) -> Layout:
+    skeleton, objects, now = captured.skeleton, captured.objects, int(wall_time())
+    return lay_out(plan, skeleton=skeleton, objects=objects, step=step, mtime=now, **of_ranks)

@@ -15,14 +15,14 @@ from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
 from ..runs.run import Run
 from ..spec import entry_names, flag
-from ..staging.guard import refuse_guard
+from ..staging.guard import Optimizers, refuse_guard, warn_if_foreign
 from ..staging.snapshot import Snapshot
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
 from .lineage import Driver, Lineage, StateOutline, StepCall, StepContents
+from .story import Target
 from .taken_over import frozen_memory
-from .target import Target
 from .targets import begin_step, folder_target
 
 if TYPE_CHECKING:
@@ -36,18 +36,14 @@ class SaveRequest(ABC):
     guard: Any = None
     select: Select = None
     joint: JointSave | None = None  # the save as all ranks see it, where there are several
-    contents: StepContents | None = None  # of a step of a run; `begin` sets them
+    contents = StepContents(StepCall(-1))  # `begin` sets those of a step of a run
     copy: Snapshot | None = None  # made first, for this save to be filled from; `written` sets it
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
     _state: Any
 
-    @property
-    def skipped_path(self) -> str:
-        """The path of the report, if the save is skipped."""
+    def skipped(self) -> str:
+        """Tell the history that the save was not begun, since others are under way. Returns the path of the report."""
         return ""
-
-    def skipped(self) -> None:  # noqa: B027 - only a step of a run has a history
-        """Tell the history that the save was not begun, since others are under way."""
 
     @abstractmethod
     def begin(self) -> Target:
@@ -58,8 +54,8 @@ class SaveRequest(ABC):
         state, self._state = self._state, None  # so that the save does not keep it alive
         return state
 
-    def check_captured(self, whole: Capture) -> None:
-        """Raises the refusal of the state that was captured."""
+    def check_captured(self, whole: Capture, optimizers: Optimizers) -> None:  # noqa: ARG002
+        """Raises the refusal of the state that was captured, and warns of its guard, which has these optimizers."""
         refuse_guard(whole.completions, self.guard)
 
     def taken_over(self, captured: Capture, whole: Capture) -> Capture:  # noqa: ARG002
@@ -132,7 +128,6 @@ class FolderRequest(SaveRequest):
 class StepRequest(SaveRequest):
     """A state as one step of a run."""
 
-    contents: StepContents
     _run: Run  # that the step goes to, as far as this rank knows
 
     def __init__(
@@ -197,14 +192,10 @@ class StepRequest(SaveRequest):
             frozenset(driver if driver is not None and not is_rank_0 else ()),
         )
 
-    @property
-    def skipped_path(self) -> str:
-        run = self._lineage.roots.runs[0]
-        return run.storage.locate(run.folder(self._call.step))
-
-    def skipped(self) -> None:
-        step = self._call.step
+    def skipped(self) -> str:
+        step, run = self._call.step, self._lineage.roots.runs[0]
         self._lineage.note("skipped", step, first_step=step, count=1)
+        return run.storage.locate(run.folder(step))
 
     def begin(self) -> Target:
         target = begin_step(self._lineage, self._call, self._ranks)
@@ -220,11 +211,14 @@ class StepRequest(SaveRequest):
             left, self._of_mean, self.copy = self.mean.joined(left, call.step, self.guard)
         return left
 
-    def check_captured(self, whole: Capture) -> None:
+    def check_captured(self, whole: Capture, optimizers: Optimizers) -> None:
         if self._is_own_guard:
             refuse_guard([one for one in whole.completions if one not in self._of_mean], self.guard)
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
             self.contents.outline = StateOutline(whole)
+            # A trainer saves parts of its state one by one, all with its guard; this is the whole state.
+            if not (self.contents.lenders or whole.completions):
+                warn_if_foreign(optimizers, whole.tensors, stacklevel=6)
 
     def begun(self, staged: Future[None]) -> None:
         """The save has begun, and is in host memory once `staged` is done."""

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from ..host.loop import OffLoop, get_loop
+from ..host.loop import OffLoop
 from ..host.operations import Kind
 from ..host.threads import Life, running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
@@ -66,12 +66,7 @@ class Save(ABC):
     written_bytes: int | None = None  # by this process, if the report also counts those of other ranks
 
     def __init__(
-        self,
-        step: int | None,
-        path: str,
-        staged: Future[None],
-        progress: Callable[[], Progress],
-        spans: Spans,
+        self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress], spans: Spans
     ) -> None:
         """`staged` resolves when the caller may change the state. The handle keeps `progress`, and not the save.
 
@@ -84,13 +79,7 @@ class Save(ABC):
         self.settled = running_future()  # committed or failed, and tidied: the next save may commit
         self.finished = running_future()  # retention has ended, too; of a save that promises nothing, also the bar
         self.given_up: BaseException | None = None
-        self.handle = SaveHandle(
-            step=step,
-            path=path,
-            staging=staged,
-            progress=progress,
-            submit_callbacks=get_loop().callbacks.submit,
-        )
+        self.handle = SaveHandle(step, path, staged, progress)
 
     def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
         """The kind and the roots by which listeners know it. `roots` are those of the checkpointer."""

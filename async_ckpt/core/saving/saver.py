@@ -33,7 +33,7 @@ from ..ranks.world import world_of
 from ..staging.device import first_device
 from ..staging.device_warm_up import warm_up
 from ..staging.filler import StagingHost
-from ..staging.guard import Optimizers, deferrable, unwrapped, warn_if_foreign
+from ..staging.guard import Optimizers, deferrable, unwrapped
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
 from ..state.capture import capture
@@ -48,12 +48,11 @@ from .drain import Drain, Writers
 from .exit import note_exit_status
 from .finite import FiniteChecks, NonFinite
 from .handle import SaveHandle, named, skipped
-from .ledger import Ledger, abandon
+from .ledger import Ledger, abandon, raise_error_of
 from .planner import Planner, SavePlan, pool_for
 from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
-from .story import Attempt, StateSave
-from .target import Target
+from .story import Attempt, StateSave, Target
 
 if TYPE_CHECKING:
     from ..staging.file_segments import FileFill, FilesImage
@@ -106,8 +105,7 @@ class Saver:
             with self._trace.span("wait for a place", step=step):
                 is_admitted = self._admit(slot, request.joint)
             if not is_admitted:
-                request.skipped()
-                handle = skipped(step, request.skipped_path, get_loop().callbacks.submit)
+                handle = skipped(step, request.skipped())
                 self.ledger.skipped(handle, spans)
                 return handle
             with self._trace.span("plan", step=step):
@@ -136,23 +134,19 @@ class Saver:
     def _plan(self, request: SaveRequest, optimizers: Optimizers, slot: Slot) -> SavePlan:
         """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
         target, state, contents = request.begin(), request.written(), request.contents
-        lenders = {} if contents is None else contents.lenders
+        lenders, per_rank = contents.lenders, contents.call.per_rank
         slot.needs = lenders.values  # from now on, retention keeps these steps
         if isinstance(state, RankShare):  # divided already
             part = PlannedPart(state.captured, state.ranks)
             captured = part.captured
         else:
             whole = self._captured(state, request.select, request.state_dict_of)
-            request.check_captured(whole)
-            # A trainer saves parts of its state one by one, all with its guard; a step of a run has the whole state.
-            if contents is not None and request.select is None and not lenders and not whole.completions:
-                warn_if_foreign(optimizers, whole.tensors, stacklevel=5)
-            per_rank = () if contents is None else contents.call.per_rank
+            request.check_captured(whole, optimizers)
             part = self._ranks.divider.divided(whole, request.joint, per_rank=per_rank, borrowed=lenders)
             captured = request.taken_over(part.captured, whole)
-        step, over = request.step, None if contents is None else contents.over
+        step, over = request.step, contents.over
         layout = self._planner.lay_out(captured, step, part.facts, () if over is None else [*over.lenders])
-        if contents is not None and over is not None:
+        if over is not None:
             over.laid_out(layout)
             steps = [lent.step for lent in contents.lent()]
             slot.needs = lambda: steps
@@ -262,8 +256,7 @@ class Saver:
         Raises ClosedError.
         """
         self.ledger.tell_of_unseen(stacklevel=5)
-        self._refuse_if_forked()
-        self._refuse_if_closed()
+        self._refuse_if_over()
 
         def begin() -> None:
             slot = Slot(None)
@@ -353,7 +346,7 @@ class Saver:
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first unseen error."""
         wait_for_saves(self.ledger.saves(), Wait("in wait()", ENDS_THE_WAIT), timeout)
-        self.ledger.raise_unseen()
+        raise_error_of(self.ledger.unseen())
 
     def close(self) -> None:
         """Wait for every save, and free the memory. Ctrl-C gives the saves up.
@@ -393,12 +386,11 @@ class Saver:
     def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
         """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
         note_exit_status()
-        self._refuse_if_forked()
-        self._refuse_if_closed()
+        self._refuse_if_over()
         wait = Wait(f"in save(){'' if slot.step is None else f' of step {slot.step}'}", ENDS_THE_CALL)
 
         def goes_on() -> None:
-            self._refuse_if_closed()
+            self._refuse_if_over()
             wait.goes_on(self.ledger.progress)
 
         admission = self.admission
@@ -407,13 +399,8 @@ class Saver:
         enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
         return enters and (slot.is_admitted or admission.enter(slot, goes_on, must=True))
 
-    def _refuse_if_closed(self) -> None:
-        if self.is_closed:
-            raise ClosedError("this checkpointer is closed; open a new one to save")
-
-    def _refuse_if_forked(self) -> None:
+    def _refuse_if_over(self) -> None:
         if not self.belongs_here:
             raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
-
-    def __repr__(self) -> str:
-        return f"<Saver {len(self.admission.under_way())}/{self.admission.max_in_flight} in flight, {self.pool!r}>"
+        if self.is_closed:
+            raise ClosedError("this checkpointer is closed; open a new one to save")

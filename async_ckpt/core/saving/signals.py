@@ -96,10 +96,6 @@ class Notice:
                 if not _is_heard(signum):
                     _put_back(signum)
 
-    def __repr__(self) -> str:
-        names = ", ".join(map(_name_of, self._signums))
-        return f"<Notice of {names or 'no signal'}: {'given' if self.is_given else 'not given'}>"
-
 
 # All of this changes on the main thread alone. `_listeners` is replaced as a whole, since a handler may be reading it.
 _listeners: tuple[weakref.ref[Notice], ...] = ()

@@ -10,12 +10,12 @@ ones. The story waits for the last, and decides whether the archive is committed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop, ask_for_exception
@@ -26,25 +26,16 @@ from ..runs.manifest import Archive, SaveTimes
 from ..staging.snapshot import Snapshot
 from ..storage.interface import Sink, Storage
 from ..timing import Spans
-from .block_digests import GroupDigests
+from .block_digests import GroupDigest, GroupDigests
 from .drain import Drain, Lane, Writers
+from .finite import FiniteCheck
+from .mover import PassingCopy
 from .save import Save, SaveState
-from .target import SaveOutcome, Target
 
 # A copy to the next place that does not even open in this time is left to the mover.
 _FOLLOW_SECONDS: Final = 0.05
 # Between two looks whether a copy there has to be sent again.
 _LOOK_SECONDS: Final = 0.5
-
-
-class Staging(Protocol):
-    """The snapshot as the story sees it."""
-
-    completion: Future[None]
-    stage_seconds: float
-
-    @property
-    def stall_seconds(self) -> float: ...
 
 
 async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]) -> None:
@@ -153,65 +144,52 @@ class Attempt:
         submit, pace = self._writers.of(self.target.storage, alone=not self.target.has_further_places)
         sinks = [(self._sink, submit, pace)]
         if follower is not None:
-            sinks.append((follower[0], *self._writers.of(follower[1], alone=False)))
+            sinks.append((follower.sink, *self._writers.of(follower.storage, alone=False)))
         lanes = self.drain.open(sinks)
         self._lane = lanes[0]
         if follower is not None:
-            self._following = asyncio.create_task(self._follow(follower[0], lanes[1]))
+            self._following = asyncio.create_task(self._follow(follower, lanes[1]))
         self.state = ObjectState.WRITING
         self._finishing = asyncio.create_task(self._finish(self._sink, self._lane))
         self._finishing.add_done_callback(ask_for_exception)
 
     async def _open(self) -> None:
-        drain = self.drain
-        room = drain.max_segments - drain.num_tail  # the tail waits for all else
-        self._sink = await self._off_loop(partial(self.target.open, drain.file_bytes, drain.segment_bytes, room))
+        self._sink = await self._off_loop(partial(self.target.open, self._size))
 
-    async def _open_follower(self) -> tuple[Sink, Storage] | None:
-        """The sink of the copy to the next place, if that opens at once."""
-        drain, target = self.drain, self.target
-        room = drain.max_segments - drain.num_tail
-        opening = asyncio.ensure_future(
-            self._off_loop(partial(target.follow, drain.file_bytes, drain.segment_bytes, room))
-        )
+    async def _open_follower(self) -> PassingCopy | None:
+        """The copy to the next place, if that opens at once."""
+        opening = asyncio.ensure_future(self._off_loop(partial(self.target.follow, self._size)))
         await asyncio.wait([opening], timeout=_FOLLOW_SECONDS)
         if not opening.done():
             self._following = asyncio.create_task(self._end_late(opening))
             return None
-        opened = None if opening.exception() is not None else opening.result()
-        if opened is None:
-            target.followed(is_whole=False)
-        return opened
+        return None if opening.exception() is not None else opening.result()
 
-    async def _end_late(self, opening: asyncio.Future[tuple[Sink, Storage] | None]) -> None:
+    async def _end_late(self, opening: asyncio.Future[PassingCopy | None]) -> None:
         """End a copy that was not open when the save began to write."""
         with suppress(Exception):
-            if (opened := await opening) is not None:
-                await self._off_loop(opened[0].abort)
-                await self._off_loop(opened[0].close)
-        self.target.followed(is_whole=False)
+            if (copy := await opening) is not None:
+                await self._off_loop(partial(copy.end, is_whole=False))
 
-    async def _follow(self, sink: Sink, lane: Lane) -> None:
+    async def _follow(self, copy: PassingCopy, lane: Lane) -> None:
         """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed.
 
         What has to be sent again is left to the mover, which needs no memory of the save, and hears of the end.
         """
         is_whole = False
-        finishing = asyncio.ensure_future(self._finish_copy(sink, lane))
+        finishing = asyncio.ensure_future(self._finish_copy(copy.sink, lane))
         try:
             while not (await asyncio.wait([finishing], timeout=_LOOK_SECONDS))[0]:
-                self.target.followed_bytes = lane.written_bytes
-                if sink.num_retries:
+                copy.written_bytes = lane.written_bytes
+                if copy.sink.num_retries:
                     self.drain.give_up(lane, StorageUnavailableError("it has to be sent again"))
             finishing.result()
             is_whole = True
         except Exception as error:
             self.drain.give_up(lane, error)
             await asyncio.wrap_future(lane.quiet)
-            await self._off_loop(sink.abort)
         finally:
-            await self._off_loop(sink.close)
-            self.target.followed(is_whole=is_whole)
+            await self._off_loop(partial(copy.end, is_whole=is_whole))
 
     async def _finish_copy(self, sink: Sink, lane: Lane) -> None:
         await asyncio.wrap_future(lane.written)
@@ -260,13 +238,11 @@ class Attempt:
 
     async def agree(self) -> None:
         """Wait until all ranks have done their parts, as far as this one is to know."""
-        self.target.times = self._times()
-        await self.target.agree(self._archive, self._off_loop, self.drain.check)
+        await self.target.agree(self._archive, self._times(), self._off_loop, self.drain.check)
 
     async def commit(self) -> None:
         """Make the object the checkpoint; raise the error that prevents it."""
-        self.target.times = self._times()
-        commit = partial(self.target.commit, (self._archive,))
+        commit = partial(self.target.commit, self._archive, self._times())
         await self._off_loop(self.spans.traced("commit", commit, path=self.target.path))
         self.state = ObjectState.COMMITTED
 
@@ -322,6 +298,12 @@ class Attempt:
             unchanged_groups=unchanged_groups,
         )
 
+    @property
+    def _size(self) -> ObjectSize:
+        drain = self.drain
+        room = drain.max_segments - drain.num_tail  # the tail waits for all else
+        return ObjectSize(drain.file_bytes, drain.segment_bytes, room)
+
     def _times(self) -> SaveTimes:
         """How long the save has taken so far."""
         seconds = self.spans.total()
@@ -336,6 +318,8 @@ class Attempt:
 
 class StateSave(Save):
     """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to its target."""
+
+    _outcome: SaveOutcome
 
     def __init__(
         self, step: int | None, attempt: Attempt, snapshot: Snapshot, num_tensors: int, groups: GroupDigests
@@ -357,7 +341,7 @@ class StateSave(Save):
             unchanged_groups=attempt.target.unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
         self.written_bytes = attempt.written_bytes
-        attempt.target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
+        self._outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
         return report
 
     def promise(self) -> Future[int] | None:
@@ -381,4 +365,135 @@ class StateSave(Save):
         await off_loop(self.attempt.target.tidy)
 
     async def afterwards(self, off_loop: OffLoop) -> None:
-        await off_loop(self.attempt.target.afterwards)
+        await off_loop(partial(self.attempt.target.afterwards, self._outcome))
+
+
+# --- what an attempt needs -----------------------------------------------------------------------------------
+
+
+class Staging(Protocol):
+    """The snapshot as the story sees it."""
+
+    completion: Future[None]
+    stage_seconds: float
+
+    @property
+    def stall_seconds(self) -> float: ...
+
+
+class ObjectSize(NamedTuple):
+    """The size of an object, and of the segments that it comes in, of which so many are on loan at a time."""
+
+    num_bytes: int
+    segment_bytes: int
+    max_segments: int
+
+    def create(self, storage: Storage, path: str) -> Sink:
+        """Begin an object of this size."""
+        return storage.create(
+            path, num_bytes=self.num_bytes, segment_bytes=self.segment_bytes, max_segments=self.max_segments
+        )
+
+
+class SaveOutcome(NamedTuple):
+    """The report of a committed save, and what only the history of its run has: the sizes of its groups in bytes."""
+
+    report: SaveReport
+    call_seconds: float
+    groups: Mapping[str, int]
+
+
+class Target:
+    """The place that a save goes to, and its object there. A request creates it; an attempt calls it on helper threads.
+
+    By default a durable object is committed, and there are no other ranks to agree with.
+    """
+
+    has_further_places = False
+    """Whether the next save can go elsewhere if this place does not answer."""
+
+    num_bytes_beside = 0
+    """Bytes of other objects of the checkpoint, which `commit` writes."""
+
+    num_driver_bytes = 0
+    """Those of them that this process wrote."""
+
+    finite: FiniteCheck | None = None
+    """The check of the values of this rank's archive, if they are checked; set before it is written."""
+
+    def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
+        """`shown` names the place in reports and messages, if that is not the object."""
+        self.storage = storage
+        self.path = storage.locate(name if shown is None else shown)
+        self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """Take another name for the object, before it is opened."""
+        self._name, self.name = name, name.rpartition("/")[2]
+
+    @property
+    def in_order(self) -> bool:
+        """True if its sink sends in file order, and holds what comes early."""
+        return self.storage.in_order
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        """The number of segments in a row that its sink must hold at once before it can send any of them."""
+        return self.storage.part_segments(num_bytes, segment_bytes)
+
+    async def begin(self, check: Callable[[], None]) -> None:
+        """Wait until it is known what the object is called. `check` is called meanwhile, and may raise."""
+
+    def open(self, size: ObjectSize) -> Sink:
+        """Begin the object, without a request over a network."""
+        return size.create(self.storage, self._name)
+
+    def follow(self, size: ObjectSize) -> PassingCopy | None:  # noqa: ARG002
+        """Begin a copy of the object at the next place, if that can take it. A failure there costs the copy alone."""
+        return None
+
+    def check(self) -> None:
+        """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
+
+    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Tell the other ranks that the object is durable, after these `times`; on the rank that decides, wait for
+        theirs, on another for the decision. Raises when that is a refusal.
+
+        `check` is called in between, and raises when nobody waits any more.
+        """
+
+    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
+        """Tell the other ranks that the save has failed.
+
+        False if it may be committed all the same: then its object stays.
+        """
+        return True
+
+    def commit(self, archive: Archive, times: SaveTimes) -> None:
+        """Make the durable object the checkpoint. The save has taken so long."""
+
+    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:  # noqa: ARG002
+        """The groups with the bytes of the commit before. Called once, after the commit."""
+        return ()
+
+    def promise(self) -> Future[int] | None:
+        """After the commit: what the save waits for still, if there is anything."""
+        return None
+
+    def is_kept(self) -> bool:
+        """Whether that has come, once it had failed."""
+        return False
+
+    def discard(self) -> None:
+        """Remove a durable object that could not be committed, unless it is the checkpoint after all; and its copy."""
+
+    def tidy(self) -> None:
+        """Remove what the save has put beside the checkpoint and is not to stay. The handle waits for this."""
+
+    def afterwards(self, outcome: SaveOutcome) -> None:
+        """Apply retention. The checkpoint is true whatever happens here."""
+
+    def failed(self, error: BaseException, seconds: float) -> None:
+        """Tell the history that the save has failed after so many seconds, without a trace. Nobody waits for this."""
+
+    def hangs(self, quiet: Future[None]) -> None:
+        """Note that the save has failed while calls to this place are under way, until `quiet` resolves."""

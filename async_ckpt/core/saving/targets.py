@@ -30,16 +30,17 @@ from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
-from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
+from ..report import SaveReport
+from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles, SaveTimes
 from ..runs.marks import BAD, Mark
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
-from ..storage.interface import Sink, Storage
+from ..storage.interface import Sink
 from ..storage.locks import refuse_in_running
 from .block_digests import GroupDigest
 from .lineage import Lineage, StepCall, StepContents
-from .target import Target
-from .tiers import Mover
+from .mover import PassingCopy
+from .story import ObjectSize, SaveOutcome, Target
 
 if TYPE_CHECKING:
     from ..ranks.agreement import Agreement
@@ -95,10 +96,9 @@ class JointTarget(Target):
         """The groups of which this rank's archive refers to earlier steps, and the steps."""
         return ()
 
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        assert self.times is not None
+    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
         self._found = "" if self.finite is None else self.finite.found()
-        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check, self._found, self._lent)
+        self._of_ranks = await self._agreement.agree(archive, times, off_loop, check, self._found, self._lent)
         self._manifest = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:
@@ -123,16 +123,16 @@ class FolderTarget(JointTarget):
     def _archive_path(self) -> str:
         return self._folder.attempt_path(STEP, self._agreement.attempt, self._agreement.rank)
 
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+    def open(self, size: ObjectSize) -> Sink:
         self._agreement.claim()
-        return super().open(num_bytes, segment_bytes, max_segments)
+        return super().open(size)
 
     def check(self) -> None:
         if self._agreement.decides:
             self.storage.prove(for_run=True)
             self._replaces = self._folder.check()
 
-    def commit(self, archives: tuple[Archive, ...]) -> None:
+    def commit(self, archive: Archive, times: SaveTimes) -> None:
         manifest = self._manifest
         if manifest is None:
             with self._agreement.committing():
@@ -141,10 +141,10 @@ class FolderTarget(JointTarget):
                     self._of_ranks,
                     self._agreement.world_size,
                     replaces=self._replaces,
-                    times=self.times,
+                    times=times,
                 )
             self._agreement.committed(manifest)
-        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+        self.num_bytes_beside = manifest.num_bytes - archive.num_bytes
 
     def discard(self) -> None:
         self._folder.discard(self._agreement.attempt, self._agreement.rank)
@@ -229,8 +229,7 @@ class StepTarget(JointTarget):
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
         self._num_bytes = 0  # of the archive
-        self._follower: Mover | None = None  # to whose place a copy is written
-        self._has_copy = False
+        self._passing: PassingCopy | None = None
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
 
     async def begin(self, check: Callable[[], None]) -> None:
@@ -262,8 +261,8 @@ class StepTarget(JointTarget):
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
         return max(run.storage.part_segments(num_bytes, segment_bytes) for run in self._lineage.roots.runs)
 
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        self._num_bytes = num_bytes
+    def open(self, size: ObjectSize) -> Sink:
+        self._num_bytes = size.num_bytes
         self._agreement.claim()
         if self._agreement.decides and not self.storage.remote:
             if self._take():
@@ -271,7 +270,7 @@ class StepTarget(JointTarget):
             self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         if self._agreement.decides and self.run.keep.free is not None:
             self._make_room()
-        return super().open(num_bytes, segment_bytes, max_segments)
+        return super().open(size)
 
     def _make_room(self) -> None:
         """Delete steps for which there will be no room, before any rank writes."""
@@ -292,21 +291,10 @@ class StepTarget(JointTarget):
             run.root.warn_once("room", f"{run.storage.locate('')}: Keep(free=…) could not delete steps: {error}")
         self._agreement.made_room()
 
-    def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:
-        if not self._agreement.follows:
-            return None
-        mover = self._lineage.tiers.next_mover(self.run)
-        if mover is None or not mover.begin_following(self._call.step, lambda: self.followed_bytes):
-            return None
-        self._follower, storage = mover, mover.run.storage
-        return storage.create(
-            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
-        ), storage
-
-    def followed(self, *, is_whole: bool) -> None:
-        if self._follower is not None:
-            self._has_copy = is_whole
-            self._follower.end_following(self._call.step)
+    def follow(self, size: ObjectSize) -> PassingCopy | None:
+        mover = self._lineage.tiers.next_mover(self.run) if self._agreement.follows else None
+        self._passing = None if mover is None else mover.follow(self._call.step, self._name, size.create)
+        return self._passing
 
     def check(self) -> None:
         if self.contents.over is not None:
@@ -330,23 +318,23 @@ class StepTarget(JointTarget):
             self._lineage.roots.tell_places(self.run)
         return is_new
 
-    def commit(self, archives: tuple[Archive, ...]) -> None:
+    def commit(self, archive: Archive, times: SaveTimes) -> None:
         if self._manifest is not None:  # rank 0 has committed
             if not self._agreement.is_told:
                 self._lineage.tiers.note_commit(self.run, self._call.step)
             self.contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
-            self._is_committed_as(self._manifest, archives)
+            self._is_committed_as(self._manifest, archive)
             self._is_announced = True
             return
         if self._agreement.has_others:
             self.run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
         elsewhere = (*self.contents.lent(), *self._lent_to_others(), *self._write_driver())
-        manifest = self._put_manifest(archives, elsewhere)
+        manifest = self._put_manifest(archive, times, elsewhere)
         self._close_driver()
         if found := self._agreement.found or self._found:
             self._mark_bad(found)  # before anybody hears of the commit, and copies the step or restarts from it
         self._agreement.committed(manifest)
-        self._is_committed_as(manifest, archives)
+        self._is_committed_as(manifest, archive)
         self._lineage.tiers.committed(self.run, self._call.step, manifest.num_bytes)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
@@ -360,31 +348,31 @@ class StepTarget(JointTarget):
             for group, step in sorted(others)
         ]
 
-    def _put_manifest(self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...]) -> Manifest:
+    def _put_manifest(self, archive: Archive, times: SaveTimes, elsewhere: tuple[GroupLocation, ...]) -> Manifest:
         try:
             with self._agreement.committing(), self._check.telling_ranks():
                 return self.run.commit(
                     self._call.step,
                     self._token,
-                    archives,
+                    (archive,),
                     replaces=self._replaces,
                     retire=self._lineage.retire,
                     record=self._call.record,
                     elsewhere=elsewhere,
                     ranks=self._of_ranks,
                     world_size=self._agreement.world_size,
-                    times=self.times,
+                    times=times,
                     known_elsewhere=self._lineage.roots.known_elsewhere(self.run),
                 )
         except NotCommittedError as error:
             self._lineage.groups.forget(error.step)
             raise
 
-    def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...]) -> None:
-        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+    def _is_committed_as(self, manifest: Manifest, archive: Archive) -> None:
+        self.num_bytes_beside = manifest.num_bytes - archive.num_bytes
         self._lineage.groups.committed(self.run, manifest.lenders, self.contents)
         if self.contents.over is not None:
-            self.contents.over.committed(self.run, self._call.step, archives[0], manifest.lenders[0])
+            self.contents.over.committed(self.run, self._call.step, archive, manifest.lenders[0])
         self._lineage.committed(since=self._check.rolled_back)
 
     def _mark_bad(self, found: str) -> None:
@@ -448,15 +436,14 @@ class StepTarget(JointTarget):
 
     def discard(self) -> None:
         self._close_driver()
-        if self._follower is not None and self._has_copy:
-            with suppress(CheckpointError):
-                self._follower.run.storage.delete(self._name)
+        if self._passing is not None:
+            self._passing.discard()
         self.run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
 
-    def afterwards(self) -> None:
+    def afterwards(self, outcome: SaveOutcome) -> None:
         if not self._agreement.decides:
             return
-        self._note_save()
+        self._note_save(*outcome)
         refusal: CheckpointError | None = None
         try:
             if not self._is_announced:
@@ -477,11 +464,8 @@ class StepTarget(JointTarget):
         if self.storage.remote:
             self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
 
-    def _note_save(self) -> None:
+    def _note_save(self, report: SaveReport, call_seconds: float, groups: Mapping[str, int]) -> None:
         """Tell the history what the save has come to."""
-        if self.outcome is None:
-            return
-        report, call_seconds, groups = self.outcome
         measured = {name: getattr(report, name) for name in MEASURED}
         self._lineage.note(
             "save",

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from ...core.runs import layouts
 from ...core.runs.foreign_entries import OF_DCP
 from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
+from ...core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, attempt_of, parse
 from ...core.runs.naming import parse_step_name, pattern_of
 from ...core.runs.receipts import Table, layout_name
 from ...core.runs.record import DCP_RECORD
@@ -385,9 +385,9 @@ class _RankTarget(FileTarget):
 
     archive: Archive | None = None
 
-    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
+    def commit(self, archive: Archive, times: SaveTimes) -> None:  # noqa: ARG002
         """Keep the manifest's entry of the archive, which is durable."""
-        (self.archive,) = archives
+        self.archive = archive
 
 
 class _PlannedTensors:

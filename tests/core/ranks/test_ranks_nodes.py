@@ -99,11 +99,8 @@ ckpt.close()
 """
 # The further place gets nothing, as a store that is away.
 WITHOUT_FAR = """
-from async_ckpt.core.saving.tiers import Mover
-def nothing(mover):
-    mover._is_running = False
-    mover._end()
-Mover._work = nothing
+from async_ckpt.core.saving.mover import Mover
+Mover._bring_up = lambda mover: None
 """
 
 
@@ -258,8 +255,8 @@ def opened():
     return open_run([Place(own / "run", volatile=True), own / "disk", ROOT / "far"])
 """
     script = """
-from async_ckpt.core.saving.tiers import Mover
-Mover.may_follow = Mover.begin_following = lambda *_: False  # no copies in the same pass
+from async_ckpt.core.saving.mover import Mover
+Mover.may_follow = lambda *_: False  # no copies in the same pass
 ckpt = opened()
 for step in (1, 2):
     handle = ckpt.save(small(step), step)

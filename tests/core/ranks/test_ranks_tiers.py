@@ -21,7 +21,7 @@ PRELUDE = """
 import shutil
 from pathlib import Path
 from async_ckpt import CheckpointError, Place, StorageUnavailableError
-from async_ckpt.core.saving import tiers
+from async_ckpt.core.saving import mover, tiers
 from async_ckpt.core.storage.local import LocalSink, LocalStorage
 from racing import PATIENCE, until
 
@@ -39,7 +39,7 @@ def at(call, where, do, times=None):
 def away():
     raise StorageUnavailableError("it is away", path="x")
 
-tiers._FIRST_PAUSE_SECONDS = tiers._PAUSE_SECONDS = 0.01
+mover._FIRST_PAUSE_SECONDS = mover._PAUSE_SECONDS = tiers._AWAY_SECONDS = 0.01
 """
 
 
@@ -97,7 +97,7 @@ def test_a_place_that_fails_on_a_rank_costs_one_save_and_all_ranks_go_on_at_the_
 if here.rank == {rank}:
     at("{call}", "/near/step_00000001/rank_", away)
 here.save(ckpt, small(1), 1)
-tiers._PAUSE_SECONDS = 600.0
+tiers._AWAY_SECONDS = 600.0
 if here.rank == 0 == {rank}:
     at("put_new", "/near/", away)  # what is tried when it is asked whether it is back
 handle = ckpt.save(small(2), 2)

@@ -339,7 +339,7 @@ for step in range(1, 9):
     handle = ckpt.save({{"own": torch.full((1 << 18,), float(step))}}, step, per_rank="own")
     here.tell([handle.result().path.split("/")[-3], handle.at(ROOT / "far").result()])
     ckpt.wait()
-    until(lambda: not any(mover._is_running for mover in ckpt._lineage.tiers.movers))
+    until(lambda: not any(mover.worker.is_running for mover in ckpt._lineage.tiers.movers))
 ckpt.close()
 """
 

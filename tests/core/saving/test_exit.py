@@ -642,7 +642,7 @@ def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_pa
     held, go = threading.Event(), threading.Event()
 
     def hold_locks():
-        with locks._ours_lock, local._replacing, default._making:
+        with locks._ours_lock, local._replacing, default._shared._making:
             held.set()
             go.wait()
 

@@ -200,7 +200,7 @@ def test_waiting_in_a_callback_for_another_unfinished_save_is_refused_at_once(ck
 
 def test_waiting_for_the_staging_in_a_library_thread_is_refused_at_once():
     staging = concurrent.futures.Future()
-    handle = SaveHandle(step=1, path="x", staging=staging, progress=lambda: None, submit_callbacks=lambda task: task())
+    handle = SaveHandle(1, "x", staging, lambda: None)
     errors = []
 
     def wait():

@@ -20,8 +20,8 @@ from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExis
 from async_ckpt.core.host import waits
 from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.saving import mover as movers
 from async_ckpt.core.saving import story as save_story
-from async_ckpt.core.saving import tiers
 from async_ckpt.core.storage import bulk
 from async_ckpt.core.storage.bulk import new_pool
 from async_ckpt.core.storage.local import LocalStorage
@@ -36,8 +36,8 @@ def roots(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(movers, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(movers, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(waits, "FINISH_SECONDS", 5.0)
 
 
@@ -100,7 +100,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[SegmentPool]:
         return made[-1]
 
     monkeypatch.setattr(bulk, "new_pool", make)
-    monkeypatch.setattr(tiers.Mover, "_may_follow", lambda *_: False)
+    monkeypatch.setattr(movers.Mover, "may_follow", lambda *_: False)
     return made
 
 
@@ -171,7 +171,7 @@ def test_a_copy_that_fails_is_tried_again_until_the_place_answers(roots, call):
 def test_an_error_that_nobody_foresaw_ends_one_copy_and_no_wait(roots, error):
     with open_run(roots) as ckpt:
         mover = ckpt._lineage.tiers.movers[0]
-        copy, failed = mover._copy_step, []
+        copy, failed = mover.copier._copy_step, []
 
         def copy_later(*arguments: Any, **options: Any) -> Any:
             if not failed:
@@ -179,14 +179,14 @@ def test_an_error_that_nobody_foresaw_ends_one_copy_and_no_wait(roots, error):
                 raise error
             return copy(*arguments, **options)
 
-        mover._copy_step, mover._may_follow = copy_later, lambda _: False  # type: ignore[method-assign]
+        mover.copier._copy_step, mover.may_follow = copy_later, lambda _: False  # type: ignore[method-assign]
         assert ckpt.save(state_at(1, 9), step=1).at(roots[1]).result(PATIENCE) == 1
         assert failed
     assert_holds(roots[1], 1, mib=9)
 
 
 def test_copies_that_follow_one_another_use_the_same_memory_which_closing_frees(roots, pools, monkeypatch):
-    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    monkeypatch.setattr(movers, "_KEEP_MEMORY_SECONDS", PATIENCE)
     with open_run(roots) as ckpt:
         save(ckpt, 1, 2, 3)
         assert [pool.num_bytes for pool in pools] == [8 << 20]
@@ -196,16 +196,16 @@ def test_copies_that_follow_one_another_use_the_same_memory_which_closing_frees(
 
 
 def test_the_memory_of_copies_is_freed_when_none_follows(roots, pools, monkeypatch):
-    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    monkeypatch.setattr(movers, "_KEEP_MEMORY_SECONDS", PATIENCE)
     with open_run(roots) as ckpt:
         save(ckpt, 1)
         with monkeypatch.context() as later:
-            later.setattr(tiers, "monotonic", lambda: monotonic() + PATIENCE)
+            later.setattr(movers, "monotonic", lambda: monotonic() + PATIENCE)
             ckpt._lineage.tiers.wake()  # there is nothing to copy
             until(lambda: not pools[0].num_bytes)
         save(ckpt, 2)
         assert len(pools) == 2
-        monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", 0.0)
+        monkeypatch.setattr(movers, "_KEEP_MEMORY_SECONDS", 0.0)
         save(ckpt, 3)
         until(lambda: not pools[-1].num_bytes)
     assert_holds(roots[1], 1, 2, 3)
@@ -213,7 +213,7 @@ def test_the_memory_of_copies_is_freed_when_none_follows(roots, pools, monkeypat
 
 def test_a_copy_after_one_that_failed_has_memory_of_its_own(roots, pools, monkeypatch):
     """A request of the one that failed may still hold some."""
-    monkeypatch.setattr(tiers, "_KEEP_MEMORY_SECONDS", PATIENCE)
+    monkeypatch.setattr(movers, "_KEEP_MEMORY_SECONDS", PATIENCE)
     with open_run(roots) as ckpt, scripted(ckpt, 1) as far:
         far.fail("write", error=away())
         save(ckpt, 1)
@@ -434,7 +434,7 @@ def test_a_handle_fails_with_the_copy_that_makes_its_step_durable_and_the_step_f
 
 
 def test_a_handle_does_not_wait_for_ever_for_a_disk_where_a_call_does_not_return(roots, monkeypatch):
-    monkeypatch.setattr(tiers, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(movers, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(waits, "FINISH_SECONDS", 0.3)
     with open_run(in_memory(roots)) as ckpt, scripted(ckpt, 1) as disk:
         hung = disk.stop("finish", times=1)

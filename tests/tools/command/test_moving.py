@@ -42,10 +42,10 @@ def say(*words):
 with open_run(places, **eval(options)) as ckpt:
     step = ckpt.restore(state_at(0, 9)) or 0
     for mover in ckpt._lineage.tiers.movers:
-        def told(source, target, step, *, of=mover._copy_step, **how):
+        def told(source, target, step, *, of=mover.copier._copy_step, **how):
             say("copies", step, target.storage.locate(""))
             return of(source, target, step, **how)
-        mover._copy_step = told
+        mover.copier._copy_step = told
     say("begins after", step)
     while True:
         step += 1
