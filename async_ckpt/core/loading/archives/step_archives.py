@@ -24,9 +24,9 @@ from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...state.names import Path, Select, selector, shown
 from ...state.skeletons import UnknownChoiceError
-from ...storage.compressed import open_decompressed, open_sized
+from ...storage.compressed import open_decompressed
 from ...storage.interface import Storage
-from .archive import OpenArchive
+from .archive import OpenArchive, open_named
 from .contents import Groups, Part
 from .copies import Copies, Holders
 from .merged_archives import MergedArchives, Opener
@@ -373,14 +373,4 @@ def _open_at(
         raise CorruptCheckpointError(
             f"{location!a} is not a file, though its manifest names it", path=location
         ) from error
-    reader = open_sized(reader, location, entry.num_bytes)
-    if reader.num_bytes != entry.num_bytes:
-        raise CorruptCheckpointError(
-            f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
-            "load an earlier checkpoint",
-            path=location,
-        )
-    archive = OpenArchive(reader, path=location, verify=verify, copies=copies)
-    if verify and archive.digest != entry.digest:
-        raise archive.corrupt("it is not the archive that its manifest names")
-    return archive
+    return open_named(reader, entry, path=location, verify=verify, copies=copies)
