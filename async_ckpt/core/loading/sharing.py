@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What the ranks of a group fill together, and what each of them does then."""
+    """The memory that the ranks of a group fill together, and the actions that each of them takes then."""
 
     items: Sequence[Item] = ()
     actions: Sequence[Callable[[], None]] = ()
