@@ -18,10 +18,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import fields
-from ..spec import DTYPES, MAX_DIMS
+from ..spec import DTYPES
 from .boxes import Box, cover
 from .shares import Holding, ReplicatedBytes, SliceCache, by_everybody, replicated_bytes, sharers
-from .slices import Cut, Ints, Mesh, Replicas, Slices
+from .slices import Cut, Ints, Mesh, Replicas, Slices, check_mesh
 
 # Ranks, ascending, by the digest of their states' structure.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
@@ -332,14 +332,6 @@ def check_structure(text: str, num_ranks: int) -> None:
             for cut in _cuts(line.spread):
                 if cut.dim >= len(line.shape) or cut.mesh_dim >= len(mesh.shape) or not cut.runs:
                     raise ValueError(f"a tensor of shape {line.shape} is not cut by {cut} of a mesh {mesh.shape}")
-
-
-def check_mesh(mesh: Mesh, num_ranks: int) -> None:
-    """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
-    if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
-    if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
 
 
 _counts = partial(fields.items, of=fields.count)

@@ -9,7 +9,6 @@ nothing is allocated for a tensor before each of its elements is located in one 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
@@ -18,7 +17,6 @@ from ...format import digests
 from ...format.index import Index, IndexedTensor, Member
 from ...slicing.boxes import Box
 from ...slicing.locator import StepItem, name_of
-from ...slicing.slices import Cut, Mesh, Slices
 from ...spec import Extent
 from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
@@ -26,7 +24,6 @@ from ...state.tree import StoredLeaf, ValuesByRank, leaves
 from .contents import Contents, Covers, Groups, Source, sources_in
 
 _MANY: Final = 8  # names in a message
-_MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one are searched
 
 
 class Opener:
@@ -64,6 +61,10 @@ class Opener:
         """
 
     def open_all(self) -> None: ...
+
+    def owners(self, name: str, boxes: Sequence[Box]) -> Collection[int]:  # noqa: ARG002
+        """Ranks that wrote these boxes of a tensor, as far as a layout tells."""
+        return ()
 
     def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
         """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
@@ -119,7 +120,7 @@ class MergedArchives(Contents):
         self._parts = {
             n
             for n, (ranks, tensor) in enumerate(zip(merged.tensors, self.index.tensors, strict=True))
-            if len(ranks) == 1 and tensor.spread and is_within(dotted(tensor.path), self._per_rank)
+            if len(ranks) == 1 and tensor.is_spread and is_within(dotted(tensor.path), self._per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
@@ -209,8 +210,8 @@ class MergedArchives(Contents):
                 alias = apart.setdefault(frozenset(targets), len(self._merged.tensors))
                 if alias == len(self._merged.tensors):
                     self._merged.tensors.append(dict(targets))
-        spread = next(filter(None, (tensor.spread for tensor in tensors.values())), None)
-        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
+        is_spread = any(tensor.is_spread for tensor in tensors.values())
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, is_spread)
 
     @property
     def items(self) -> Sequence[StepItem]:
@@ -264,7 +265,7 @@ class MergedArchives(Contents):
         if gaps and not self._opener.is_whole:
             # A caller that did not announce its tensors will want others, too: those that ranks divide among them.
             divided = [
-                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and tensor.spread is None
+                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and not tensor.is_spread
             ]
             self._open([(number, within), *((n, None) for n in divided if n != number)])
             # Only a rank with a slice of a tensor knows what it is tied to.
@@ -376,7 +377,7 @@ class MergedArchives(Contents):
         tensor = self.index.tensors[number]
         boxes = ", ".join(map(str, missing[:_MANY])) + (", …" if len(missing) > _MANY else "")
         num_missing = sum(box.num_elements for box in missing)
-        owners = sorted(self._owners(number, missing))
+        owners = sorted(self._opener.owners(name_of(tensor.path), missing))
         ranks = ", ".join(f"rank {rank}" for rank in owners[:_MANY]) + (", …" if len(owners) > _MANY else "")
         error = self.corrupt(
             f"{shown(tensor.path)}: {boxes} of shape {list(tensor.shape)} is in none of its archives, "
@@ -384,30 +385,6 @@ class MergedArchives(Contents):
         )
         error.tensors = (shown(tensor.path),)
         return error
-
-    def _owners(self, number: int, missing: list[Box]) -> set[int]:
-        """The ranks that should have the missing boxes, as far as the open archives tell."""
-        owners: set[int] = set()
-        for rank, own_number in self._merged.tensors[number].items():
-            index = self._archives[rank].index
-            tensor = index.tensors[own_number]
-            if tensor.spread is None or index.ranks is None:
-                continue
-            if tensor.spread.cuts is None:
-                if any(Box(*held).common(box) for held in tensor.spread.held for box in missing):
-                    owners.add(rank)
-                continue
-            mesh = Mesh(*index.ranks.meshes[tensor.spread.mesh])
-            cuts = tuple(Cut(*cut) for cut in tensor.spread.cuts)
-            if mesh.size * sum(cut.runs for cut in cuts) > _MAX_SEARCHED:
-                continue
-            for coordinate in itertools.product(*map(range, mesh.shape)):
-                slices = Slices.at(coordinate, global_shape=tensor.shape, cuts=cuts, mesh=mesh).rectangles
-                boxes = list(map(Box.of, slices))
-                if any(held.common(box) for held in boxes for box in missing):
-                    owners.add(mesh.rank_at(coordinate))
-            break  # the archives of one step agree on the mesh
-        return owners
 
 
 def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:

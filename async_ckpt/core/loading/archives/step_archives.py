@@ -163,6 +163,10 @@ class StepArchives(Opener):
         locator = None if self.is_whole else self._locator()
         return None if locator is None else locator.writers(name)
 
+    def owners(self, name: str, boxes: Sequence[Box]) -> Collection[int]:
+        locator = self._locator()
+        return () if locator is None else locator.having({name: boxes})
+
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def _initial_ranks(self) -> Collection[int]:

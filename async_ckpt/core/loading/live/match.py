@@ -183,7 +183,7 @@ class Match(ContainerMatch):
         of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
-        are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
+        are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
         are_wrapped = next(inner_tensors(saved), None) is not None
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or are_wrapped or may_lack):
