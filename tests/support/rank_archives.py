@@ -108,12 +108,11 @@ class _Account(NamedTuple):
 
     structure: str
     written: Mapping[str, set[Box]]
-    aliases: set[str]
 
 
 def _account_of(path: Path, per_rank: Sequence[str] = ()) -> _Account:
     index, raw = parsed_index(path), read_index(path)
-    lines, written, aliases = [], dict[str, set[Box]](), set[str]()
+    lines, written = [], dict[str, set[Box]]()
     for tensor, row in zip(index.tensors, raw["tensors"], strict=True):
         if is_within(dotted(tensor.path), frozenset(per_rank)):
             continue
@@ -125,11 +124,9 @@ def _account_of(path: Path, per_rank: Sequence[str] = ()) -> _Account:
             facts = [spread[0], *grid, rank in Mesh(start, *map(tuple, grid)).all_ranks()]
         tied = [] if tensor.alias_of is None else [name_of(index.tensors[tensor.alias_of].path)]
         lines.append(json.dumps([name, tensor.dtype, tensor.shape, facts, *tied], separators=(",", ":")))
-        if tied:
-            aliases.add(name)
-        else:
+        if not tied:
             written[name] = {piece.box for piece in tensor.slices if piece.extent.length}
-    return _Account("\n".join(sorted(lines)), written, aliases)
+    return _Account("\n".join(sorted(lines)), written)
 
 
 def _layout_of(accounts: Sequence[_Account]) -> StepLayout:
@@ -148,7 +145,7 @@ def _layout_of(accounts: Sequence[_Account]) -> StepLayout:
 
 def _irregular(layout: StepLayout, accounts: Sequence[_Account]) -> set[int]:
     """The ranks that have written other boxes than follow from a layout."""
-    locator = ShardLocator(layout, {name for account in accounts for name in account.aliases})
+    locator = ShardLocator(layout)
     return {rank for rank, account in enumerate(accounts) if locator.boxes_of(rank) != account.written}
 
 

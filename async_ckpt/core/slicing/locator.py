@@ -77,19 +77,15 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 class ShardLocator:
-    """Finds the ranks that wrote parts of tensors, for one layout.
+    """Finds the ranks that wrote parts of tensors, for one layout."""
 
-    `aliases` are the names of tensors that are tied to others, for a layout that does not list any itself.
-    """
-
-    def __init__(self, layout: StepLayout, aliases: Collection[str] = ()) -> None:
+    def __init__(self, layout: StepLayout) -> None:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
         self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
         self._values = dict[str, set[str]]()  # names of values that are no tensors, in layouts that list them
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest], self._values[digest] = _parsed(layout.structures[digest])
-        self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
         # Tensors that are spread alike, and the structures that contain them.
         self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
@@ -161,7 +157,7 @@ class ShardLocator:
         """The boxes that a rank wrote of each tensor."""
         boxes: dict[str, set[Box]] = {}
         for name, line in self._tensors[self._structure_of[rank]].items():
-            if not self._is_tied(name, rank):
+            if name not in self._tied[self._structure_of[rank]]:  # else it wrote nothing under this name
                 candidates = self._candidates(name, [Box.whole(line.shape)], {rank})
                 boxes[name] = {box for other, box in candidates if other == rank and box.num_elements}
         return boxes
@@ -251,9 +247,8 @@ class ShardLocator:
         holdings: dict[str, Holding] = {}
         for name, line in self._tensors[digest].items():
             slices = self._slices(name, line, rank)
-            if slices is None or self._is_tied(name, rank):
-                continue
-            holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
+            if slices is not None and name not in self._tied[digest]:
+                holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
         everybody = by_everybody(holdings)
         shared = {
             name: holding.replicas
@@ -261,10 +256,6 @@ class ShardLocator:
             if holding.replicas.size > 1 and name not in everybody
         }
         return shared, replicated_bytes(holdings, everybody)
-
-    def _is_tied(self, name: str, rank: int) -> bool:
-        """True if a rank wrote nothing under this name, because the tensor is tied to one of another name."""
-        return name in self._aliases or name in self._tied[self._structure_of[rank]]
 
     # --- slices and places ------------------------------------------------------------------------------------
 
