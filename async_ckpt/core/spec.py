@@ -89,26 +89,6 @@ class Extent:
         return self.offset + self.length
 
 
-class MeshFacts(NamedTuple):
-    """Ranks in a grid: the first rank, and for each dimension its size and the distance from one rank to the next.
-
-    `ranks` lists all of them if they are not as regular as that.
-    """
-
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    ranks: tuple[int, ...] = ()
-
-
-class RankFacts(NamedTuple):
-    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over."""
-
-    rank: int
-    world_size: int
-    meshes: tuple[MeshFacts, ...] = ()
-
-
 class Spread(NamedTuple):
     """The division of one tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) by a mesh.
 

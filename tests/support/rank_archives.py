@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from archives import assemble
+from archives import assemble, parsed_index, read_index
 from fake_ranks import standing_at
 from states import bits_of
 
-from async_ckpt.core.format.index import Index
 from async_ckpt.core.format.layout import TensorPlan, lay_out
 from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.loading.archives.contents import Part
@@ -25,8 +24,7 @@ from async_ckpt.core.runs.manifest import GroupLocation, Manifest, RankFiles, pa
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.core.slicing.boxes import Box
 from async_ckpt.core.slicing.locator import ShardLocator, StepLayout, name_of
-from async_ckpt.core.slicing.slices import Mesh
-from async_ckpt.core.spec import RankFacts
+from async_ckpt.core.slicing.slices import Mesh, RankFacts
 from async_ckpt.core.state.capture import capture
 from async_ckpt.core.state.captured import Capture
 from async_ckpt.core.state.division import StateDivider
@@ -87,7 +85,7 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mappi
     receipts = [
         Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size) for rank, path in enumerate(paths)
     ]
-    layout = _layout_of([_account_of(_index_of(path), per_rank) for path in paths])
+    layout = _layout_of([_account_of(path, per_rank) for path in paths])
     of_ranks = RankFiles(
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
@@ -110,27 +108,25 @@ class _Account(NamedTuple):
 
     structure: str
     written: Mapping[str, set[Box]]
-    aliases: set[str]
 
 
-def _account_of(index: Index, per_rank: Sequence[str] = ()) -> _Account:
-    lines, written, aliases = [], dict[str, set[Box]](), set[str]()
-    for tensor in index.tensors:
+def _account_of(path: Path, per_rank: Sequence[str] = ()) -> _Account:
+    index, raw = parsed_index(path), read_index(path)
+    lines, written = [], dict[str, set[Box]]()
+    for tensor, row in zip(index.tensors, raw["tensors"], strict=True):
         if is_within(dotted(tensor.path), frozenset(per_rank)):
             continue
-        name, spread = name_of(tensor.path), tensor.spread
-        facts: Any = None if spread is None else {"held": spread.held}
-        if spread is not None and spread.cuts is not None:
-            assert index.ranks is not None
-            mesh = Mesh(*index.ranks.meshes[spread.mesh])
-            facts = [spread.cuts, mesh.shape, mesh.stride, mesh.ranks, index.ranks.rank in mesh.all_ranks()]
+        name, spread = name_of(tensor.path), (row if "alias" not in row else raw["tensors"][row["alias"]]).get("spread")
+        facts: Any = None if spread is None else {"held": spread[2]}
+        if spread is not None and spread[0] is not None:
+            rank, _, meshes = raw["ranks"]
+            start, *grid = meshes[spread[1]]
+            facts = [spread[0], *grid, rank in Mesh(start, *map(tuple, grid)).all_ranks()]
         tied = [] if tensor.alias_of is None else [name_of(index.tensors[tensor.alias_of].path)]
         lines.append(json.dumps([name, tensor.dtype, tensor.shape, facts, *tied], separators=(",", ":")))
-        if tied:
-            aliases.add(name)
-        else:
-            written[name] = {Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length}
-    return _Account("\n".join(sorted(lines)), written, aliases)
+        if not tied:
+            written[name] = {piece.box for piece in tensor.slices if piece.extent.length}
+    return _Account("\n".join(sorted(lines)), written)
 
 
 def _layout_of(accounts: Sequence[_Account]) -> StepLayout:
@@ -149,7 +145,7 @@ def _layout_of(accounts: Sequence[_Account]) -> StepLayout:
 
 def _irregular(layout: StepLayout, accounts: Sequence[_Account]) -> set[int]:
     """The ranks that have written other boxes than follow from a layout."""
-    locator = ShardLocator(layout, {name for account in accounts for name in account.aliases})
+    locator = ShardLocator(layout)
     return {rank for rank, account in enumerate(accounts) if locator.boxes_of(rank) != account.written}
 
 
@@ -157,12 +153,7 @@ def irregular_ranks(folder: Path, per_rank: tuple[str, ...] = ()) -> set[int]:
     """The ranks of a committed step that have written other boxes than follow from its layout."""
     found = layouts.read(LocalStorage(folder), "", ATTEMPT)
     assert found is not None
-    return _irregular(found, [_account_of(_index_of(path), per_rank) for path in sorted(folder.glob("rank_*.tar"))])
-
-
-def _index_of(path: Path) -> Index:
-    with LocalStorage(path.parent).open(path.name) as reader:
-        return OpenArchive(reader, path=str(path), verify=False).index
+    return _irregular(found, [_account_of(path, per_rank) for path in sorted(folder.glob("rank_*.tar"))])
 
 
 def parsed_digest(path: Path) -> str:

@@ -64,7 +64,7 @@ def saved(root: str | os.PathLike[str] | Place, step: int) -> Saved:
 
 
 def _read(archive: OpenArchive, tensor: IndexedTensor, piece: Slice) -> torch.Tensor:
-    made = torch.empty(piece.sizes, dtype=dtype_named(tensor.dtype))
+    made = torch.empty(piece.box.sizes, dtype=dtype_named(tensor.dtype))
     data = archive.read(piece.extent)
     if data:
         bits_of(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -75,7 +75,7 @@ def _joined(tensor: IndexedTensor, pieces: list[tuple[IndexedTensor, Slice, torc
     whole = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
     is_there = torch.zeros(tensor.shape, dtype=torch.bool)
     for _, piece, data in pieces:
-        where = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
+        where = tuple(slice(at, at + size) for at, size in zip(*piece.box, strict=True))
         twice = is_there[where].clone()
         if bool(twice.any()):
             assert torch.equal(whole[where][twice], data[twice]), f"{tensor.dotted}: two ranks wrote other bytes"

@@ -12,11 +12,15 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
-from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
+from .. import fields
+from ..slicing.boxes import Box
+from ..slicing.slices import RankFacts
+from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, align_up
 from . import digests, safetensors, tar
 
 MEMBER: Final = "index.json"
@@ -31,10 +35,9 @@ MAX_RANKS: Final = 1 << 19
 _BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
 _PIECE_BYTES: Final = 256 * KIB
 _KEYS: Final = frozenset({int, str, bool})  # the types of keys in a path
-_Held: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, and bytes of a rectangle
-_Division: TypeAlias = tuple[str, tuple[int, ...], list[_Held], Spread | None]  # the facts that tensors have in common
-# The offsets of a whole tensor, by its number of dimensions.
-_AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(MAX_DIMS + 1)]
+# The facts that tensors have in common: dtype, shape, and the boxes of slices with their bytes.
+_Division: TypeAlias = tuple[str, tuple[int, ...], list[tuple[Box, int]]]
+_counts = partial(fields.items, of=fields.count)
 
 
 class Member(NamedTuple):
@@ -45,30 +48,26 @@ class Member(NamedTuple):
 
 
 class LentSlice(NamedTuple):
-    """A rectangle of a tensor whose bytes are in the archive of an earlier step, under the same path."""
+    """A box of a tensor whose bytes are in the archive of an earlier step, under the same path."""
 
     lender: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 class Slice(NamedTuple):
-    """A rectangle of a tensor in a member, at `offsets` and of `sizes`, row by row.
-
-    `extent` is its place in the file.
-    """
+    """A box of a tensor in a member, row by row. `extent` is its place in the file."""
 
     member: int
     name: str
     extent: Extent
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 class IndexedTensor(NamedTuple):
     """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
 
-    `shape` is the shape of the whole tensor. `lent` are the slices whose bytes are in archives of earlier steps.
+    `shape` is the shape of the whole tensor. It `is_spread` if other ranks may hold other slices of it. `lent` are the
+    slices whose bytes are in archives of earlier steps.
     """
 
     path: tuple[Any, ...]
@@ -76,7 +75,7 @@ class IndexedTensor(NamedTuple):
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     alias_of: int | None
-    spread: Spread | None = None
+    is_spread: bool = False
     lent: tuple[LentSlice, ...] = ()
 
     @property
@@ -166,8 +165,8 @@ def parse(text: bytes, *, path: str) -> Index:
     try:
         raw, rows = _rows_apart(text)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise _InconsistentError("it is not an async_ckpt index")
-        version = _count(raw["version"])
+            raise ValueError("it is not an async_ckpt index")
+        version = fields.count(raw["version"])
         if version > VERSION:
             raise FormatVersionError(
                 f"{path}: written in format version {version}, this library reads up to {VERSION}; "
@@ -177,10 +176,10 @@ def parse(text: bytes, *, path: str) -> Index:
             )
         step = raw["step"]
         if step is not None:
-            _count(step)
+            fields.count(step)
         members = _members(raw["members"], begin=tar.BLOCK + len(text))
         ranks = _ranks(raw["ranks"]) if "ranks" in raw else None
-        lenders = tuple((_text(folder), _text(name)) for folder, name in raw.get("lenders", ()))
+        lenders = tuple((fields.text(folder), fields.text(name)) for folder, name in raw.get("lenders", ()))
         tensors = _tensors(rows or raw["tensors"], members, ranks, len(lenders))
         last_end = members[-1].data.end if members else tar.BLOCK + len(text)
         digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
@@ -192,8 +191,8 @@ def parse(text: bytes, *, path: str) -> Index:
         by_member = tuple(map(tuple, stored))
         skeleton = raw["skeleton"]
         return Index(step, tuple(members), tuple(tensors), by_member, skeleton, digest, file_bytes, ranks, lenders)
-    except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        reason = error if type(error) is ValueError else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
 
 
@@ -236,7 +235,7 @@ def of_safetensors(
             raise ForeignFileError(f"{path}: {safetensors.PIECES}", path=path, kind="safetensors")
         end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
-            raise _InconsistentError(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
+            raise ValueError(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
         rows: list[dict[str, Json]] = []
         for key, entry in table.items():
             dtype, shape = safetensors.loaded_as(entry.code, entry.shape)
@@ -251,8 +250,8 @@ def of_safetensors(
         tensors = tuple(_tensors(rows, [member]))
         num_listed = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
         if base + num_listed != file_bytes:
-            raise _InconsistentError("some bytes belong to no tensor")
-    except (_InconsistentError, ValueError, TypeError, OverflowError) as error:
+            raise ValueError("some bytes belong to no tensor")
+    except (ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(f"{path}: the header cannot be trusted: {error!s:.300}", path=path) from error
     stored = tuple(t for t in tensors if t.alias_of is None)
     nowhere = Member(digests.MEMBER, Extent(file_bytes, 0))
@@ -260,60 +259,26 @@ def of_safetensors(
     return Index(None, (member,), tensors, (stored,), skeleton(names), nowhere, file_bytes)
 
 
-class _InconsistentError(Exception):
-    """The index contradicts itself, or the file."""
-
-
-def _count(value: Json) -> int:
-    if type(value) is not int or value < 0:
-        raise _InconsistentError(f"{value!r:.100} is not a count")
-    return value
-
-
-def _text(value: Json) -> str:
-    if not isinstance(value, str):
-        raise _InconsistentError(f"{value!r:.100} is not text")
-    return value
-
-
 def _members(raw: Json, begin: int) -> list[Member]:
     members: list[Member] = []
     position = begin
     for name, num_bytes in raw:
         if not (isinstance(name, str) and name.isascii()):
-            raise _InconsistentError(f"{name!r:.100} is not the name of a member")
+            raise ValueError(f"{name!r:.100} is not the name of a member")
         position = align_up(position, tar.BLOCK) + tar.BLOCK
-        members.append(Member(name, Extent(position, _count(num_bytes))))
+        members.append(Member(name, Extent(position, fields.count(num_bytes))))
         position += num_bytes
     names = [m.name for m in members]
     if len(set(names)) != len(names) or {MEMBER, digests.MEMBER} & set(names):
-        raise _InconsistentError("two members have the same name")
+        raise ValueError("two members have the same name")
     return members
 
 
 def _ranks(raw: Json) -> RankFacts:
-    rank, world_size, meshes = raw
-    if not _count(rank) < _count(world_size) <= MAX_RANKS:
-        raise _InconsistentError(f"rank {rank!r:.50} is not one of {world_size!r:.50} ranks")
-    return RankFacts(rank, world_size, tuple(_mesh(mesh, world_size) for mesh in meshes))
-
-
-def _mesh(raw: Json, world_size: int) -> MeshFacts:
-    start, shape, stride, ranks = raw
-    facts = MeshFacts(_count(start), _counts(shape), _counts(stride), _counts(ranks))
-    ends = sum((size - 1) * step for size, step in zip(facts.shape, facts.stride, strict=not facts.ranks))
-    size = prod(facts.shape)
-    if not 0 < size <= world_size or max(facts.ranks, default=start + ends) >= world_size:
-        raise _InconsistentError(f"a mesh of shape {shape!r:.100} needs more than {world_size} ranks")
-    if facts.ranks and (len(set(facts.ranks)) != size or facts.stride):
-        raise _InconsistentError(f"a mesh of shape {shape!r:.100} lists {len(facts.ranks)} ranks")
-    return facts
-
-
-def _counts(raw: Json) -> tuple[int, ...]:
-    if not isinstance(raw, list) or len(raw) > MAX_RANKS or not all(_count(n) < 2**63 for n in raw):
-        raise _InconsistentError(f"{raw!r:.100} is not a list of counts")
-    return tuple(raw)
+    rank, world_size, _ = raw
+    if not fields.count(rank) < fields.count(world_size, at_most=MAX_RANKS):
+        raise ValueError(f"rank {rank!r:.50} is not one of {world_size!r:.50} ranks")
+    return RankFacts(rank, world_size)
 
 
 def _tensors(
@@ -326,106 +291,83 @@ def _tensors(
     for row in raw:
         path = tuple(row["path"])
         if not _KEYS.issuperset(map(type, path)):
-            raise _InconsistentError(f"a tensor has the path {path!r:.200}")
+            raise ValueError(f"a tensor has the path {path!r:.200}")
         if "alias" in row:
-            alias = _count(row["alias"])
+            alias = fields.count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
-                raise _InconsistentError(f"tensor {path!r:.200} is an alias of no tensor before it")
+                raise ValueError(f"tensor {path!r:.200} is an alias of no tensor before it")
             of = tensors[alias]
-            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread, of.lent))
+            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.is_spread, of.lent))
             continue
         boxes = [(piece["offsets"], piece["sizes"]) if "offsets" in piece else None for piece in row["slices"]]
-        facts = row["dtype"], row["shape"], boxes, row.get("spread")
+        facts = row["dtype"], row["shape"], boxes
         if (text := repr(facts)) not in known:  # the text tells 1 from True
-            known[text] = _division(*facts, path, ranks)
-        dtype, shape, held, spread = known[text]
-        slices = tuple(_slice(*piece, path, members) for piece in zip(row["slices"], held, strict=True))
+            known[text] = _division(*facts, path)
+        dtype, shape, held = known[text]
+        slices = tuple(_slice(piece, box, path, members) for piece, (box, _) in zip(row["slices"], held, strict=True))
         lent = tuple(_lent(piece, shape, num_lenders) for piece in row.get("lent", ()))
-        if ranks is None and [*(one.sizes for one in slices), *(one.sizes for one in lent)] != [shape]:
-            raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices) + len(lent)} slices, not in one")
-        for rectangle in lent:  # each once, so that all tensors together are never larger than the files
-            if (path, rectangle.offsets) in borrowed:
-                raise _InconsistentError(f"tensor {path!r:.200} is borrowed twice")
-            borrowed.add((path, rectangle.offsets))
-        for piece, (_, _, num_bytes) in zip(slices, held, strict=True):
+        if ranks is None and [*(one.box.sizes for one in slices), *(one.box.sizes for one in lent)] != [shape]:
+            raise ValueError(f"tensor {path!r:.200} is in {len(slices) + len(lent)} slices, not in one")
+        for _, box in lent:  # each once, so that all tensors together are never larger than the files
+            if (path, box.offsets) in borrowed:
+                raise ValueError(f"tensor {path!r:.200} is borrowed twice")
+            borrowed.add((path, box.offsets))
+        for piece, (_, num_bytes) in zip(slices, held, strict=True):
             if (length := piece.extent.length) != num_bytes:
-                raise _InconsistentError(
-                    f"tensor {path!r:.200} has {length} bytes, which does not fit its shape and dtype"
-                )
+                raise ValueError(f"tensor {path!r:.200} has {length} bytes, which does not fit its shape and dtype")
             if (piece.member, piece.name) in names:
-                raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
+                raise ValueError(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
-        tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread, lent))
+        tensors.append(IndexedTensor(path, dtype, shape, slices, None, row.get("spread") is not None, lent))
     position = 0
     extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
     for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
         if extent.offset < position:
-            raise _InconsistentError(f"two tensors share the bytes at {extent.offset}")
+            raise ValueError(f"two tensors share the bytes at {extent.offset}")
         position = extent.end
     return tensors
 
 
-def _division(
-    dtype: Json, raw: Json, rectangles: Json, spread: Json, path: tuple[Any, ...], ranks: RankFacts | None
-) -> _Division:
+def _division(dtype: Json, raw: Json, rectangles: Json, path: tuple[Any, ...]) -> _Division:
     if dtype not in DTYPES:
-        raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+        raise ValueError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
     # Each number is checked before the product: one of thousands of long numbers takes minutes.
-    if len(raw) > MAX_DIMS or not all(_count(n) < 2**63 for n in raw) or prod(n or 1 for n in raw) >= 2**63:
-        raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
-    shape, whole, held = tuple(raw), (_AT_BEGIN[len(raw)], tuple(raw)), list[_Held]()
-    for rectangle in rectangles:
-        offsets, sizes = whole if rectangle is None else _rectangle(_counts(rectangle[0]), _counts(rectangle[1]), shape)
-        held.append((offsets, sizes, prod(sizes) * DTYPES[dtype][0]))
-    return sys.intern(dtype), shape, held, None if spread is None else _spread(spread, shape, ranks)
+    if len(raw) > MAX_DIMS or prod(n or 1 for n in _counts(raw)) >= 2**63:
+        raise ValueError(f"tensor {path!r:.200} has an absurd shape")
+    shape = tuple(raw)
+    boxes = [Box.whole(shape) if one is None else _box(one[0], one[1], shape) for one in rectangles]
+    held = [(box, box.num_elements * DTYPES[dtype][0]) for box in boxes]
+    return sys.intern(dtype), shape, held
 
 
-def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
-    if ranks is None:
-        raise _InconsistentError("a tensor is sharded, but the index lists no ranks")
-    cuts, mesh, held = raw
-    if cuts is None:
-        return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
-    if _count(mesh) >= len(ranks.meshes):
-        raise _InconsistentError(f"a tensor is sharded over mesh {mesh!r:.50}, which does not exist")
-    counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
-    num_dims = len(ranks.meshes[mesh].shape)
-    if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts):
-        raise _InconsistentError(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
-    if len({mesh_dim for _, mesh_dim, _ in counts}) < len(counts):
-        raise _InconsistentError(f"the cuts {cuts!r:.200} use a dimension of a mesh twice")
-    return Spread(counts, mesh)
-
-
-def _rectangle(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(at: Json, counts: Json, shape: tuple[int, ...]) -> Box:
+    offsets, sizes = _counts(at), _counts(counts)
     if not (len(offsets) == len(sizes) == len(shape)) or any(
         offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
-        raise _InconsistentError(
+        raise ValueError(
             f"there is no slice at {offsets!r:.200} of sizes {sizes!r:.200} in a tensor of shape {shape!r:.200}"
         )
-    return offsets, sizes
+    return Box(offsets, sizes)
 
 
 def _lent(raw: Json, shape: tuple[int, ...], num_lenders: int) -> LentSlice:
     lender, offsets, sizes = raw
-    if _count(lender) >= num_lenders:
-        raise _InconsistentError(f"a tensor is borrowed from archive {lender!r:.50}, which is not listed")
-    return LentSlice(lender, *_rectangle(_counts(offsets), _counts(sizes), shape))
+    if fields.count(lender) >= num_lenders:
+        raise ValueError(f"a tensor is borrowed from archive {lender!r:.50}, which is not listed")
+    return LentSlice(lender, _box(offsets, sizes, shape))
 
 
-def _slice(raw: Json, held: _Held, path: tuple[Any, ...], members: list[Member]) -> Slice:
-    member, name = _count(raw["member"]), raw["name"]
-    begin, length = map(_count, raw["extent"])
+def _slice(raw: Json, box: Box, path: tuple[Any, ...], members: list[Member]) -> Slice:
+    member, name = fields.count(raw["member"]), raw["name"]
+    begin, length = map(fields.count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
-        raise _InconsistentError(f"tensor {path!r:.200} lies outside its member")
+        raise ValueError(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
-        raise _InconsistentError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
+        raise ValueError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
     if path and name == path[-1]:
         name = path[-1]  # one text for both
-    return Slice(member, name, Extent(members[member].data.offset + begin, length), held[0], held[1])
+    return Slice(member, name, Extent(members[member].data.offset + begin, length), box)
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
@@ -446,9 +388,9 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
             f"{path}: {index.members[member].name} is not as long as the index says", path=path
         )
     expected = {
-        name: (*safetensors.stored_as(t.dtype, sizes), extent.offset - base, extent.end - base)
+        name: (*safetensors.stored_as(t.dtype, box.sizes), extent.offset - base, extent.end - base)
         for t in index.stored[member]
-        for at, name, extent, _, sizes in t.slices
+        for at, name, extent, box in t.slices
         if at == member
     }
     if expected != table:

@@ -24,10 +24,9 @@ from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
-from ..storage.compressed import open_sized
 from ..storage.interface import Reader, Storage
 from ..storage.pace import Pace
-from .archives.archive import OpenArchive
+from .archives.archive import OpenArchive, open_named
 from .verify import Verification
 
 if TYPE_CHECKING:
@@ -179,12 +178,7 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
     """
     try:
         with storage.open(path) as stored:
-            reader = open_sized(stored, path, archive.num_bytes)
-            if (
-                reader.num_bytes != archive.num_bytes
-                or OpenArchive(reader, path=path, verify=True).digest != archive.digest
-            ):
-                return False
+            reader = open_named(stored, archive, path=path).reader
             if reads_all:
                 Verification().compare_file(reader, path)
             return True
@@ -215,15 +209,11 @@ class _Original:
         except FileNotFoundError as error:
             raise missing_error(shown, self._step) from error
         try:
-            opened = OpenArchive(open_sized(reader, shown, self._archive.num_bytes), path=shown, verify=True)
-            reader = opened.reader
-            if (reader.num_bytes, opened.digest) != (self._archive.num_bytes, self._archive.digest):
-                raise opened.corrupt("it is not the archive that its manifest names")
+            self._opened = open_named(reader, self._archive, path=shown)
         except BaseException:
             reader.close()
             raise
-        self._opened = opened
-        return reader
+        return self._opened.reader
 
     def _verify(self, offset: int, data: memoryview) -> None:
         assert self._opened is not None

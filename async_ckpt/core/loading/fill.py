@@ -365,8 +365,7 @@ def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePla
         if common is not None and piece.extent.length:
             file_plan = plan.setdefault(id(file), _FilePlan(file, [], set()))
             file_plan.members.add(piece.member)
-            whole = Box(piece.offsets, piece.sizes)
-            for run in strided_copies(common, whole, box, DTYPES[tensor.dtype][0]):
+            for run in strided_copies(common, piece.box, box, DTYPES[tensor.dtype][0]):
                 file_plan.add(number, run._replace(source=piece.extent.offset + run.source))
 
 

@@ -178,7 +178,7 @@ def _in_memory(archive: Contents, number: int, memory: Memory) -> torch.Tensor:
 def _view(archive: Contents, number: int, maps: dict[Contents, mmap_module.mmap]) -> torch.Tensor:
     tensor, dtype = archive.index.tensors[number], archive.dtype(number)
     sources = archive.sources(number)
-    if len(sources) != 1 or sources[0].box.sizes != sources[0].piece.sizes:
+    if len(sources) != 1 or sources[0].box != sources[0].piece.box:
         raise ValueError(
             f"mmap=True makes views of a file, but {shown(tensor.path)} is in several pieces, as several ranks have "
             "saved it; leave mmap out"

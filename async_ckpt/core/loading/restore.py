@@ -9,9 +9,9 @@ first byte is written. Then tensors are filled, and finally other values are set
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,7 +28,9 @@ from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping
 from .live.match import Match
 from .load import Verify, check_lent, check_select
-from .sharing import Item, Sharing
+from .sharing import Item, Share, Sharing
+
+_ToFill: TypeAlias = tuple[Contents, Sequence[Wanted]]
 
 
 class RestoreOptions(NamedTuple):
@@ -57,13 +59,13 @@ def restore_state(
     sharing: Sharing | None = None,
     state_dicts: StateDictCache | None = None,
     spans: Spans | None = None,
-) -> None:
+) -> Share | None:
     """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
     borrows.
 
     Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
     writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
-    part of what other ranks hold, too, and receives the rest from them. With `strict=False`, missing and unexpected
+    part of what other ranks hold, too, and returns what remains to be done. With `strict=False`, missing and unexpected
     names are ignored if at least one name is on both sides; shapes and dtypes must match all the same. A data loader
     that gives another order than it did is a warning, and with `strict=True` an error. `spans` get the parts: "plan",
     "read" and "fill".
@@ -73,8 +75,35 @@ def restore_state(
     """
     spans = spans or Spans()
     begin = spans.clock()
+    wanted, actions = _plan_of(parts, live, options, state_dicts or StateDictCache())
+    share = None
+    if sharing is not None:
+        wanted, shared = _apart(wanted)
+        share = Share(shared, actions)
+        wanted += [(item.archive, [item.wanted]) for item in sharing.own(shared)]
+    for archive, items in wanted:
+        archive.need((item.number, item.box) for item in items)
+    plan = planned(wanted)
+    spans.add("plan", begin)
+    if options.verify == "first":
+        fill(plan, copy=False, pool=pool)
+    with _partly_overwritten():
+        with spans.span("read"):
+            fill(plan, pool=pool)
+        with spans.span("fill"), torch.no_grad():
+            for action in actions if share is None else ():
+                action()
+    return share
+
+
+def _plan_of(
+    parts: Sequence[Part], live: Any, options: RestoreOptions, state_dicts: StateDictCache
+) -> tuple[list[_ToFill], list[Callable[[], None]]]:
+    """The memory to fill from each archive, and the actions to take then. Nothing is overwritten before.
+
+    Raises StateMismatchError, and KeyError if nothing was selected.
+    """
     _check_root(live)
-    state_dicts = state_dicts or StateDictCache()
     shares = list(_shares(parts, live))
     check_lent([part for part, _ in shares], options.select)
     check_select(parts, options.select)
@@ -101,26 +130,9 @@ def restore_state(
             raise
     for match, _ in matches:
         match.differences.warn_of_order(match.archive.path)
-    wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
-    if sharing is not None:
-        wanted = _own(wanted, sharing)
-    for archive, items in wanted:
-        archive.need((item.number, item.box) for item in items)
-    plan = planned(wanted)
-    spans.add("plan", begin)
-    if options.verify == "first":
-        fill(plan, copy=False, pool=pool)
     actions = [action for match, _ in matches for action in match.actions]
     actions += [functools.partial(_update, live, share) for _, share in matches if share is not live]
-    with _partly_overwritten():
-        with spans.span("read"):
-            fill(plan, pool=pool)
-        with spans.span("fill"), torch.no_grad():
-            if sharing is not None:
-                sharing.afterwards(actions)
-                return
-            for action in actions:
-                action()
+    return [(match.archive, [*match.wanted.values()]) for match, _ in matches], actions
 
 
 def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, options: RestoreOptions) -> Match:
@@ -138,12 +150,11 @@ def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, optio
                 continue
             raise
         match = Match(
-            archive,
+            part,
             archive.objects(stored, trust=options.trust),
             selector(options.select),
             state_dicts,
             live,
-            keeps_empty=part.keeps_empty,
             goes_back=options.goes_back and options.compares_names,
         )
         try:
@@ -154,19 +165,15 @@ def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, optio
             return match
 
 
-def _own(wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing) -> list[tuple[Contents, list[Wanted]]]:
-    """The tensors that this rank reads: its part of the shared ones, and all tensors that each rank has separately."""
+def _apart(wanted: Sequence[_ToFill]) -> tuple[list[_ToFill], list[Item]]:
+    """The tensors that each rank has separately, of each archive, and those that the ranks of a group share."""
+    own: list[_ToFill] = []
     shared: list[Item] = []
-    of_file: dict[int, Contents] = {}
-    kept: list[tuple[Contents, list[Wanted]]] = []
     for number, (archive, items) in enumerate(wanted):
-        own = [item for item in items if archive.is_of_each(item.number)]
-        kept.append((archive, own))
-        for item in items:
-            if not archive.is_of_each(item.number):
-                of_file[id(item)] = archive
-                shared.append(Item(f"{number}/{archive.index.tensors[item.number].dotted}", item))
-    return [*kept, *((of_file[id(item)], [item]) for item in sharing.own(shared))]
+        own.append((archive, [item for item in items if archive.is_of_each(item.number)]))
+        others = (item for item in items if not archive.is_of_each(item.number))
+        shared += [Item(f"{number}/{archive.index.tensors[one.number].dotted}", archive, one) for one in others]
+    return own, shared
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:

@@ -24,7 +24,7 @@ from .live.kinds import is_looked_into
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
-from .sharing import Sharing
+from .sharing import Share, Sharing
 
 
 class RunRestore:
@@ -69,7 +69,7 @@ class RunRestore:
             self.state_dicts.take_all(self._state)
         try:
             if sharing is None:
-                return self._read(step, None)
+                return self._read(step, None)[0]
             return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
         finally:
             self._ranks.hang_up()
@@ -81,16 +81,17 @@ class RunRestore:
         groups = ((name, value) for name, value in self._state.items() if isinstance(name, str))
         return [name for name, value in groups if is_looked_into(value, self.state_dicts.of)]
 
-    def _read(self, step: int | None, sharing: Sharing | None) -> int | None:
+    def _read(self, step: int | None, sharing: Sharing | None) -> tuple[int | None, Share | None]:
+        """The step that was read, and with `sharing` what remains to be done."""
         use, verify = partial(self._fill, sharing), bool(self._options.verify)
         if step is not None:
             self._see_own_saves()
-            from_step(self._roots, step, use, verify=verify, readers=self._readers)
+            share = from_step(self._roots, step, use, verify=verify, readers=self._readers)
             if self._ranks.world.rank == 0 and (reason := self._roots.bad_mark(step)):
                 warnings.warn(f"step {step} is restored, and {reason}", RuntimeWarning, stacklevel=4)
-            return step
+            return step, share
         self._ranks.meet_nodes()
-        resumed = resume(
+        return resume(
             self._roots,
             use,
             verify=verify,
@@ -100,8 +101,7 @@ class RunRestore:
             fallback=self._fallback,
             on_skip=self._skip,
             only_good=self._only_good,
-        )
-        return None if resumed is None else resumed[0]
+        ) or (None, None)
 
     def _skip(self, step: int, reason: str) -> None:
         self._skipped[step] = reason
@@ -112,11 +112,11 @@ class RunRestore:
                 stacklevel=7,
             )
 
-    def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
+    def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> Share | None:
         self._spans.add("find", self._finds_since)
         try:
             self._before(parts, self.state_dicts)
-            restore_state(
+            return restore_state(
                 parts,
                 self._state,
                 self._options,

@@ -1,7 +1,7 @@
 """Ranks that hold the same tensors read a part each, and broadcast it to the others of their group.
 
 In: the memory that each rank has to fill, and a process group of the caller. Out: the same memory, filled.
-Knows nothing of: archives, steps.
+Knows nothing of: steps, the content of archives.
 
 Collectives are called only here, on the thread that restores, and in the same order whatever happens: each rank first
 reads its part, or fails; then all exchange the outcome; and only if all succeeded, the parts are broadcast.
@@ -10,8 +10,9 @@ reads its part, or fails; then all exchange the outcome; and only if all succeed
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from ...errors import PeerFailedError
 from ..backends import is_dense
 from ..spec import MIB
 from ..staging.device import flat_bytes, flat_items
+from .archives.contents import Contents
 from .fill import Wanted
 
 T = TypeVar("T")
@@ -32,7 +34,23 @@ class Item(NamedTuple):
     """Memory that each rank of the group has to fill with the same bytes. `name` identifies it on all of them."""
 
     name: str
+    archive: Contents
     wanted: Wanted
+
+
+class Share(NamedTuple):
+    """The memory that the ranks of a group fill together, and the actions that each of them takes then."""
+
+    items: Sequence[Item] = ()
+    actions: Sequence[Callable[[], None]] = ()
+
+    def digest(self) -> str:
+        """A text that is equal on ranks that have to fill the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, _, wanted in self.items:
+            facts = [name, wanted.offsets, tuple(wanted.into.shape), str(wanted.into.dtype)]
+            digest.update(repr(facts).encode(errors="backslashreplace"))
+        return digest.hexdigest()
 
 
 class Sharing:
@@ -53,41 +71,33 @@ class Sharing:
             )
         self._dist, self._group = dist, group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._forget()
 
-    def _forget(self) -> None:
-        self._items: list[Item] = []
-        self._owners: list[int] = []
-        self._actions: list[Callable[[], None]] = []
+    def own(self, items: Sequence[Item]) -> list[Item]:
+        """The part of these that this rank reads."""
+        return [item for item, owner in zip(items, self._owners(items), strict=True) if owner == self._rank]
 
-    def own(self, items: Sequence[Item]) -> list[Wanted]:
-        """The part of these that this rank reads, about as many bytes as each other rank."""
-        self._forget()
-        self._items = list(items)
-        total, at = sum(item.wanted.into.nbytes for item in items), 0
-        for item in items:
-            self._owners.append((at * self._size) // total if total else 0)
-            at += item.wanted.into.nbytes
-        return [item.wanted for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
+    def _owners(self, items: Sequence[Item]) -> list[int]:
+        """For each item, the number of the rank that reads it. All ranks read about as many bytes."""
+        ends = list(itertools.accumulate((item.wanted.into.nbytes for item in items), initial=0))
+        return [at * self._size // ends[-1] if ends[-1] else 0 for at in ends[:-1]]
 
-    def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
-        """Defer these actions until all parts have been received."""
-        self._actions += actions
+    def restore(self, read: Callable[[], tuple[T, Share | None]], read_all: Callable[[T], object]) -> T:
+        """Fill everything, and return the first result of `read`, which must be the same on all ranks.
 
-    def restore(self, read: Callable[[], T], read_all: Callable[[T], object]) -> T:
-        """Fill everything, and return the result of `read`, which must be the same on all ranks.
-
-        `read` fills this rank's part. `read_all` fills all of it, and is called if the ranks hold different slices.
-        Raises the error of `read`, and PeerFailedError if it has failed on another rank.
+        `read` fills this rank's part, and returns the share of the group. `read_all` fills all of it, and is called if
+        the ranks hold different slices. Raises the error of `read`, and PeerFailedError if it has failed on another
+        rank.
         """
         result: T | None = None
+        share: Share | None = None
         error: Exception | None = None
         try:
-            result = read()
+            result, share = read()
         except Exception as caught:
             error = caught
+        share = share or Share()
         answers: list[Any] = [None] * self._size
-        own_answer = result, self._digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        own_answer = result, share.digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000]
         self._dist.all_gather_object(answers, own_answer, group=self._group)
         if error is not None:
             raise error
@@ -114,23 +124,15 @@ class Sharing:
             )
             read_all(result)
         else:
-            self._broadcast()
+            self._broadcast(share.items)
             with torch.no_grad():
-                for action in self._actions:
+                for action in share.actions:
                     action()
-        self._forget()
         return result
 
-    def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for name, wanted in self._items:
-            facts = [name, wanted.offsets, tuple(wanted.into.shape), str(wanted.into.dtype)]
-            digest.update(repr(facts).encode(errors="backslashreplace"))
-        return digest.hexdigest()
-
-    def _broadcast(self) -> None:
+    def _broadcast(self, items: Sequence[Item]) -> None:
         small: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-        for item, owner in zip(self._items, self._owners, strict=True):
+        for item, owner in zip(items, self._owners(items), strict=True):
             tensor = item.wanted.into.detach()
             if not tensor.nbytes:
                 continue

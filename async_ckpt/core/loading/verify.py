@@ -27,7 +27,6 @@ from ..runs.naming import TRACKERS, parse_step_name
 from ..runs.root import TRIES, overtaken_error
 from ..spec import Extent
 from ..state.names import shown
-from ..storage.compressed import open_decompressed
 from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
 from ..timing import Clock, monotonic
@@ -38,10 +37,11 @@ from .archives.find import (
     committed_folders,
     from_committed,
     nothing_committed,
+    of_others,
+    open_contents,
     opened_as_file,
     step_at,
 )
-from .archives.opening import of_others, open_contents
 from .archives.step_archives import Readers
 from .fill import READ_BYTES, Read, run_reads
 from .load import check_lent
@@ -105,7 +105,7 @@ class Verification:
         Raises CorruptCheckpointError, and ForeignFileError if there is nothing that its bytes can be compared with.
         """
         try:
-            contents = open_contents(open_decompressed(reader, path), path=path, verify=True)
+            contents = open_contents(reader, path=path, verify=True)
             if isinstance(contents, OpenArchive):
                 self._compare([Part(contents)])
                 return ()

@@ -102,8 +102,8 @@ class _Archived:
         self.small = {
             dotted(tensor.path): (tensor.dtype, tensor.shape, tensor.slices[0].extent)
             for tensor in self.index.tensors
-            if tensor.spread is None
-            if len(tensor.slices) == 1 and tensor.slices[0].sizes == tensor.shape
+            if not tensor.is_spread
+            if len(tensor.slices) == 1 and tensor.slices[0].box.sizes == tensor.shape
         }
         objects = self.index.member(index.OBJECTS)
         self.leaves = plain_leaves(self.index.skeleton, _digests(None if objects is None else self._read(objects.data)))

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..fields import count, items, row, table, text, whole
 from ..format.index import MAX_RANKS
-from ..slicing.locator import StepItem, StepLayout, check_mesh, check_structure
+from ..slicing.locator import StepItem, StepLayout, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
-from ..slicing.slices import Mesh
+from ..slicing.slices import Mesh, check_mesh
 from ..storage.interface import Storage
 from .manifest import seal, unseal
 from .receipts import Table, layout_name

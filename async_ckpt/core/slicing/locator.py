@@ -18,10 +18,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import fields
-from ..spec import DTYPES, MAX_DIMS
+from ..spec import DTYPES
 from .boxes import Box, cover
 from .shares import Holding, ReplicatedBytes, SliceCache, by_everybody, replicated_bytes, sharers
-from .slices import Cut, Ints, Mesh, Replicas, Slices
+from .slices import Cut, Ints, Mesh, Replicas, Slices, check_mesh
 
 # Ranks, ascending, by the digest of their states' structure.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
@@ -77,19 +77,15 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 class ShardLocator:
-    """Finds the ranks that wrote parts of tensors, for one layout.
+    """Finds the ranks that wrote parts of tensors, for one layout."""
 
-    `aliases` are the names of tensors that are tied to others, for a layout that does not list any itself.
-    """
-
-    def __init__(self, layout: StepLayout, aliases: Collection[str] = ()) -> None:
+    def __init__(self, layout: StepLayout) -> None:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
         self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
         self._values = dict[str, set[str]]()  # names of values that are no tensors, in layouts that list them
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest], self._values[digest] = _parsed(layout.structures[digest])
-        self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
         # Tensors that are spread alike, and the structures that contain them.
         self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
@@ -161,7 +157,7 @@ class ShardLocator:
         """The boxes that a rank wrote of each tensor."""
         boxes: dict[str, set[Box]] = {}
         for name, line in self._tensors[self._structure_of[rank]].items():
-            if not self._is_tied(name, rank):
+            if name not in self._tied[self._structure_of[rank]]:  # else it wrote nothing under this name
                 candidates = self._candidates(name, [Box.whole(line.shape)], {rank})
                 boxes[name] = {box for other, box in candidates if other == rank and box.num_elements}
         return boxes
@@ -251,9 +247,8 @@ class ShardLocator:
         holdings: dict[str, Holding] = {}
         for name, line in self._tensors[digest].items():
             slices = self._slices(name, line, rank)
-            if slices is None or self._is_tied(name, rank):
-                continue
-            holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
+            if slices is not None and name not in self._tied[digest]:
+                holdings[name] = Holding(slices, line.item_bytes, replicas(slices))
         everybody = by_everybody(holdings)
         shared = {
             name: holding.replicas
@@ -261,10 +256,6 @@ class ShardLocator:
             if holding.replicas.size > 1 and name not in everybody
         }
         return shared, replicated_bytes(holdings, everybody)
-
-    def _is_tied(self, name: str, rank: int) -> bool:
-        """True if a rank wrote nothing under this name, because the tensor is tied to one of another name."""
-        return name in self._aliases or name in self._tied[self._structure_of[rank]]
 
     # --- slices and places ------------------------------------------------------------------------------------
 
@@ -332,14 +323,6 @@ def check_structure(text: str, num_ranks: int) -> None:
             for cut in _cuts(line.spread):
                 if cut.dim >= len(line.shape) or cut.mesh_dim >= len(mesh.shape) or not cut.runs:
                     raise ValueError(f"a tensor of shape {line.shape} is not cut by {cut} of a mesh {mesh.shape}")
-
-
-def check_mesh(mesh: Mesh, num_ranks: int) -> None:
-    """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
-    if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
-    if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
 
 
 _counts = partial(fields.items, of=fields.count)

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 # The version of this arithmetic, stored with each step: a reader has to find the owners of old checkpoints too.
 VERSION: Final = 2
-# Steps of version 1 are read as well. Their structures did not list tied tensors.
+# Steps of version 1 are read as well. Their structures did not list tied tensors: readers of such a step look at more
+# archives.
 KNOWN_VERSIONS: Final = frozenset({1, VERSION})
 # Larger tensors are cut at rows. A smaller one goes whole to one rank, so that a state does not fall into crumbs.
 CUT_BYTES: Final = MIB

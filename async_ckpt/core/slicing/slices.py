@@ -18,6 +18,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+from ..spec import MAX_DIMS
+
 Ints: TypeAlias = tuple[int, ...]
 
 
@@ -112,6 +114,22 @@ class Mesh(NamedTuple):
             return tuple(moved.get(dim, step) for dim, step in enumerate(start))
 
         return Mesh.of(shape, [self.rank_at(through(steps)) for steps in product(*map(range, shape))])
+
+
+def check_mesh(mesh: Mesh, num_ranks: int) -> None:
+    """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
+    if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
+    if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
+
+
+class RankFacts(NamedTuple):
+    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over."""
+
+    rank: int
+    world_size: int
+    meshes: tuple[Mesh, ...] = ()
 
 
 class Replicas(NamedTuple):

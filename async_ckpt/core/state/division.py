@@ -21,14 +21,12 @@ from ..slicing.boxes import Box
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
 from ..slicing.shares import Holding, SliceCache, balance, by_everybody, rectangles_to_write, sharers
-from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
+from ..slicing.slices import Mesh, RankFacts, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
     DTYPES,
     PER_RANK,
     ROOT_MESH,
-    MeshFacts,
-    RankFacts,
     SliceFacts,
     Spread,
     TensorSpec,
@@ -188,8 +186,7 @@ class StateDivider:
                 alias = None if spec.alias_of is None else first[spec.alias_of]
                 specs.append(spec._replace(shape=(0,), alias_of=alias, of=of))
                 sources.append(_WriteSource(numbers[0], None, is_nothing=True))
-        facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
-        ranks = RankFacts(self.rank, self.world_size, facts)
+        ranks = RankFacts(self.rank, self.world_size, tuple(meshes))
         return _WritePlan(inventory, given, specs, sources, ranks, small, copies, balance(shared, taken))
 
     def _holdings(
@@ -274,8 +271,7 @@ def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
         return Spread(None, 0, tuple(Box.of(rectangle) for rectangle in slices.rectangles))
     if slices.mesh is None:
         return None
-    cuts = tuple((cut.dim, cut.mesh_dim, cut.runs) for cut in slices.cuts)
-    return Spread(cuts, meshes.setdefault(slices.mesh, len(meshes)))
+    return Spread(slices.cuts, meshes.setdefault(slices.mesh, len(meshes)))
 
 
 def _place(

@@ -22,7 +22,7 @@ import torch
 from ...core.host.loop import OffLoop
 from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
-from ...core.loading.archives.step_archives import opened_parts
+from ...core.loading.archives.merged_archives import opened_parts
 from ...core.loading.load import load_state
 from ...core.ranks.rendezvous import Channel, RankCall
 from ...core.ranks.start import WorldStart, start_of

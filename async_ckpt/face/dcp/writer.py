@@ -39,8 +39,8 @@ from ...core.saving import default
 from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
-from ...core.slicing.slices import Rectangle, Slices
-from ...core.spec import RankFacts, Spread, flag
+from ...core.slicing.slices import RankFacts, Rectangle, Slices
+from ...core.spec import Spread, flag
 from ...core.state.capture import capture
 from ...core.state.captured import RankShare
 from ...core.state.names import Path, shown

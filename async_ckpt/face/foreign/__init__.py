@@ -7,7 +7,7 @@
 - `tar_stream.py`: the members of any tar, read by `read_ahead.py`.
 - `foreign_checks.py`: what can be verified of a file or folder.
 
-`loading.archives.opening` imports this room when it meets the first of them.
+`loading.archives.find` imports this room when it meets the first of them.
 """
 
 from __future__ import annotations

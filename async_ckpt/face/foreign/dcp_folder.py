@@ -29,7 +29,7 @@ from ...core.loading.archives.contents import Contents, Groups, Source
 from ...core.pickles import saved_objects
 from ...core.pickles.object_digests import object_digest
 from ...core.slicing.boxes import Box, cover
-from ...core.spec import DTYPES, Extent, Spread
+from ...core.spec import DTYPES, Extent
 from ...core.state.names import Path, Select, dtype_named, shown
 from ...core.state.per_rank import nested
 from ...core.state.tree import Encoder, StoredLeaf, replaced
@@ -136,7 +136,7 @@ class OpenDcp(Contents):
                 tensor.shape,
                 (),
                 None,
-                Spread(None, 0) if len(tensor.chunks) > 1 else None,
+                is_spread=len(tensor.chunks) > 1,
             )
             for name, tensor in metadata.tensors.items()
         )
@@ -222,7 +222,7 @@ class OpenDcp(Contents):
             file, extent, member = self._locations[chunk.blob]
             if extent.length != math.prod(chunk.sizes) * DTYPES[tensor.dtype][0]:
                 raise self.corrupt(f"{shown((name,))} is not of the shape or dtype that the metadata says")
-            sources.append(Source(file, Slice(member, name, extent, chunk.offsets, chunk.sizes), box))
+            sources.append(Source(file, Slice(member, name, extent, Box(chunk.offsets, chunk.sizes)), box))
         return sources
 
     def items(self) -> Iterator[tuple[str, Contents, Blob]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_ranks import distributed, no_collectives, standing_at
-from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_at
+from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, restore, saved, wrong_at
 from matrix_slices import numbered
 from rank_archives import opened, restore_at, write_all
 from slices import ALL, PART, some
@@ -232,6 +232,17 @@ def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path: 
 
     with pytest.raises(StateMismatchError, match=r"unexpected in the checkpoint: model\.shared"):
         restore_at(0, 1, paths, {"model": {"1.weight": torch.zeros(3, 2)}})
+
+
+def test_a_name_of_another_rank_is_found_though_its_archive_was_opened_for_bytes_before(tmp_path: Path):
+    def stage(rank: int) -> dict[str, Any]:
+        return {"model": fully_sharded(2)(rank), f"stage{rank}": {"x": numbered((3,)) + rank}}
+
+    step, live = saved(tmp_path, 2, stage), {"model": {}, "stage1": {"x": torch.zeros(3)}}
+
+    with standing_at(0, 2), torch.no_grad():
+        restore(step, 0, 2, live)
+    assert torch.equal(live["stage1"]["x"], numbered((3,)) + 1)
 
 
 def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):

@@ -19,10 +19,11 @@ from ...format.index import Member
 from ...host.memory import HostBuffer
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
+from ...runs.manifest import Archive
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
-from ...storage.compressed import BlocksInTarReader, DamagedBlocksError
+from ...storage.compressed import BlocksInTarReader, DamagedBlocksError, open_sized
 from ...storage.interface import Reader
 from .contents import Contents
 from .copies import Copies
@@ -363,6 +364,22 @@ class OpenArchive(Contents):
             raise self.corrupt(f"{index.OBJECTS} is missing")
         extent = self._or_from_copies(partial(self.check_tar_header, member))
         return self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
+
+
+def open_named(
+    reader: Reader, entry: Archive, *, path: str, verify: bool = True, copies: Copies | None = None
+) -> OpenArchive:
+    """The archive behind a reader, by its entry in a manifest. Raises CorruptCheckpointError if it is another one."""
+    reader = open_sized(reader, path, entry.num_bytes)
+    if reader.num_bytes != entry.num_bytes:
+        raise CorruptCheckpointError(
+            f"{path}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; load an earlier checkpoint",
+            path=path,
+        )
+    archive = OpenArchive(reader, path=path, verify=verify, copies=copies)
+    if verify and archive.digest != entry.digest:
+        raise archive.corrupt("it is not the archive that its manifest names")
+    return archive
 
 
 def _listed(leaves: Sequence[StoredLeaf]) -> str:

@@ -96,7 +96,7 @@ class Contents:
 
     def pieces(self, number: int) -> list[tuple[Contents, Slice]]:
         """The slices of a tensor that the file has, and those that archives of earlier steps have for it. The latter
-        have the same path, rectangle and dtype there: so nothing is allocated that is not in one of the files.
+        have the same path, box and dtype there: so nothing is allocated that is not in one of the files.
         """
         tensor = self.index.tensors[number]
         pieces: list[tuple[Contents, Slice]] = [(self, piece) for piece in tensor.slices]
@@ -107,7 +107,7 @@ class Contents:
             file = self._lender(lent.lender)
             found = file._by_path.get(path)
             same = found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-            slices = [piece for piece in found.slices if piece[-2:] == lent[-2:]] if found and same else []
+            slices = [piece for piece in found.slices if piece.box == lent.box] if found and same else []
             if not slices:
                 raise self.corrupt(f"{shown(tensor.path)} should be in {file.path}, and is not")
             pieces.append((file, slices[0]))
@@ -217,8 +217,7 @@ class Contents:
         content = bytearray(math.prod(tensor.shape) * item_bytes)
         for file, piece, box in sources:
             file.check_members([piece.member])
-            held = Box(piece.offsets, piece.sizes)
-            for strided in strided_copies(box, held, Box.whole(tensor.shape), item_bytes):
+            for strided in strided_copies(box, piece.box, Box.whole(tensor.shape), item_bytes):
                 for run in strided.apart():
                     data = file.read(Extent(piece.extent.offset + run.source, run.length))
                     content[run.target : run.target + run.length] = data
@@ -365,9 +364,9 @@ def sources_in(
     pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...], known: Covers | None = None
 ) -> tuple[list[Source], list[Box]]:
     """The places to read each element of a tensor from, in the first piece that has it, and the boxes that none has."""
-    if pieces and pieces[0][1].sizes == shape:
+    if pieces and pieces[0][1].box.sizes == shape:
         return [Source(*pieces[0], Box.whole(shape))], []
-    boxes = tuple(Box(piece.offsets, piece.sizes) for _, piece in pieces)
+    boxes = tuple(piece.box for _, piece in pieces)
     covering = None if known is None else known.get((shape, boxes))
     if covering is None:
         covering = cover(shape, boxes)

@@ -9,7 +9,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Final, NamedTuple, Self, TypeVar
+from importlib import import_module
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from ....errors import (
     CheckpointError,
@@ -17,11 +18,12 @@ from ....errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ...format import index
 from ...runs.foreign_entries import foreign_kind, formats_of, possible_steps
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, GroupLocation, Manifest, parse
 from ...runs.marks import no_good_step
-from ...runs.receipts import archives_in, archives_of, attempt_of_all
+from ...runs.receipts import archives_in, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
@@ -30,16 +32,16 @@ from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from ...timing import wall_time
-from .contents import Part
+from .archive import OpenArchive, first_bytes
+from .contents import Contents, Groups, Part
 from .copies import Holders
-from .merged_archives import MergedArchives
-from .opening import open_contents, parts_of_folder
+from .merged_archives import MergedArchives, part_of
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
 
-
 _ANY_READER: Final = Readers()
+_BEGIN: Final = f"{index.MEMBER}\0".encode()  # of every archive of this library
 # Folders that an error looks into.
 _MOST_BELOW: Final = 32
 
@@ -165,14 +167,14 @@ def from_step(
 
 def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
     """The result of `use` for the content of a path: an archive, a safetensors file, the folder of a step, the newest
-    step of a run, or a folder that `parts_of_folder` recognises. Raises TypeError for `readers` that are not valid.
+    step of a run, or a folder that another program has written. Raises TypeError for `readers` that are not valid.
     """
     check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
-            parts: Sequence[Part] = [Part(open_contents(open_decompressed(reader, shown), path=shown, verify=verify))]
+            parts: Sequence[Part] = [Part(open_contents(reader, path=shown, verify=verify))]
             _check_names(parts, readers)
             return use(parts)
     storage = storage_at(path)
@@ -184,7 +186,7 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
     if found is not None:
         return found[1]
     with contextlib.ExitStack() as stack:
-        folder_parts = parts_of_folder(storage, verify=verify, stack=stack)
+        folder_parts: list[Part] | None = of_others().parts_of_folder(storage, verify=verify, stack=stack)
         if folder_parts is not None:
             _check_names(folder_parts, readers)
             return use(folder_parts)
@@ -265,46 +267,28 @@ class CommittedStep(NamedTuple):
 
     def archives(self, manifest: Manifest) -> list[NamedArchives]:
         """The step's own archives, and those of earlier steps that lend groups to it."""
-        below = f"{self.folder}/" if self.folder else ""
-        own = [(f"{below}{archive.name}", archive) for archive in archives_of(self.storage, self.folder, manifest)]
-        per_rank = manifest.ranks.per_rank if manifest.ranks else ()
-        first = NamedArchives(
-            self.storage,
-            self.folder,
-            own,
-            manifest.attempt,
-            manifest.step,
-            named_by=manifest.step,
-            per_rank=per_rank,
-            is_shared_out=manifest.ranks is None and len(own) > 1,
-            holders=self.holders,
-        )
-        parts = [borrowed for borrowed in manifest.elsewhere if borrowed.in_part]
-        if parts:
-            first = first._replace(lenders=cache(lambda: _lenders(self.root(), parts, manifest.step)))
-        sources = [first]
-        lent: dict[tuple[str, str, int], list[Archive]] = {}
-        for borrowed in (one for one in manifest.elsewhere if not one.in_part):
-            lent.setdefault((borrowed.group, borrowed.folder, borrowed.step), []).append(borrowed.archive)
-        groups_of: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
-        for (group, folder, step), lenders in lent.items():
-            groups_of.setdefault((folder, step, tuple(lenders)), set()).add(group)
-        for (folder, step, archives), groups in groups_of.items():
-            root = self.root()
-            paths = [
-                (f"{folder}/{archive.name}", archive) for archive in archives_in(root, folder, archives, manifest.step)
-            ]
-            lent_archives = first._replace(
-                storage=root,
-                folder=folder,
-                archives=paths,
-                attempt=attempt_of_all(archives[0].name) or "",
-                step=step,
-                groups=frozenset(groups),
-                is_shared_out=len(archives) > 1,
+        in_part = [one for one in manifest.elsewhere if one.in_part]
+        lenders = cache(lambda: _lenders(self.root(), in_part, manifest.step)) if in_part else dict
+
+        def named(storage: Storage, folder: str, entries: Sequence[Archive], groups: Groups = None) -> NamedArchives:
+            below = f"{folder}/" if folder else ""
+            archives = [(f"{below}{one.name}", one) for one in archives_in(storage, folder, entries, manifest.step)]
+            attempt = attempt_of_all(entries[0].name) or manifest.attempt
+            return NamedArchives(
+                storage, folder, archives, manifest, attempt, len(entries) > 1, groups, self.holders, lenders
             )
-            sources.append(lent_archives)
-        return sources
+
+        lent: dict[tuple[str, str], list[Archive]] = {}
+        for one in manifest.elsewhere:
+            if not one.in_part:
+                lent.setdefault((one.group, one.folder), []).append(one.archive)
+        groups_of: dict[tuple[str, tuple[Archive, ...]], set[str]] = {}
+        for (group, folder), entries in lent.items():
+            groups_of.setdefault((folder, tuple(entries)), set()).add(group)
+        return [
+            named(self.storage, self.folder, manifest.lenders),
+            *(named(self.root(), *place, frozenset(groups)) for place, groups in groups_of.items()),
+        ]
 
 
 def _lenders(
@@ -331,10 +315,8 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 of_world = readers.of_world(manifest.world_size)
-                archives = [
-                    StepArchives(sources, of_world, stack, verify=verify) for sources in step.archives(manifest)
-                ]
-                parts = [source.part()._replace(manifest=manifest) for source in archives]
+                named = step.archives(manifest)
+                parts = [part_of(StepArchives(one, of_world, stack, verify=verify)) for one in named]
                 _check_names(parts, readers)
                 _warn_of_wrapped(parts, readers, of_world, manifest)
                 result = use(parts)
@@ -461,3 +443,21 @@ def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
         return storage.open(name), storage.locate(name)
     except (FileNotFoundError, IsADirectoryError):
         return None
+
+
+def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
+    """The archive or bare safetensors file behind a reader, which may be compressed.
+
+    Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
+    """
+    reader = open_decompressed(reader, path)
+    first_block = first_bytes(reader, path=path)
+    contents: Contents | None = None
+    if bytes(first_block[: len(_BEGIN)]) != _BEGIN:
+        contents = of_others().opened(reader, path=path, first_block=first_block)
+    return contents or OpenArchive(reader, path=path, verify=verify, first_block=first_block)
+
+
+def of_others() -> Any:
+    """The room that reads checkpoints of other programs, imported when the first of them is met."""
+    return import_module("async_ckpt.face.foreign")

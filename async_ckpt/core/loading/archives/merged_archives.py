@@ -9,75 +9,85 @@ nothing is allocated for a tensor before each of its elements is located in one 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from ....errors import CorruptCheckpointError
 from ...format import digests
 from ...format.index import Index, IndexedTensor, Member
+from ...host.threads import run_together
 from ...slicing.boxes import Box
 from ...slicing.locator import StepItem, name_of
-from ...slicing.slices import Cut, Mesh, Slices
 from ...spec import Extent
 from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ...state.tree import StoredLeaf, ValuesByRank, leaves
-from .contents import Contents, Covers, Groups, Source, sources_in
+from ...storage.compressed import open_decompressed
+from ...storage.interface import Storage
+from .archive import OpenArchive
+from .contents import Contents, Covers, Groups, Part, Source, sources_in
+from .step_archives import MAX_OPENERS, StepArchives
 
 _MANY: Final = 8  # names in a message
-_MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one are searched
 
 
-class Opener:
-    """The archives of a step, opened as they are needed, on the thread that reads. Here all are open already."""
+def part_of(step: StepArchives) -> Part:
+    """The archives of a step as one file, which opens more of them as its reader asks. Raises CorruptCheckpointError,
+    and KeyError if the reader chooses the value of a rank that has none.
+    """
+    named, readers = step.named, step.readers
+    step.open_first()
+    if len(named.archives) == 1:
+        return Part(step.opened[0], named.groups, named.manifest)
+    merged = functools.partial(
+        MergedArchives,
+        path=named.storage.locate(named.folder),
+        ranks=readers.ranks,
+        per_rank=named.manifest.ranks.per_rank if named.manifest.ranks else (),
+        from_ranks=readers.from_ranks,
+        groups=named.groups,
+        step=step,
+    )
+    try:
+        archive = merged(step.opened)
+    except UnknownChoiceError:
+        if step.is_whole:
+            raise
+        step.open_all()  # so that the error names the ranks that have such a value
+        archive = merged(step.opened)
+    if len(named.archives) != archive.world_size:
+        raise archive.corrupt(
+            f"its manifest names {len(named.archives)} archives, but {archive.world_size} ranks have saved it"
+        )
+    return Part(archive, named.groups, named.manifest)
 
-    def __init__(self, opened: Sequence[Contents] = ()) -> None:
-        self._all = opened
 
-    @property
-    def opened(self) -> Sequence[Contents]:
-        return self._all
+@contextlib.contextmanager
+def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
+    """Archives without a manifest, one of each rank, as one file. Raises CorruptCheckpointError."""
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, OpenArchive] = {}
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the archives that are not open cannot add anything."""
-        return True
+        def open_one(name: str) -> None:
+            reader = open_decompressed(stack.enter_context(storage.open(name)), storage.locate(name))
+            opened[name] = OpenArchive(reader, path=storage.locate(name), verify=True)
+            if len(names) > MAX_OPENERS:
+                opened[name].keep_little()
 
-    @property
-    def has_all_names(self) -> bool:
-        """True if the open archives together know all names of the state."""
-        return True
-
-    @property
-    def items(self) -> Sequence[StepItem]:
-        """All items of a state that a planner has shared out, if a layout lists them; else none."""
-        return ()
-
-    def open_names(self) -> None:
-        """Open archives until all names are known."""
-
-    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open archives with some of these boxes, by the names of tensors in structures.
-
-        `is_whole` is then True if no other archive has any of them.
-        """
-
-    def open_all(self) -> None: ...
-
-    def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
-        """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
-        return None
+        run_together("open", [functools.partial(open_one, name) for name in names], max_threads=MAX_OPENERS)
+        yield Part(MergedArchives([opened[name] for name in names], path=storage.locate("")))
 
 
 class MergedArchives(Contents):
-    """The archives of all ranks of a step, as one file. The opener owns them, and closes them.
+    """The archives of all ranks of a step, as one file. Whoever opens them closes them.
 
     Archives that are not open yet are opened as they are needed: for bytes at any time, which leaves numbers and trees
     valid; for names by `learn_names`, which a reader calls before it matches names, or when some are missing.
 
     Args:
-        archives: the archives of one step in any order, or the object that opens them.
+        archives: the open archives of one step in any order.
         path: the folder of the step, for messages.
         ranks: the rank that restores, and how many restore together; None for a load by one process. In a world of the
             size that saved, a rank gets its own values where ranks have their own. Other readers get a `PerRank` of
@@ -85,6 +95,7 @@ class MergedArchives(Contents):
         per_rank: the dotted names of values that each rank has separately. Other differences are detected.
         from_ranks: the rank whose value to take instead, by dotted name.
         groups: the only top-level entries to include; None for all.
+        step: opens more of the archives; None if all that there are have been opened.
 
     Raises CorruptCheckpointError for archives that contradict each other, and KeyError if `from_ranks` names a rank
     that has no such value.
@@ -92,19 +103,20 @@ class MergedArchives(Contents):
 
     def __init__(
         self,
-        archives: Sequence[Contents] | Opener,
+        archives: Sequence[Contents],
         *,
         path: str,
         ranks: tuple[int, int] | None = None,
         per_rank: Collection[str] = (),
         from_ranks: Mapping[str, int] | None = None,
         groups: Groups = None,
+        step: StepArchives | None = None,
     ) -> None:
         super().__init__(None, path=path)
-        self._opener = Opener(archives) if isinstance(archives, Sequence) else archives
+        self._step = step
         self._per_rank, self._groups = frozenset(per_rank), groups
         self._is_for_any_rank = ranks is None
-        self._archives = self._by_rank(self._opener.opened)
+        self._archives = self._by_rank(archives)
         rank, world_size = ranks or (None, None)
         self._choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
         self._covers: Covers = {}
@@ -112,20 +124,26 @@ class MergedArchives(Contents):
 
     def _take(self, merged: MergedSkeleton) -> None:
         """Take the tree, the numbers and the tensors from the archives that are open now."""
-        self._merged, self._knows_names = merged, self._opener.has_all_names
+        self._merged, self._num_merged = merged, len(self._archives)
+        self._knows_names = self._step is None or self._step.has_all_names
         self._apart_names = frozenset(map(dotted, merged.apart))
         self.index = self._index()
         # Tensors with a separate value on each rank, of which the rank holds only a shard.
         self._parts = {
             n
             for n, (ranks, tensor) in enumerate(zip(merged.tensors, self.index.tensors, strict=True))
-            if len(ranks) == 1 and tensor.spread and is_within(dotted(tensor.path), self._per_rank)
+            if len(ranks) == 1 and tensor.is_spread and is_within(dotted(tensor.path), self._per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
-    def _grow(self) -> None:
+    @property
+    def _unopened(self) -> StepArchives | None:
+        """The step, if it has archives that are not open yet."""
+        return None if self._step is None or self._step.is_whole else self._step
+
+    def _grow(self, step: StepArchives) -> None:
         """Add the slices that newly opened archives have of the same tensors. Numbers stay valid."""
-        self._archives = self._by_rank(self._opener.opened)
+        self._archives = self._by_rank(step.opened)
         grown = self._merge().tensors
         merged_numbers = _by_own_number(grown)
         self._merged = self._merged._replace(
@@ -209,12 +227,13 @@ class MergedArchives(Contents):
                 alias = apart.setdefault(frozenset(targets), len(self._merged.tensors))
                 if alias == len(self._merged.tensors):
                     self._merged.tensors.append(dict(targets))
-        spread = next(filter(None, (tensor.spread for tensor in tensors.values())), None)
-        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
+        is_spread = any(tensor.is_spread for tensor in tensors.values())
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, is_spread)
 
     @property
     def items(self) -> Sequence[StepItem]:
-        return self._opener.items
+        """All items of a state that a planner has shared out, if a layout lists them; else none."""
+        return self._step.items if self._step else ()
 
     @property
     def chosen(self) -> Collection[str]:
@@ -261,23 +280,23 @@ class MergedArchives(Contents):
                 f"{self.path}: {shown(self.index.tensors[number].path)} has a value of each rank that saved, and rank "
                 f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
             )
-        if gaps and not self._opener.is_whole:
+        if gaps and self._unopened:
             # A caller that did not announce its tensors will want others, too: those that ranks divide among them.
             divided = [
-                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and tensor.spread is None
+                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and not tensor.is_spread
             ]
             self._open([(number, within), *((n, None) for n in divided if n != number)])
             # Only a rank with a slice of a tensor knows what it is tied to.
             number = self.primary(number)
         missing = self._missing(number)
-        if missing and self._opener.is_whole and number not in self._parts:
+        if missing and not self._unopened and number not in self._parts:
             raise self._missing_error(number, missing)
         return self._sources[number][0]
 
     def writers(self, number: int) -> Collection[int]:
         if self.is_of_each(number):
             return sorted(self._merged.tensors[number])
-        writers = self._opener.writers(name_of(self.index.tensors[number].path))
+        writers = self._unopened.writers(name_of(self.index.tensors[number].path)) if self._unopened else None
         if writers is not None:
             return sorted(writers)
         return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
@@ -286,16 +305,16 @@ class MergedArchives(Contents):
         wanted = list(wanted)
         num_whole = sum(within is None for _, within in wanted)
         num_tensors = sum(tensor.alias_of is None for tensor in self.index.tensors)
-        if num_whole >= num_tensors and self._gaps_of(wanted) and not self._opener.is_whole:
-            self._opener.open_all()
-            self._grow()
+        if num_whole >= num_tensors and (step := self._unopened) and self._gaps_of(wanted):
+            step.open_all()
+            self._grow(step)
         self._open(wanted)
 
     def _open(self, wanted: Sequence[tuple[int, Box | None]]) -> None:
         """Open archives until they hold all these boxes, or no other archive can."""
-        while not self._opener.is_whole and (gaps := self._gaps_of(wanted)):
-            self._opener.open_boxes(gaps)
-            self._grow()
+        while (step := self._unopened) and (gaps := self._gaps_of(wanted)):
+            step.open_boxes(gaps)
+            self._grow(step)
 
     def _gaps_of(self, wanted: Iterable[tuple[int, Box | None]]) -> dict[str, list[Box]]:
         """The boxes that no open archive has, by the names of tensors in structures."""
@@ -311,17 +330,17 @@ class MergedArchives(Contents):
         return self._knows_names
 
     def learn_names(self) -> bool:
-        if self._knows_names:
+        if self._step is None or self._knows_names:
             return False
-        self._opener.open_names()
-        if len(self._opener.opened) > len(self._archives):
-            self._merge_again()
-            return True
+        self._step.open_names()
         self._knows_names = True
-        return False
+        if len(self._step.opened) == self._num_merged:
+            return False
+        self._merge_again(self._step)
+        return True
 
-    def _merge_again(self) -> None:
-        self._archives = self._by_rank(self._opener.opened)
+    def _merge_again(self, step: StepArchives) -> None:
+        self._archives = self._by_rank(step.opened)
         self._take(self._merge())
 
     def tree(
@@ -329,9 +348,9 @@ class MergedArchives(Contents):
     ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
         are_apart = self._is_for_any_rank and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
-        if are_apart and not self._opener.is_whole:  # a load returns the values of all ranks
-            self._opener.open_all()
-            self._merge_again()
+        if are_apart and (step := self._unopened):  # a load returns the values of all ranks
+            step.open_all()
+            self._merge_again(step)
             return super().tree(select=select, types=types, groups=groups)
         return value, stored
 
@@ -376,7 +395,7 @@ class MergedArchives(Contents):
         tensor = self.index.tensors[number]
         boxes = ", ".join(map(str, missing[:_MANY])) + (", …" if len(missing) > _MANY else "")
         num_missing = sum(box.num_elements for box in missing)
-        owners = sorted(self._owners(number, missing))
+        owners = sorted(self._step.owners(name_of(tensor.path), missing)) if self._step else []
         ranks = ", ".join(f"rank {rank}" for rank in owners[:_MANY]) + (", …" if len(owners) > _MANY else "")
         error = self.corrupt(
             f"{shown(tensor.path)}: {boxes} of shape {list(tensor.shape)} is in none of its archives, "
@@ -384,30 +403,6 @@ class MergedArchives(Contents):
         )
         error.tensors = (shown(tensor.path),)
         return error
-
-    def _owners(self, number: int, missing: list[Box]) -> set[int]:
-        """The ranks that should have the missing boxes, as far as the open archives tell."""
-        owners: set[int] = set()
-        for rank, own_number in self._merged.tensors[number].items():
-            index = self._archives[rank].index
-            tensor = index.tensors[own_number]
-            if tensor.spread is None or index.ranks is None:
-                continue
-            if tensor.spread.cuts is None:
-                if any(Box(*held).common(box) for held in tensor.spread.held for box in missing):
-                    owners.add(rank)
-                continue
-            mesh = Mesh(*index.ranks.meshes[tensor.spread.mesh])
-            cuts = tuple(Cut(*cut) for cut in tensor.spread.cuts)
-            if mesh.size * sum(cut.runs for cut in cuts) > _MAX_SEARCHED:
-                continue
-            for coordinate in itertools.product(*map(range, mesh.shape)):
-                slices = Slices.at(coordinate, global_shape=tensor.shape, cuts=cuts, mesh=mesh).rectangles
-                boxes = list(map(Box.of, slices))
-                if any(held.common(box) for held in boxes for box in missing):
-                    owners.add(mesh.rank_at(coordinate))
-            break  # the archives of one step agree on the mesh
-        return owners
 
 
 def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:

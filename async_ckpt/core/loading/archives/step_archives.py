@@ -1,7 +1,7 @@
 """The archives that all ranks have written of one step, opened as they are needed.
 
-In: the names of archives, and the boxes that a reader lacks in the open ones. Out: the open archives as one file.
-Knows nothing of: runs, live objects.
+In: the names of archives, and the boxes that a reader lacks in the open ones. Out: more open archives.
+Knows nothing of: runs, live objects, the state that the archives are together.
 
 The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
 holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ....errors import CorruptCheckpointError, StorageUnavailableError
 from ...host.threads import run_together
 from ...runs import layouts
-from ...runs.manifest import Archive, missing_error
+from ...runs.manifest import Archive, Manifest, missing_error
 from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...state.names import Path, Select, selector, shown
-from ...state.skeletons import UnknownChoiceError
-from ...storage.compressed import open_decompressed, open_sized
 from ...storage.interface import Storage
-from .archive import OpenArchive
-from .contents import Groups, Part
+from .archive import OpenArchive, open_named
+from .contents import Groups
 from .copies import Copies, Holders
-from .merged_archives import MergedArchives, Opener
 
 # Archives of one step that are opened at once. The first blocks of so many are kept in memory.
-_MAX_OPENERS: Final = 16
+MAX_OPENERS: Final = 16
 _MANY: Final = 8  # names in a message
 
 
@@ -73,60 +70,36 @@ def check_from_ranks(from_ranks: Any) -> None:
 
 
 class NamedArchives(NamedTuple):
-    """The archives of all ranks of one attempt, as a manifest names them.
-
-    `groups` are the entries that the manifest takes from them, None for all; `per_rank` the names of values that each
-    rank has separately.
-    """
+    """The archives of all ranks of one attempt, as the manifest of a step names them: its own, or an earlier one's."""
 
     storage: Storage
     folder: str
     archives: Sequence[tuple[str, Archive]]
+    """Of each rank, the path and the entry in the manifest."""
+    manifest: Manifest
     attempt: str
-    step: int
-    named_by: int
-    """The step whose manifest names them: later than `step` if groups are borrowed."""
-    per_rank: Collection[str] = ()
-    groups: Groups = None
     is_shared_out: bool = False
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
+    groups: Groups = None
+    """The entries at the top level that the manifest takes from them; None for all."""
     holders: Holders | None = None
     """All places that hold the step, if they are several."""
     lenders: Callable[[], Mapping[tuple[str, str], tuple[Storage, Archive]]] = dict
     """The archives of earlier steps that these may refer to, by folder and name."""
 
 
-class StepArchives(Opener):
+class StepArchives:
     """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
 
     def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
-        self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
+        self.named, self.readers, self._stack, self._verify = named, readers, stack, verify
         self._opened: dict[int, OpenArchive] = {}
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
-        self._located: tuple[set[str], ShardLocator] | None = None  # by the tied tensors of the open archives
-
-    def part(self) -> Part:
-        """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
-        archives, groups = self.named.archives, self.named.groups
-        self._open(self._initial_ranks())
-        if len(archives) == 1:
-            return Part(self._opened[0], groups)
-        try:
-            merged = self._merge()
-        except UnknownChoiceError:
-            if self.is_whole:
-                raise
-            self.open_all()  # so that the error names the ranks that have such a value
-            merged = self._merge()
-        if len(archives) != merged.world_size:
-            raise merged.corrupt(
-                f"its manifest names {len(archives)} archives, but {merged.world_size} ranks have saved it"
-            )
-        return Part(merged, groups)
 
     @property
     def items(self) -> Sequence[StepItem]:
+        """All items of a state that a planner has shared out, if a layout lists them; else none."""
         layout = self._layout if self.named.is_shared_out else None
         return layout.items if layout else ()
 
@@ -136,11 +109,17 @@ class StepArchives(Opener):
 
     @property
     def is_whole(self) -> bool:
+        """True if all archives are open."""
         return len(self._opened) == len(self.named.archives)
 
     @property
     def has_all_names(self) -> bool:
+        """True if the open archives together know all names of the state."""
         return self._has_all_names or self.is_whole
+
+    def open_first(self) -> None:
+        """Open the archives that this reader begins with. Raises CorruptCheckpointError."""
+        self._open(self._initial_ranks())
 
     def open_all(self) -> None:
         self._open(range(len(self.named.archives)))
@@ -151,26 +130,31 @@ class StepArchives(Opener):
         self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open the archives that have these boxes; all, if the layout does not say which those are."""
-        locator = self._locator()
-        writers = set() if locator is None else locator.having(boxes, self._opened)
+        """Open the archives that have some of these boxes, by the names of tensors in structures; all, if the layout
+        does not say which those are.
+        """
+        writers = set() if self._locator is None else self._locator.having(boxes, self._opened)
         if writers - self._opened.keys():
             self._open(writers)
         else:
             self.open_all()
 
+    def owners(self, name: str, boxes: Sequence[Box]) -> set[int]:
+        """Ranks that wrote these boxes of a tensor, as far as the layout tells."""
+        return set() if self._locator is None else self._locator.having({name: boxes})
+
     def writers(self, name: str) -> Collection[int] | None:
-        locator = None if self.is_whole else self._locator()
-        return None if locator is None else locator.writers(name)
+        """The ranks that wrote parts of a tensor, by its name in structures; None without a layout."""
+        return None if self._locator is None else self._locator.writers(name)
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def _initial_ranks(self) -> Collection[int]:
         size = len(self.named.archives)
         everybody = range(size)
-        rank, num_readers = self._readers.ranks or (0, 0)
-        chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
-        if size == 1 or self._readers.reads_all:
+        rank, num_readers = self.readers.ranks or (0, 0)
+        chosen = {rank for rank in (self.readers.from_ranks or {}).values() if rank in everybody}
+        if size == 1 or self.readers.reads_all:
             return everybody
         if self.named.is_shared_out:
             return {*self._naming_ranks(), *chosen}
@@ -181,33 +165,25 @@ class StepArchives(Opener):
 
     def _representatives(self) -> Collection[int]:
         """Ranks whose archives together have all names."""
-        locator = self._locator()
-        if locator is None:
+        if self._locator is None:
             return range(len(self.named.archives))
-        rank, size = self._readers.ranks or (0, 1)
-        return locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
+        rank, size = self.readers.ranks or (0, 1)
+        return self._locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
 
     def _naming_ranks(self) -> Collection[int]:
         """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
-        locator, layout = self._locator(), self._layout
-        if locator is None or layout is None or not layout.items:
+        if self._locator is None or not self.items:
             return range(len(self.named.archives))
-        paths, rank = [item.path for item in layout.items], (self._readers.ranks or (0, 1))[0]
-        lists = {*map(_outside_lists, paths if self._readers.wants is None else self._readers.wants(paths))}
+        paths, rank = [item.path for item in self.items], (self.readers.ranks or (0, 1))[0]
+        lists = {*map(_outside_lists, paths if self.readers.wants is None else self.readers.wants(paths))}
         self._has_all_names = bool(lists)
         chosen = (path for path in paths if _outside_lists(path) in lists)
         # One tells how many ranks have saved; ranks that read together each open another.
-        return locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
+        return self._locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
 
+    @functools.cached_property
     def _locator(self) -> ShardLocator | None:
-        """The locator for the layout and the archives that are open now; None without a layout."""
-        layout = self._layout
-        if layout is None:
-            return None
-        aliases = self._aliases()
-        if self._located is None or self._located[0] != aliases:
-            self._located = aliases, ShardLocator(layout, aliases)
-        return self._located[1]
+        return ShardLocator(self._layout) if self._layout else None
 
     @functools.cached_property
     def _layout(self) -> StepLayout | None:
@@ -215,14 +191,6 @@ class StepArchives(Opener):
         layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
         ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
         return layout if ranks == list(range(len(self.named.archives))) else None
-
-    def _aliases(self) -> set[str]:
-        return {
-            name_of(tensor.path)
-            for archive in self._opened.values()
-            for tensor in archive.index.tensors
-            if tensor.alias_of is not None
-        }
 
     # --- opening ----------------------------------------------------------------------------------------------
 
@@ -245,12 +213,12 @@ class StepArchives(Opener):
                     ) from error.__cause__
                 raise
             opened[rank].lender_of = self._lender
-            if len(self._opened) + len(fresh) > _MAX_OPENERS:
+            if len(self._opened) + len(fresh) > MAX_OPENERS:
                 opened[rank].keep_little()
 
-        run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=_MAX_OPENERS)
+        run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=MAX_OPENERS)
         self._opened |= opened
-        _, num_readers = self._readers.ranks or (0, 1)
+        _, num_readers = self.readers.ranks or (0, 1)
         if num_readers > 1 and len(self._opened) > 1:
             for archive in self._opened.values():  # other readers open the archives of other ranks, too
                 archive.share()
@@ -267,26 +235,14 @@ class StepArchives(Opener):
 
     def _opened_at(self, storage: Storage, path: str, entry: Archive) -> OpenArchive:
         named = self.named
-        return open_archive(storage, path, entry, self._verify, self._stack, named.named_by, named.holders)
+        return open_archive(storage, path, entry, self._verify, self._stack, named.manifest.step, named.holders)
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""
-        locator = self._locator()
-        if locator is None or len(self.named.archives) == 1:
+        if len(self.named.archives) == 1 or self._locator is None:
             return ()
-        written = locator.boxes_of(rank)
+        written = self._locator.boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
-
-    def _merge(self) -> MergedArchives:
-        named, readers = self.named, self._readers
-        return MergedArchives(
-            self,
-            path=named.storage.locate(named.folder),
-            ranks=readers.ranks,
-            per_rank=named.per_rank,
-            from_ranks=readers.from_ranks,
-            groups=named.groups,
-        )
 
 
 def selected_by(select: Select) -> Callable[[Sequence[Path]], Iterable[Path]] | None:
@@ -313,22 +269,6 @@ def _outside_lists(path: Path) -> Path:
     A list is read as a whole: an archive that has a part of it does not tell how long it is.
     """
     return path[: next((n for n, key in enumerate(path) if not isinstance(key, str)), len(path))]
-
-
-@contextlib.contextmanager
-def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
-    """Archives without a manifest, one of each rank, as one file. Raises CorruptCheckpointError."""
-    with contextlib.ExitStack() as stack:
-        opened: dict[str, OpenArchive] = {}
-
-        def open_one(name: str) -> None:
-            reader = open_decompressed(stack.enter_context(storage.open(name)), storage.locate(name))
-            opened[name] = OpenArchive(reader, path=storage.locate(name), verify=True)
-            if len(names) > _MAX_OPENERS:
-                opened[name].keep_little()
-
-        run_together("open", [functools.partial(open_one, name) for name in names], max_threads=_MAX_OPENERS)
-        yield Part(MergedArchives([opened[name] for name in names], path=storage.locate("")))
 
 
 def open_archive(
@@ -373,14 +313,4 @@ def _open_at(
         raise CorruptCheckpointError(
             f"{location!a} is not a file, though its manifest names it", path=location
         ) from error
-    reader = open_sized(reader, location, entry.num_bytes)
-    if reader.num_bytes != entry.num_bytes:
-        raise CorruptCheckpointError(
-            f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
-            "load an earlier checkpoint",
-            path=location,
-        )
-    archive = OpenArchive(reader, path=location, verify=verify, copies=copies)
-    if verify and archive.digest != entry.digest:
-        raise archive.corrupt("it is not the archive that its manifest names")
-    return archive
+    return open_named(reader, entry, path=location, verify=verify, copies=copies)

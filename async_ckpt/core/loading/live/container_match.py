@@ -39,7 +39,7 @@ from ...state.plain import (
 )
 from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import SEQUENCES, StateDictCache
-from ..archives.contents import Contents
+from ..archives.contents import Contents, Part
 from ..fill import Wanted
 from .containers import (
     Change,
@@ -71,27 +71,24 @@ class ContainerMatch:
 
     def __init__(
         self,
-        archive: Contents,
+        part: Part,
         objects: list[Any],
         chosen: Selector | None,
         state_dicts: StateDictCache,
         *,
-        keeps_empty: bool,
         goes_back: bool,
     ) -> None:
-        """`chosen` is the selection, None for all.
-
-        `keeps_empty`: the writer of the archive has not left out dicts without entries. `goes_back`: the live state is
+        """`objects` are the unpickled ones, and `chosen` is the selection, None for all. `goes_back`: the live state is
         that of a training which has saved or restored before, so that names it lacks were added since.
         """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.differences = Differences(chosen)
-        self.archive, self._objects, self._state_dicts = archive, objects, state_dicts
-        self._keeps_empty, self._goes_back = keeps_empty, goes_back
+        self.archive, self._objects, self._state_dicts = part.archive, objects, state_dicts
+        self._keeps_empty, self._goes_back = part.keeps_empty, goes_back
         self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
         self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
-        self._filled = _FilledObjects(archive, objects)
+        self._filled = _FilledObjects(part.archive, objects)
         self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:

@@ -59,7 +59,7 @@ from ...state.wrappers import (
     names_of_parameters,
     paired,
 )
-from ..archives.contents import Contents
+from ..archives.contents import Part
 from .container_match import HOW_TO_MAKE_ONE, ContainerMatch
 from .containers import is_plain
 from .kinds import is_on_device, is_optimizer_state, is_plain_module, state_of_parameter
@@ -76,15 +76,16 @@ class Match(ContainerMatch):
 
     def __init__(
         self,
-        archive: Contents,
+        part: Part,
         objects: list[Any],
         chosen: Selector | None,
         state_dicts: StateDictCache,
         root: Any,
-        **options: bool,
+        *,
+        goes_back: bool,
     ) -> None:
         """`root` is the whole live state, whose modules name parameters; the rest is as for `ContainerMatch`."""
-        super().__init__(archive, objects, chosen, state_dicts, **options)
+        super().__init__(part, objects, chosen, state_dicts, goes_back=goes_back)
         self._root, self._slicer = root, Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
 
@@ -182,7 +183,7 @@ class Match(ContainerMatch):
         of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
-        are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
+        are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
         are_wrapped = next(inner_tensors(saved), None) is not None
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or are_wrapped or may_lack):
