@@ -15,23 +15,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..format.layout import Piece, SegmentPlan
-from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import Lease, SegmentLender, SegmentReceiver
 from ..host.threads import Submit
 from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
-from ..spec import MIB
 from ..timing import NO_TRACE, Clock, Trace
 from .device import Device
 from .tensors import SourceTensors
-
-# A copy of hundreds of MB saturates a host's memory with few threads.
-_MAX_COPIERS: Final = 8
-_WORTH_A_HELPER_BYTES: Final = 64 * MIB
 
 
 class StagingHost(NamedTuple):
@@ -141,15 +135,15 @@ class SegmentFiller:
 
     def fill_now(self) -> None:
         """Fill everything that must not wait, on several threads. Returns when the last segment is filled."""
-        self._fill(self._now, self._num_helpers(), late=False)
+        self._fill(self._now, late=False)
 
     def fill_later(self) -> None:
-        """Fill the deferred rest in the same way; `save` has returned. One processor stays with the training."""
-        self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+        """Fill the deferred rest in the same way; `save` has returned."""
+        self._fill(self._later, late=True)
 
     def fill_last(self) -> None:
         """Fill what is part of other snapshots, which are complete by now."""
-        self._fill(self._last, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+        self._fill(self._last, late=True)
 
     def all_enqueued(self) -> None:
         """No more fills follow: when the devices have copied everything, `on_end` is called."""
@@ -200,15 +194,9 @@ class SegmentFiller:
 
     # --- on the threads that fill -------------------------------------------------------------------------------
 
-    def _num_helpers(self) -> int:
-        """Threads worth having beside the first: none to enqueue device copies, which is one thread's work."""
-        if self._source.devices and self._source.num_host_bytes() < _WORTH_A_HELPER_BYTES:
-            return 0
-        return min(_MAX_COPIERS, num_cpus()) - 1
-
-    def _fill(self, jobs: Sequence[SegmentJob], num_helpers: int, *, late: bool) -> None:
+    def _fill(self, jobs: Sequence[SegmentJob], *, late: bool) -> None:
         todo = deque(jobs)
-        for _ in range(min(num_helpers, len(jobs) - 1)):
+        for _ in range(min(self._source.num_threads(late=late), len(jobs)) - 1):
             # If a helper is refused, this thread copies more.
             self._host.submit(lambda: self._copy(todo, late), lambda _: None)
         self._copy(todo, late)
