@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from ..core.host.loop import get_loop
 from ..core.loading.archives.find import from_path
 from ..core.loading.archives.step_archives import Readers, selected_by
 from ..core.loading.load import LoadOptions, check_verify, state_of
@@ -34,7 +33,6 @@ from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, Place, storage_at, written_at
-from ..core.timing import monotonic
 
 # The wing that verifies published versions, imported when something is verified.
 _VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"
@@ -134,10 +132,8 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     held = HeldSnapshot(
         state,
         optimizers=unwrapped(guard),
-        max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
         memory=default.held_memory(),
-        crew=get_loop().copiers,
-        clock=monotonic,
+        max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
     )
     try:
         begin(held)

@@ -33,7 +33,6 @@ from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, part_of, structure_of, tree_of
 from ..state.tree import StoredLeaf, inner_tensors, leaves
 from ..state.wrappers import StateDictOf, state_dict_of
-from ..timing import monotonic
 
 GROUP: Final = "ema"
 # Torch divides longer operations among the threads of the training (at::internal::GRAIN_SIZE).
@@ -107,10 +106,7 @@ class WeightMean:
             source, structure = state._source, {name: entries[name]._structure for name in self.groups}
         else:
             weights = {name: entries[name] for name in self.groups}
-            optimizers, crew = unwrapped(guard), get_loop().copiers
-            held = HeldSnapshot(
-                weights, optimizers=optimizers, max_bytes=None, memory=self._memory, crew=crew, clock=monotonic
-            )
+            held = HeldSnapshot(weights, optimizers=unwrapped(guard), memory=self._memory)
             entries |= {name: part_of(held, name) for name in self.groups}
             source, structure = held._source, held._structure
         copies = _named(source, structure, source.copies())

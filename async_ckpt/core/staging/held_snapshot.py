@@ -8,10 +8,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, Self
 
-from ..host.threads import Crew
+from ..host.loop import get_loop
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, structure_of
-from ..timing import Clock
+from ..timing import monotonic
 from .guard import Optimizers
 from .host_copy import BufferPool, HostCopy
 from .tensors import Wording
@@ -27,10 +27,8 @@ class HeldSnapshot(SnapshotView):
     A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
-    def __init__(
-        self, state: Any, *, optimizers: Optimizers, max_bytes: int | None, memory: BufferPool, crew: Crew, clock: Clock
-    ) -> None:
-        self._clock, self._began, self._call_seconds = clock, clock(), 0.0
+    def __init__(self, state: Any, *, optimizers: Optimizers, memory: BufferPool, max_bytes: int | None = None) -> None:
+        self._began, self._call_seconds = monotonic(), 0.0
         captured = capture(state, local_parts=True)
         if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
@@ -41,15 +39,14 @@ class HeldSnapshot(SnapshotView):
             names,
             optimizers=optimizers,
             memory=memory,
-            crew=crew,
-            clock=clock,
+            crew=get_loop().copiers,
             max_bytes=max_bytes,
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
         # Bound to the source, which the parts share: while there is a part, the memory stays.
         source = SnapshotCopies(captured, copy.tensors, copy.completion)
-        self._release = weakref.finalize(source, copy.release, by_finalizer=True)
+        self._release = weakref.finalize(source, copy.release)
         self._release.atexit = False
         self._copy = copy
         super().__init__(source, structure)
@@ -83,4 +80,4 @@ class HeldSnapshot(SnapshotView):
 def begin(snapshot: HeldSnapshot) -> None:
     """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
     snapshot._copy.begin()
-    snapshot._call_seconds = snapshot._clock() - snapshot._began
+    snapshot._call_seconds = monotonic() - snapshot._began

@@ -32,7 +32,7 @@ from ..host.threads import Crew, is_library_thread
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from ..timing import Clock
+from ..timing import monotonic
 from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
@@ -44,6 +44,14 @@ _ALIGNMENT: Final = 512
 _MAX_IDLE: Final = 8
 
 _log: Final = logging.getLogger("async_ckpt")
+
+
+class Loan:
+    """A buffer on loan, and what the memory of one copy is counted by."""
+
+    __slots__ = ("buffer",)
+
+    buffer: HostBuffer
 
 
 class BufferPool:
@@ -58,13 +66,11 @@ class BufferPool:
     def __init__(self, *, held: bool = False) -> None:
         self._held = held
         self._pid = os.getpid()
-        # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
-        # it, by calls of C that need none.
+        # Finalizers change both, perhaps on a thread that holds the lock: each change of theirs is one call of C.
         self._idle: deque[HostBuffer] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies that have ended
-        # Guards all below: two counters. Buffers are made and freed without it.
+        self._lent: dict[Loan, int] = {}  # the bytes of each copy that counts
+        # Guards what is added to `_lent`, and all below. Buffers are made and freed without it.
         self._changed = threading.Condition()
-        self._lent_bytes = 0
         self._most_bytes = 0
         self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
 
@@ -91,97 +97,88 @@ class BufferPool:
         self,
         num_bytes: int,
         *,
-        device: torch.device | None,
-        crew: Crew,
+        device: torch.device | None = None,
         max_bytes: int | None = None,
         shared: bool = False,
-    ) -> HostBuffer:
-        """Wait for a buffer of at least this size, page-locked for `device` by the crew.
+    ) -> Loan:
+        """Wait for a buffer of at least this size, near `device`.
 
         One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
         limit of all that are lent. A buffer that is to be `shared` is an ordinary one where the system refuses.
         """
-        # A callback, or a function that runs on a copy, would wait for itself.
-        may_wait = not is_library_thread() and not self._held
-        if self._held and self.lent_bytes + num_bytes > self._limit(max_bytes):
+        if self._held and not self._has_room(num_bytes, max_bytes):
             for let_go in self._sharers:
                 let_go()
             gc.collect()  # copies in reference cycles are still counted
-        wait = Wait("", ENDS_THE_CALL)
-        while not self._lend(num_bytes, may_wait, max_bytes):
+        loan, wait = Loan(), Wait("", ENDS_THE_CALL)
+        while not self._is_counted(loan, num_bytes, max_bytes):
             wait.goes_on(
-                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
+                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self.lent_bytes)}"
             )
         try:
-            buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
-            if device is not None and not buffer.pinned:
-                buffer.lock_by(crew, device)
+            loan.buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
         except BaseException:
-            self._unsettled.append(num_bytes)
+            self._lent.pop(loan, None)
             raise
-        return buffer
+        return loan
 
-    def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
+    def lend(self, num_bytes: int, *, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
         """A tensor of bytes, whose memory comes back when nothing refers to it. Raises as `take` does."""
-        taken_bytes = max(1, num_bytes)
-        buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes, shared=shared)
-        return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
+        loan = self.take(max(1, num_bytes), max_bytes=max_bytes, shared=shared)
+        return torch.frombuffer(self.array_over(loan), dtype=torch.uint8)[:num_bytes]
 
-    def _owner_of(self, buffer: HostBuffer, num_bytes: int) -> Any:
-        """An array over a buffer, to which its tensors refer; when the last of them goes, the buffer is free again."""
-        owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
-        weakref.finalize(owner, self.give_back, buffer, num_bytes).atexit = False
-        return owner
+    def array_over(self, loan: Loan) -> Any:
+        """An array to which tensors in the buffer refer; when the last of them goes, the buffer is free again."""
+        buffer = loan.buffer
+        array = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
+        weakref.finalize(array, self._give_back, loan).atexit = False
+        return array
 
-    def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
-        """Count a copy as lent. False if another has to end before, after a short wait for that."""
+    def _is_counted(self, loan: Loan, num_bytes: int, max_bytes: int | None) -> bool:
+        """Count a copy. False if another has to end before, after a short wait for that."""
         with self._changed:
-            self._settle()
-            if may_wait and self._lent_bytes and self._lent_bytes + num_bytes > self._limit():
+            # A callback, or a function that runs on a copy, would wait for itself.
+            may_wait = not is_library_thread() and bool(self._lent)
+            if (self._held or may_wait) and not self._has_room(num_bytes, max_bytes):
+                if self._held:
+                    raise self._refusal(num_bytes, max_bytes)
                 self._changed.wait(LIVENESS_SECONDS)
                 return False
-            if self._held and self._lent_bytes + num_bytes > self._limit(max_bytes):
-                raise self._refusal(num_bytes, max_bytes)
-            self._lent_bytes += num_bytes
-            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+            self._lent[loan] = num_bytes
+            self._most_bytes = max(self._most_bytes, self.lent_bytes)
             return True
 
-    def returned(self, num_bytes: int, *, by_finalizer: bool = False) -> None:
-        """A copy of this size has ended. Memory that is still in use counts only if copies are held.
-
-        A finalizer wakes no copy that waits, which looks again by itself.
-        """
+    def end(self, loan: Loan) -> None:
+        """A copy has ended. Memory that is still in use counts only if copies are held."""
         if self._held:
             return
-        self._unsettled.append(num_bytes)
-        if not by_finalizer:
-            with self._changed:
+        self._lent.pop(loan, None)
+        # A finalizer must not wait for the lock. A copy that waits looks again by itself, too.
+        if self._changed.acquire(blocking=False):
+            try:
                 self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     @property
     def lent_bytes(self) -> int:
         """The memory of copies now."""
-        return self._lent_bytes - sum(self._unsettled.copy())
-
-    def _settle(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._lent_bytes -= self._unsettled.popleft()
+        return sum(self._lent.copy().values())
 
     def _refusal(self, num_bytes: int, max_bytes: int | None) -> MemoryError:
-        others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
+        others = f", beside {self.lent_bytes:,} of others, open or still read" if self._lent else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         return MemoryError(
             f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close other "
             "snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
-        """Nothing refers to the buffer any more, nor to the copy of this size in it. Called by a finalizer."""
+    def _give_back(self, loan: Loan) -> None:
+        """Nothing refers to the buffer any more. Called by a finalizer."""
+        buffer = loan.buffer
         if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory
             return
-        if self._held:
-            self._unsettled.append(num_bytes)
+        self._lent.pop(loan, None)
         if buffer.fd is not None and not self.is_shared:
             buffer.free()
             return
@@ -221,11 +218,12 @@ class BufferPool:
                 )
         return HostBuffer.near(device, num_bytes)
 
-    def _limit(self, max_bytes: int | None = None) -> int:
+    def _has_room(self, num_bytes: int, max_bytes: int | None) -> bool:
+        return self.lent_bytes + num_bytes <= self._limit(max_bytes)
+
+    def _limit(self, max_bytes: int | None) -> int:
         """The limit of all copies together: that of a call, or what is free."""
-        if max_bytes is not None:
-            return max_bytes
-        return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
+        return self.lent_bytes + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
 
     def _idle_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self._idle.copy())
@@ -300,7 +298,6 @@ class HostCopy:
         optimizers: Optimizers,
         memory: BufferPool,
         crew: Crew,
-        clock: Clock,
         max_bytes: int | None = None,
         wording: Wording = ANY_COPY,
     ) -> None:
@@ -318,18 +315,18 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        taken_bytes = max(1, self.num_bytes)
-        buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes, shared=memory.is_shared)
-        self._is_released = False
-        owner = memory._owner_of(buffer, taken_bytes)
+        self._loan = memory.take(max(1, self.num_bytes), device=device, max_bytes=max_bytes, shared=memory.is_shared)
+        owner, buffer = memory.array_over(self._loan), self._loan.buffer
         try:
+            if device is not None and not buffer.pinned:
+                buffer.lock_by(crew, device)
             segments = _BufferSegments(buffer, self.num_bytes)
             pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
             self.snapshot = Snapshot(
                 _to_copy(parts, optimizers, wording),
                 slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
                 segments,
-                StagingHost(segments, crew.submit, clock),
+                StagingHost(segments, crew.submit, monotonic),
                 optimizers=optimizers,
             )
             self.tensors = _rebuilt(tensors, of_each, owner)
@@ -347,11 +344,10 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
-    def release(self, *, by_finalizer: bool = False) -> None:
+    def release(self) -> None:
         """Drop the copies; the next one may have the memory. Idempotent."""
-        is_first, self._is_released, self.tensors = not self._is_released, True, []
-        if is_first:
-            self._memory.returned(max(1, self.num_bytes), by_finalizer=by_finalizer)
+        self.tensors = []
+        self._memory.end(self._loan)
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"

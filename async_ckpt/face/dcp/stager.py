@@ -29,7 +29,6 @@ from ...core.staging.host_copy import BufferPool, HostCopy
 from ...core.staging.tensors import Wording
 from ...core.state.capture import why_not
 from ...core.state.names import Path, shown
-from ...core.timing import monotonic
 from ...errors import UnsupportedStateError
 from ..around.arguments import deep_copy
 
@@ -85,7 +84,6 @@ class PinnedStager(AsyncStager):
             optimizers=self._optimizers,
             memory=self._memory,
             crew=get_loop().copiers,
-            clock=monotonic,
             max_bytes=self._max_bytes,
             wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )

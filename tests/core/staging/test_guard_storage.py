@@ -443,7 +443,7 @@ def host_copy() -> Iterator[Callable[..., tuple[HostCopy, HeldCrew]]]:
     def begin(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> tuple[HostCopy, HeldCrew]:
         crew = HeldCrew()
         names = [f"t{number}" for number in range(len(tensors))]
-        made = HostCopy(tensors, names, optimizers=[optimizer], memory=memory, crew=crew, clock=monotonic)
+        made = HostCopy(tensors, names, optimizers=[optimizer], memory=memory, crew=crew)
         made.begin()
         assert not made.completion.done()
         return made, crew

@@ -307,7 +307,7 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
             async_ckpt.wrap.__globals__["_busy_lock"],
             async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
         ):
-            default.host_memory()._lent_bytes = 1 << 62
+            default.host_memory()._lent[None] = 1 << 62
             held.set()
             go.wait()
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....plumbing import backends, device, kept_memory, leaf_names, limits, loops, threads
+from ....plumbing import backends, device, kept_memory, leaf_names, limits, threads
 from ....plumbing import memory as host_memory
 from ...delta import RankSlices, checksum, identity_of
 from ...lent import LentTensor, LentVersion, dump_lent
@@ -114,9 +114,7 @@ class MemoryOffer:
         for name, tensor in tensors.items():
             begins[name] = at
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = kept_memory.held_memory().lend(
-            at, crew=loops.get_loop().copiers, max_bytes=self._max_bytes, shared=True
-        )
+        memory = kept_memory.held_memory().lend(at, max_bytes=self._max_bytes, shared=True)
         if host_memory.shared_buffer_of(memory.data_ptr(), at) is None:
             raise OSError("the system has no shared memory")
 
