@@ -183,7 +183,7 @@ def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor
     for wrapped in inner_tensors(structure):
         raise _unsupported(".".join(map(str, wrapped.path)), wrapped.kind)
     numbers = dict.fromkeys(_primary(source, leaf) for leaf in _tensors(structure))
-    return {source.specs[number].dotted: copies[number] for number in numbers}
+    return {source.captured.specs[number].dotted: copies[number] for number in numbers}
 
 
 def _tensors(structure: Any) -> list[StoredLeaf]:
@@ -192,7 +192,7 @@ def _tensors(structure: Any) -> list[StoredLeaf]:
 
 
 def _primary(source: SnapshotCopies, leaf: StoredLeaf) -> int:
-    alias = source.specs[leaf.number].alias_of
+    alias = source.captured.specs[leaf.number].alias_of
     return leaf.number if alias is None else alias
 
 
@@ -200,7 +200,7 @@ def _view(source: SnapshotCopies, structure: Any, mean: Mean, completion: Future
     """The mean in the structure of the weights, as a snapshot that is complete when it is updated."""
     copies = source.copies().copy()
     for leaf in _tensors(structure):
-        copies[leaf.number] = mean.tensors[source.specs[_primary(source, leaf)].dotted]
+        copies[leaf.number] = mean.tensors[source.captured.specs[_primary(source, leaf)].dotted]
     return SnapshotView(source.with_copies(copies, completion), structure)
 
 
