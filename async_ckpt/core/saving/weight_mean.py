@@ -31,7 +31,7 @@ from ..staging.host_copy import BufferPool
 from ..staging.snapshot import Snapshot
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, part_of, structure_of, tree_of
-from ..state.tree import StoredLeaf, inner_tensors, leaves
+from ..state.tree import InnerTensors, StoredLeaf, parts_in
 from ..state.wrappers import StateDictOf, state_dict_of
 
 GROUP: Final = "ema"
@@ -180,7 +180,7 @@ class WeightMean:
 
 def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a structure by name; tied ones once. Raises UnsupportedStateError for wrapped ones."""
-    for wrapped in inner_tensors(structure):
+    for wrapped in parts_in(structure, InnerTensors):
         raise _unsupported(".".join(map(str, wrapped.path)), wrapped.kind)
     numbers = dict.fromkeys(_primary(source, leaf) for leaf in _tensors(structure))
     return {source.captured.specs[number].dotted: copies[number] for number in numbers}
@@ -188,7 +188,7 @@ def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor
 
 def _tensors(structure: Any) -> list[StoredLeaf]:
     """The tensors of a structure. Arrays and bytes have no mean, and are those of the weights."""
-    return [leaf for leaf in leaves(structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
+    return [leaf for leaf in parts_in(structure, StoredLeaf) if leaf.kind == "tensor"]
 
 
 def _primary(source: SnapshotCopies, leaf: StoredLeaf) -> int:

@@ -23,7 +23,7 @@ from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
 from ..spec import Json, RankFacts, TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
-from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, leaves, replaced
+from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, parts_in, replaced
 from .wrapped import plain_parts
 
 Mark: TypeAlias = tuple[int, int]
@@ -325,8 +325,7 @@ def tree_of(view: SnapshotView) -> Any:
 def has_dtensors(view: SnapshotView) -> bool:
     """True if other ranks hold other shards of a snapshot's tensors. Known of a closed snapshot, too."""
     placed = view._source.captured.placed
-    of_tensors = (leaf for leaf in leaves(view._structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor")
-    return any(leaf.number in placed for leaf in of_tensors)
+    return any(leaf.number in placed for leaf in parts_in(view._structure, StoredLeaf) if leaf.kind == "tensor")
 
 
 def is_leaf(view: SnapshotView) -> bool:

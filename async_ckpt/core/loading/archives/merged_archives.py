@@ -22,7 +22,7 @@ from ...slicing.slices import Cut, Mesh, Slices
 from ...spec import Extent
 from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ...state.tree import StoredLeaf, ValuesByRank, leaves
+from ...state.tree import StoredLeaf, ValuesByRank, parts_in
 from .contents import Contents, Covers, Groups, Source, sources_in
 
 _MANY: Final = 8  # names in a message
@@ -328,7 +328,7 @@ class MergedArchives(Contents):
         self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
-        are_apart = self._is_for_any_rank and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
+        are_apart = self._is_for_any_rank and any(parts_in(value, ValuesByRank))
         if are_apart and not self._opener.is_whole:  # a load returns the values of all ranks
             self._opener.open_all()
             self._merge_again()
