@@ -308,7 +308,7 @@ class SegmentPool:
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
         """Make the claimed segments in a buffer of their own, page-locked for the device `pin`."""
         try:
-            memory = HostBuffer.near(pin, num_segments * self.segment_bytes)
+            memory = HostBuffer(num_segments * self.segment_bytes, pin)
             # The pages are touched before they are locked, and not under the driver's lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()

@@ -208,7 +208,7 @@ class BufferPool:
             self.release()
         if shared:
             try:
-                return HostBuffer.near(device, num_bytes, shared=True)
+                return HostBuffer(num_bytes, device, shared=True)
             except OSError as error:
                 _log.warning(
                     "%s of memory that other processes of this host can map are not available (%s); their readers take "
@@ -216,7 +216,7 @@ class BufferPool:
                     sized(num_bytes),
                     error,
                 )
-        return HostBuffer.near(device, num_bytes)
+        return HostBuffer(num_bytes, device)
 
     def _has_room(self, num_bytes: int, max_bytes: int | None) -> bool:
         return self.lent_bytes + num_bytes <= self._limit(max_bytes)

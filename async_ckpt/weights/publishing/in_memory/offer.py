@@ -177,7 +177,7 @@ def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksum
     data = dump_lent(
         LentVersion(weights.version, identity, weights.structure, rows, weights.files, weights.adapter, weights.slices)
     )
-    table = host_memory.HostBuffer.near(None, len(data), shared=True)
+    table = host_memory.HostBuffer(len(data), shared=True)
     table.view[:] = data
     fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
     # The tensors, and not their buffers, keep the memory from being lent to the next copy.
