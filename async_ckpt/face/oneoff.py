@@ -27,7 +27,6 @@ from ..core.saving.planner import pool_for
 from ..core.saving.request import FileRequest, FolderRequest
 from ..core.saving.saver import Saver
 from ..core.spec import flag, whole_bytes
-from ..core.staging.guard import unwrapped
 from ..core.staging.held_snapshot import HeldSnapshot, begin
 from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
@@ -131,7 +130,7 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     """
     held = HeldSnapshot(
         state,
-        optimizers=unwrapped(guard),
+        guard=guard,
         memory=default.held_memory(),
         max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
     )

@@ -119,9 +119,12 @@ class HostBuffer:
         """The memory as a 1-D uint8 tensor."""
         # The tensor refers to the map, which then cannot be unmapped under it. The tensor is an ordinary one, even if
         # the first save is made in inference mode.
-        items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
         with torch.inference_mode(False):
-            return torch.frombuffer(items, dtype=torch.uint8)
+            return torch.frombuffer(self.array(), dtype=torch.uint8)
+
+    def array(self) -> Any:
+        """A new array over the memory. It keeps the map, and so does a tensor that is made of it."""
+        return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the buffer for a device that this process uses.

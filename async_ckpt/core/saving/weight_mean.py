@@ -24,7 +24,6 @@ from ...errors import UnsupportedStateError
 from ..host.loop import get_loop
 from ..host.threads import running_future
 from ..spec import Ema
-from ..staging.guard import unwrapped
 from ..staging.held_snapshot import HeldSnapshot
 from ..staging.held_snapshot import begin as begin_copy
 from ..staging.host_copy import BufferPool
@@ -106,7 +105,7 @@ class WeightMean:
             source, structure = state._source, {name: entries[name]._structure for name in self.groups}
         else:
             weights = {name: entries[name] for name in self.groups}
-            held = HeldSnapshot(weights, optimizers=unwrapped(guard), memory=self._memory)
+            held = HeldSnapshot(weights, guard=guard, memory=self._memory)
             entries |= {name: part_of(held, name) for name in self.groups}
             source, structure = held._source, held._structure
         copies = _named(source, structure, source.copies())

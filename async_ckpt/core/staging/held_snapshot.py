@@ -12,7 +12,7 @@ from ..host.loop import get_loop
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, structure_of
 from ..timing import monotonic
-from .guard import Optimizers
+from .guard import unwrapped
 from .host_copy import BufferPool, HostCopy
 from .tensors import Wording
 
@@ -27,8 +27,9 @@ class HeldSnapshot(SnapshotView):
     A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
-    def __init__(self, state: Any, *, optimizers: Optimizers, memory: BufferPool, max_bytes: int | None = None) -> None:
+    def __init__(self, state: Any, *, guard: Any, memory: BufferPool, max_bytes: int | None = None) -> None:
         self._began, self._call_seconds = monotonic(), 0.0
+        optimizers, crew = unwrapped(guard), get_loop().copiers
         captured = capture(state, local_parts=True)
         if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
@@ -39,7 +40,7 @@ class HeldSnapshot(SnapshotView):
             names,
             optimizers=optimizers,
             memory=memory,
-            crew=get_loop().copiers,
+            crew=crew,
             max_bytes=max_bytes,
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )

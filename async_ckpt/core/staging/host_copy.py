@@ -9,7 +9,6 @@ guard and tripwires. Storages are copied, not tensors, so that tensors which sha
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -129,8 +128,7 @@ class BufferPool:
 
     def array_over(self, loan: Loan) -> Any:
         """An array to which tensors in the buffer refer; when the last of them goes, the buffer is free again."""
-        buffer = loan.buffer
-        array = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
+        array = loan.buffer.array()
         weakref.finalize(array, self._give_back, loan).atexit = False
         return array
 

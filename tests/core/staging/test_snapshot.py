@@ -26,7 +26,7 @@ from states import MIB, difference, open_run
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngState, TornSnapshotError
 from async_ckpt.core.saving import default
-from async_ckpt.core.staging import tensors
+from async_ckpt.core.staging import held_snapshot, host_copy, tensors
 from async_ckpt.core.staging.snapshot import Snapshot
 from async_ckpt.core.state.captured import module_of
 
@@ -553,7 +553,8 @@ def test_what_a_reader_still_holds_of_a_closed_one_is_counted(tmp_path):
 def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
     model, optimizer = trained(8)
     now = [0.0]
-    monkeypatch.setattr(async_ckpt.face.oneoff, "monotonic", lambda: now[0])
+    for module in (held_snapshot, host_copy):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     look = tensors.SourceTensors.locate
 
     def slowly(source: tensors.SourceTensors) -> None:
