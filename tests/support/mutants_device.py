@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "a call waits for segments of literals",
-        "(now if is_urgent or rest else later).append(",
-        "(now if is_urgent or rest or segment.literals else later).append(",
+        "goes = goes or [int(bool(may_be_late))]",
+        "goes = goes or [0]",
     ),
     Mutant(
         "conjugated tensors are dense",

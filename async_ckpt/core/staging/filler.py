@@ -59,27 +59,23 @@ def _split(
     """The jobs for now, for later, and for the time when the frozen tensors have their bytes, which are late, too. At
     most `may_hold` segments are filled in two goes, and are in two of these.
     """
-    now: list[SegmentJob] = []
-    later: list[SegmentJob] = []
-    last: list[SegmentJob] = []
+    jobs: tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]] = [], [], []
     num_held = 0
     for segment in segments:
-        rest = [p for p in segment.pieces if p.tensor in frozen] if frozen else []
-        first, second = [p for p in segment.pieces if p.tensor not in frozen] if rest else segment.pieces, last
-        is_urgent = not may_be_late or any(p.tensor not in may_be_late for p in first)
-        if is_urgent and not rest and may_be_late:
-            rest, second = [p for p in first if p.tensor in may_be_late], later
-            first = [p for p in first if p.tensor not in may_be_late] if rest else first
-        if not first and may_be_late:
-            (last if rest else later).append(SegmentJob(segment, rest))
-        elif rest and num_held < may_hold:
+        # When each piece is filled: 0 is now, 1 later, 2 last.
+        goes = [(n in may_be_late) + (n in frozen) for _, n, _, _ in segment.pieces] if may_be_late else []
+        goes = goes or [int(bool(may_be_late))]  # without a piece it need not be filled now
+        first, second = min(goes), max(goes)
+        if first < second and num_held < may_hold:
             num_held += 1
-            job = SegmentJob(segment, first, rest=rest)
-            (now if is_urgent else later).append(job)
-            second.append(job)
+            pieces = [p for p, go in zip(segment.pieces, goes, strict=True) if go < second]
+            rest = [p for p, go in zip(segment.pieces, goes, strict=True) if go == second]
+            job = SegmentJob(segment, pieces, rest=rest)
+            jobs[first].append(job)
+            jobs[second].append(job)
         else:
-            (now if is_urgent or rest else later).append(SegmentJob(segment, segment.pieces))
-    return now, later, last
+            jobs[first if first == second else 0].append(SegmentJob(segment, segment.pieces))
+    return jobs
 
 
 class SegmentFiller:
