@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "a call waits for segments of literals",
-        "goes = goes or [int(bool(may_be_late))]",
-        "goes = goes or [0]",
+        "goes = goes or [LATER if may_be_late else NOW]",
+        "goes = goes or [NOW]",
     ),
     Mutant(
         "conjugated tensors are dense",

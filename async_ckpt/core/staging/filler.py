@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 from ..format.layout import Piece, SegmentPlan
 from ..host.memory import Segment
@@ -26,6 +27,11 @@ from ..report import sized
 from ..timing import NO_TRACE, Clock, Trace
 from .device import Device
 from .tensors import SourceTensors
+
+# The goes in which segments are filled.
+NOW: Final = 0
+LATER: Final = 1
+LAST: Final = 2
 
 
 class StagingHost(NamedTuple):
@@ -62,9 +68,9 @@ def _split(
     jobs: tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]] = [], [], []
     num_held = 0
     for segment in segments:
-        # When each piece is filled: 0 is now, 1 later, 2 last.
+        # The go of each piece: NOW, LATER or LAST.
         goes = [(n in may_be_late) + (n in frozen) for _, n, _, _ in segment.pieces] if may_be_late else []
-        goes = goes or [int(bool(may_be_late))]  # without a piece it need not be filled now
+        goes = goes or [LATER if may_be_late else NOW]
         first, second = min(goes), max(goes)
         if first < second and num_held < may_hold:
             num_held += 1
@@ -74,7 +80,7 @@ def _split(
             jobs[first].append(job)
             jobs[second].append(job)
         else:
-            jobs[first if first == second else 0].append(SegmentJob(segment, segment.pieces))
+            jobs[first if first == second else NOW].append(SegmentJob(segment, segment.pieces))
     return jobs
 
 
@@ -100,7 +106,7 @@ class SegmentFiller:
         most = host.lender.max_segments
         # The receiver keeps its tail until it has all other segments; at least one must stay free.
         may_hold = min(most // 2, most - receiver.num_tail - 1)
-        self._now, self._later, self._last = _split(segments, source.may_be_late, source.frozen, may_hold)
+        self._jobs = _split(segments, source.may_be_late, source.frozen, may_hold)
         # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
         # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
         # it holds `_changed`, nor any lock of the lender or the receiver.
@@ -115,11 +121,11 @@ class SegmentFiller:
     @property
     def fills_now(self) -> bool:
         """False if every byte is copied later."""
-        return bool(self._now or not self.fills_later)
+        return bool(self._jobs[NOW] or not self.fills_later)
 
     @property
     def fills_later(self) -> bool:
-        return bool(self._later or self._last)
+        return bool(self._jobs[LATER] or self._jobs[LAST])
 
     @property
     def progress(self) -> str:
@@ -127,19 +133,25 @@ class SegmentFiller:
 
     def tensors_now(self) -> Iterator[int]:
         """The numbers of the tensors that are copied at once."""
-        return (piece.tensor for job in self._now for piece in job.pieces)
+        return (piece.tensor for job in self._jobs[NOW] for piece in job.pieces)
 
-    def fill_now(self) -> None:
-        """Fill everything that must not wait, on several threads. Returns when the last segment is filled."""
-        self._fill(self._now, late=False)
+    def fill(self, go: int) -> None:
+        """Fill the segments of one go, on several threads. Returns when the last one is filled.
 
-    def fill_later(self) -> None:
-        """Fill the deferred rest in the same way; `save` has returned."""
-        self._fill(self._later, late=True)
-
-    def fill_last(self) -> None:
-        """Fill what is part of other snapshots, which are complete by now."""
-        self._fill(self._last, late=True)
+        NOW is what must not wait. LATER is the deferred rest, after `save` has returned; LAST is what is part of other
+        snapshots, which are complete by then.
+        """
+        jobs, late = self._jobs[go], go > NOW
+        todo = deque(jobs)
+        for _ in range(min(self._source.num_threads(late=late), len(jobs)) - 1):
+            # If a helper is refused, this thread copies more.
+            self._host.submit(lambda: self._copy(todo, late), lambda _: None)
+        self._copy(todo, late)
+        with self._changed:
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+            if self._error:
+                raise self._error
 
     def all_enqueued(self) -> None:
         """No more fills follow: when the devices have copied everything, `on_end` is called."""
@@ -171,7 +183,7 @@ class SegmentFiller:
                 self._give_back_memory()
         finally:
             # Drop the jobs, and the snapshot, which refers to this object.
-            self._now, self._later, self._last, self._on_end = [], [], [], lambda _: None
+            self._jobs, self._on_end = ([], [], []), lambda _: None
         if interrupt is not None:
             raise interrupt
 
@@ -181,7 +193,7 @@ class SegmentFiller:
         try:
             quiet = self._source.are_devices_quiet()
         finally:
-            for job in (*self._now, *self._later, *self._last):
+            for job in chain(*self._jobs):
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
                         lease.release()
@@ -189,18 +201,6 @@ class SegmentFiller:
                         lease.leak()
 
     # --- on the threads that fill -------------------------------------------------------------------------------
-
-    def _fill(self, jobs: Sequence[SegmentJob], *, late: bool) -> None:
-        todo = deque(jobs)
-        for _ in range(min(self._source.num_threads(late=late), len(jobs)) - 1):
-            # If a helper is refused, this thread copies more.
-            self._host.submit(lambda: self._copy(todo, late), lambda _: None)
-        self._copy(todo, late)
-        with self._changed:
-            while self._num_filling:
-                self._changed.wait(LIVENESS_SECONDS)
-            if self._error:
-                raise self._error
 
     def _copy(self, todo: deque[SegmentJob], late: bool) -> None:
         """Fill one run of segments after the other, until none is left or a thread has failed."""

@@ -21,7 +21,7 @@ from ..backends import is_capturing
 from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
-from .filler import SegmentFiller, StagingHost
+from .filler import LAST, LATER, NOW, SegmentFiller, StagingHost
 from .guard import Optimizers, StepBarrier
 from .tensors import SourceTensors
 from .tripwires import Tripwires
@@ -103,7 +103,7 @@ class Snapshot:
 
         def fill() -> None:
             try:
-                filler.fill_now()
+                filler.fill(NOW)
                 if not filler.fills_later:
                     self._let_go()
                     filler.all_enqueued()
@@ -150,10 +150,10 @@ class Snapshot:
 
     def _fill_later(self) -> None:
         try:
-            self._filler.fill_later()
+            self._filler.fill(LATER)
             self._let_go()  # the other snapshots have guards of their own
             self._source.wait_for_frozen()
-            self._filler.fill_last()
+            self._filler.fill(LAST)
             self._filler.all_enqueued()
         except BaseException as error:
             self.end(error)
