@@ -131,7 +131,7 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     held = HeldSnapshot(
         state,
         guard=guard,
-        memory=default.held_memory(),
+        memory=default.host_memory(),
         max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
     )
     try:

@@ -26,7 +26,6 @@ _ranks_saver: tuple[Ranks, Saver] | None = None
 _slices_saver: tuple[World, Saver] | None = None
 _files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
 _host_memory = BufferPool()
-_held_memory = BufferPool(held=True)
 _making = threading.Lock()
 
 
@@ -64,13 +63,8 @@ def files_saver() -> Saver:
 
 
 def host_memory() -> BufferPool:
-    """Memory for whole tensors, of which foreign writers get copies."""
+    """Memory for whole tensors: of held snapshots, and of what foreign writers get copies of."""
     return _host_memory
-
-
-def held_memory() -> BufferPool:
-    """Memory for held snapshots."""
-    return _held_memory
 
 
 def release() -> None:
@@ -81,13 +75,12 @@ def release() -> None:
         if of_world is not None:
             of_world[1].pool.release()
     _host_memory.release()
-    _held_memory.release()
 
 
 @in_forked_child
 def _forget() -> None:
     """Begin anew in a forked child, with a lock that no thread holds."""
-    global _one_off_saver, _ranks_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
+    global _one_off_saver, _ranks_saver, _slices_saver, _files_saver, _host_memory, _making
     _one_off_saver = _ranks_saver = _slices_saver = None
     _files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
-    _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()
+    _host_memory, _making = BufferPool(), threading.Lock()

@@ -105,7 +105,7 @@ class WeightMean:
             source, structure = state._source, {name: entries[name]._structure for name in self.groups}
         else:
             weights = {name: entries[name] for name in self.groups}
-            held = HeldSnapshot(weights, guard=guard, memory=self._memory)
+            held = HeldSnapshot(weights, guard=guard, memory=self._memory, waits=True)
             entries |= {name: part_of(held, name) for name in self.groups}
             source, structure = held._source, held._structure
         copies = _named(source, structure, source.copies())

@@ -27,7 +27,10 @@ class HeldSnapshot(SnapshotView):
     A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
-    def __init__(self, state: Any, *, guard: Any, memory: BufferPool, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, state: Any, *, guard: Any, memory: BufferPool, max_bytes: int | None = None, waits: bool = False
+    ) -> None:
+        """One that `waits` for memory is known to end soon; another is refused."""
         self._began, self._call_seconds = monotonic(), 0.0
         optimizers, crew = unwrapped(guard), get_loop().copiers
         captured = capture(state, local_parts=True)
@@ -41,6 +44,7 @@ class HeldSnapshot(SnapshotView):
             optimizers=optimizers,
             memory=memory,
             crew=crew,
+            held=not waits,
             max_bytes=max_bytes,
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )

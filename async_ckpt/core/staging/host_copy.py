@@ -48,26 +48,28 @@ _log: Final = logging.getLogger("async_ckpt")
 class Loan:
     """A buffer on loan, and what the memory of one copy is counted by."""
 
-    __slots__ = ("buffer",)
+    __slots__ = ("buffer", "is_held", "num_bytes")
 
     buffer: HostBuffer
 
+    def __init__(self, num_bytes: int, *, is_held: bool) -> None:
+        self.num_bytes, self.is_held = num_bytes, is_held
+
 
 class BufferPool:
-    """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
+    """The buffers of host copies, used again and again. From any thread; `saving.default` owns one for the process.
 
     Copies that are under way have no more than half of the free memory together; the next copy waits. Memory that other
-    code keeps after the end of a copy is not counted. If copies are `held` for as long as their owner likes, the next
-    one is refused instead, and a copy counts until nothing refers to it. At most twice the memory that was ever needed
-    at one time is kept for the next copies, which is enough for several that differ in size.
+    code keeps after the end of a copy is not counted. A copy that is `held` for as long as its owner likes is refused
+    instead, and counts until nothing refers to it. At most twice the memory that was ever needed at one time is kept
+    for the next copies, which is enough for several that differ in size.
     """
 
-    def __init__(self, *, held: bool = False) -> None:
-        self._held = held
+    def __init__(self) -> None:
         self._pid = os.getpid()
         # Finalizers change both, perhaps on a thread that holds the lock: each change of theirs is one call of C.
         self._idle: deque[HostBuffer] = deque()
-        self._lent: dict[Loan, int] = {}  # the bytes of each copy that counts
+        self._lent: set[Loan] = set()
         # Guards what is added to `_lent`, and all below. Buffers are made and freed without it.
         self._changed = threading.Condition()
         self._most_bytes = 0
@@ -96,34 +98,35 @@ class BufferPool:
         self,
         num_bytes: int,
         *,
+        held: bool = False,
         device: torch.device | None = None,
         max_bytes: int | None = None,
         shared: bool = False,
     ) -> Loan:
         """Wait for a buffer of at least this size, near `device`.
 
-        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
-        limit of all that are lent. A buffer that is to be `shared` is an ordinary one where the system refuses.
+        One copy alone never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the
+        limit of all that are held. A buffer that is to be `shared` is an ordinary one where the system refuses.
         """
-        if self._held and not self._has_room(num_bytes, max_bytes):
+        loan, wait = Loan(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
+        if held and not self._has_room(loan, max_bytes):
             for let_go in self._sharers:
                 let_go()
             gc.collect()  # copies in reference cycles are still counted
-        loan, wait = Loan(), Wait("", ENDS_THE_CALL)
-        while not self._is_counted(loan, num_bytes, max_bytes):
+        while not self._is_counted(loan, max_bytes):
             wait.goes_on(
-                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self.lent_bytes)}"
+                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._bytes(held=False))}"
             )
         try:
             loan.buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
         except BaseException:
-            self._lent.pop(loan, None)
+            self._lent.discard(loan)
             raise
         return loan
 
     def lend(self, num_bytes: int, *, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
-        """A tensor of bytes, whose memory comes back when nothing refers to it. Raises as `take` does."""
-        loan = self.take(max(1, num_bytes), max_bytes=max_bytes, shared=shared)
+        """A tensor of bytes that is held. Its memory comes back when nothing refers to it. Raises as `take` does."""
+        loan = self.take(max(1, num_bytes), held=True, max_bytes=max_bytes, shared=shared)
         return torch.frombuffer(self.array_over(loan), dtype=torch.uint8)[:num_bytes]
 
     def array_over(self, loan: Loan) -> Any:
@@ -132,25 +135,25 @@ class BufferPool:
         weakref.finalize(array, self._give_back, loan).atexit = False
         return array
 
-    def _is_counted(self, loan: Loan, num_bytes: int, max_bytes: int | None) -> bool:
+    def _is_counted(self, loan: Loan, max_bytes: int | None) -> bool:
         """Count a copy. False if another has to end before, after a short wait for that."""
         with self._changed:
             # A callback, or a function that runs on a copy, would wait for itself.
-            may_wait = not is_library_thread() and bool(self._lent)
-            if (self._held or may_wait) and not self._has_room(num_bytes, max_bytes):
-                if self._held:
-                    raise self._refusal(num_bytes, max_bytes)
+            may_wait = not is_library_thread() and self._bytes(held=False) > 0
+            if (loan.is_held or may_wait) and not self._has_room(loan, max_bytes):
+                if loan.is_held:
+                    raise self._refusal(loan, max_bytes)
                 self._changed.wait(LIVENESS_SECONDS)
                 return False
-            self._lent[loan] = num_bytes
+            self._lent.add(loan)
             self._most_bytes = max(self._most_bytes, self.lent_bytes)
             return True
 
     def end(self, loan: Loan) -> None:
-        """A copy has ended. Memory that is still in use counts only if copies are held."""
-        if self._held:
+        """A copy has ended. Memory that is still in use counts only if the copy is held."""
+        if loan.is_held:
             return
-        self._lent.pop(loan, None)
+        self._lent.discard(loan)
         # A finalizer must not wait for the lock. A copy that waits looks again by itself, too.
         if self._changed.acquire(blocking=False):
             try:
@@ -161,14 +164,25 @@ class BufferPool:
     @property
     def lent_bytes(self) -> int:
         """The memory of copies now."""
-        return sum(self._lent.copy().values())
+        return self._bytes(held=False) + self._bytes(held=True)
 
-    def _refusal(self, num_bytes: int, max_bytes: int | None) -> MemoryError:
-        others = f", beside {self.lent_bytes:,} of others, open or still read" if self._lent else ""
+    def _bytes(self, *, held: bool) -> int:
+        return sum(loan.num_bytes for loan in self._lent.copy() if loan.is_held is held)
+
+    def _has_room(self, loan: Loan, max_bytes: int | None) -> bool:
+        return self._bytes(held=True) + loan.num_bytes <= self._limit(max_bytes)
+
+    def _limit(self, max_bytes: int | None) -> int:
+        """The limit of all that are held and one more copy: that of its call, or what is free."""
+        return self._bytes(held=True) + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
+
+    def _refusal(self, loan: Loan, max_bytes: int | None) -> MemoryError:
+        held_bytes = self._bytes(held=True)
+        others = f", beside {held_bytes:,} of others, open or still read" if held_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         return MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close other "
-            "snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
+            f"the snapshot needs {loan.num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close "
+            "other snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
     def _give_back(self, loan: Loan) -> None:
@@ -176,7 +190,7 @@ class BufferPool:
         buffer = loan.buffer
         if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory
             return
-        self._lent.pop(loan, None)
+        self._lent.discard(loan)
         if buffer.fd is not None and not self.is_shared:
             buffer.free()
             return
@@ -215,13 +229,6 @@ class BufferPool:
                     error,
                 )
         return HostBuffer(num_bytes, device)
-
-    def _has_room(self, num_bytes: int, max_bytes: int | None) -> bool:
-        return self.lent_bytes + num_bytes <= self._limit(max_bytes)
-
-    def _limit(self, max_bytes: int | None) -> int:
-        """The limit of all copies together: that of a call, or what is free."""
-        return self.lent_bytes + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
 
     def _idle_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self._idle.copy())
@@ -296,6 +303,7 @@ class HostCopy:
         optimizers: Optimizers,
         memory: BufferPool,
         crew: Crew,
+        held: bool = False,
         max_bytes: int | None = None,
         wording: Wording = ANY_COPY,
     ) -> None:
@@ -313,7 +321,9 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        self._loan = memory.take(max(1, self.num_bytes), device=device, max_bytes=max_bytes, shared=memory.is_shared)
+        self._loan = memory.take(
+            max(1, self.num_bytes), held=held, device=device, max_bytes=max_bytes, shared=memory.is_shared
+        )
         owner, buffer = memory.array_over(self._loan), self._loan.buffer
         try:
             if device is not None and not buffer.pinned:

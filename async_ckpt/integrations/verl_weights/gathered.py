@@ -54,7 +54,7 @@ class GatheredWeights:
         begin = spec.align_up(self._used_bytes, _ALIGNMENT)
         if begin + num_bytes > len(self._buffer):
             begin = 0
-            self._buffer = kept_memory.held_memory().lend(
+            self._buffer = kept_memory.host_memory().lend(
                 max(num_bytes, self._room_bytes), max_bytes=self._max_bytes, shared=self._shared
             )
         self._used_bytes = begin + num_bytes

@@ -52,7 +52,7 @@ class DeltaBase:
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         try:
-            return kept_memory.held_memory().lend(num_bytes, max_bytes=self.policy.max_bytes)
+            return kept_memory.host_memory().lend(num_bytes, max_bytes=self.policy.max_bytes)
         except MemoryError as error:
             raise MemoryError(
                 f"deltas need the weights of the previous version in host memory: {error}; encoding=None does not"

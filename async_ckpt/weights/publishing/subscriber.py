@@ -373,7 +373,7 @@ class Subscriber:
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     try:
-        return kept_memory.held_memory().lend(num_bytes)
+        return kept_memory.host_memory().lend(num_bytes)
     except MemoryError:
         raise MemoryError(
             "a pull into a module, or of versions that ranks have published, takes the size of the weights in host "

@@ -84,7 +84,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def lent_bytes() -> str:
-    return repr(default.held_memory()).split(",")[0]
+    return repr(default.host_memory()).split(",")[0]
 
 
 # --- one instant for all ------------------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     assert [ref() for ref in alive] == [None] * 30
     async_ckpt.snapshot({"w": weights}).close()
     assert lent_bytes().startswith("<BufferPool 0 bytes lent")
-    assert len(default.held_memory()._idle) <= 2
+    assert len(default.host_memory()._idle) <= 2
 
 
 def test_handles_that_are_kept_keep_no_memory(tmp_path):
@@ -632,7 +632,7 @@ def test_the_memory_of_the_process_is_given_back_by_release():
     async_ckpt.snapshot({"w": torch.ones(MIB)}).close()
     gc.collect()
     async_ckpt.release()
-    assert "0 buffers idle" in repr(default.held_memory())
+    assert "0 buffers idle" in repr(default.host_memory())
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not guarded"])
