@@ -45,7 +45,7 @@ _MAX_IDLE: Final = 8
 _log: Final = logging.getLogger("async_ckpt")
 
 
-class Loan:
+class LentBuffer:
     """A buffer on loan, and what the memory of one copy is counted by."""
 
     __slots__ = ("buffer", "is_held", "num_bytes")
@@ -69,7 +69,7 @@ class BufferPool:
         self._pid = os.getpid()
         # Finalizers change both, perhaps on a thread that holds the lock: each change of theirs is one call of C.
         self._idle: deque[HostBuffer] = deque()
-        self._lent: set[Loan] = set()
+        self._lent: set[LentBuffer] = set()
         # Guards what is added to `_lent`, and all below. Buffers are made and freed without it.
         self._changed = threading.Condition()
         self._most_bytes = 0
@@ -102,13 +102,13 @@ class BufferPool:
         device: torch.device | None = None,
         max_bytes: int | None = None,
         shared: bool = False,
-    ) -> Loan:
+    ) -> LentBuffer:
         """Wait for a buffer of at least this size, near `device`.
 
         One copy alone never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the
         limit of all that are held. A buffer that is to be `shared` is an ordinary one where the system refuses.
         """
-        loan, wait = Loan(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
+        loan, wait = LentBuffer(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
         if held and not self._has_room(loan, max_bytes):
             for let_go in self._sharers:
                 let_go()
@@ -129,13 +129,13 @@ class BufferPool:
         loan = self.take(max(1, num_bytes), held=True, max_bytes=max_bytes, shared=shared)
         return torch.frombuffer(self.array_over(loan), dtype=torch.uint8)[:num_bytes]
 
-    def array_over(self, loan: Loan) -> Any:
+    def array_over(self, loan: LentBuffer) -> Any:
         """An array to which tensors in the buffer refer; when the last of them goes, the buffer is free again."""
         array = loan.buffer.array()
         weakref.finalize(array, self._give_back, loan).atexit = False
         return array
 
-    def _is_counted(self, loan: Loan, max_bytes: int | None) -> bool:
+    def _is_counted(self, loan: LentBuffer, max_bytes: int | None) -> bool:
         """Count a copy. False if another has to end before, after a short wait for that."""
         with self._changed:
             # A callback, or a function that runs on a copy, would wait for itself.
@@ -149,7 +149,7 @@ class BufferPool:
             self._most_bytes = max(self._most_bytes, self.lent_bytes)
             return True
 
-    def end(self, loan: Loan) -> None:
+    def end(self, loan: LentBuffer) -> None:
         """A copy has ended. Memory that is still in use counts only if the copy is held."""
         if loan.is_held:
             return
@@ -169,14 +169,14 @@ class BufferPool:
     def _bytes(self, *, held: bool) -> int:
         return sum(loan.num_bytes for loan in self._lent.copy() if loan.is_held is held)
 
-    def _has_room(self, loan: Loan, max_bytes: int | None) -> bool:
+    def _has_room(self, loan: LentBuffer, max_bytes: int | None) -> bool:
         return self._bytes(held=True) + loan.num_bytes <= self._limit(max_bytes)
 
     def _limit(self, max_bytes: int | None) -> int:
         """The limit of all that are held and one more copy: that of its call, or what is free."""
         return self._bytes(held=True) + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
 
-    def _refusal(self, loan: Loan, max_bytes: int | None) -> MemoryError:
+    def _refusal(self, loan: LentBuffer, max_bytes: int | None) -> MemoryError:
         held_bytes = self._bytes(held=True)
         others = f", beside {held_bytes:,} of others, open or still read" if held_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
@@ -185,7 +185,7 @@ class BufferPool:
             "other snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def _give_back(self, loan: Loan) -> None:
+    def _give_back(self, loan: LentBuffer) -> None:
         """Nothing refers to the buffer any more. Called by a finalizer."""
         buffer = loan.buffer
         if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory

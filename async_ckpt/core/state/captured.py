@@ -118,7 +118,8 @@ class SnapshotCopies:
         def give(stored: StoredLeaf) -> Any:
             if stored.kind == "object":
                 if not objects:  # this process has pickled them itself, so they are trusted
-                    objects.extend(torch.load(io.BytesIO(self.captured.objects or b""), weights_only=False))  # nosec B614
+                    pickle = io.BytesIO(self.captured.objects or b"")
+                    objects.extend(torch.load(pickle, weights_only=False))  # nosec B614
                 return objects[stored.number]
             copy = copies[stored.number]
             if stored.kind == "tensor":
