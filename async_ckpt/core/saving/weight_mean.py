@@ -22,7 +22,7 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..host.loop import get_loop
-from ..host.threads import running_future
+from ..host.threads import conclude, running_future
 from ..spec import Ema
 from ..staging.held_snapshot import HeldSnapshot
 from ..staging.held_snapshot import begin as begin_copy
@@ -140,10 +140,7 @@ class WeightMean:
                 mean.update(copies, step, self._ema.decay)
             except BaseException as failed:
                 error = failed.with_traceback(None)
-        if error is None:
-            updated.set_result(None)
-        else:
-            updated.set_exception(error)
+        conclude(updated, error)
 
     def follow(self, staged: Future[None]) -> None:
         """The save that was joined has copied the mean once this is done."""

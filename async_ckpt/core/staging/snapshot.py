@@ -20,6 +20,7 @@ from ...errors import SaveAbandonedError
 from ..backends import is_capturing
 from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
+from ..host.threads import conclude
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import LAST, LATER, NOW, SegmentFiller, StagingHost
 from .guard import Optimizers, StepBarrier
@@ -194,10 +195,7 @@ class Snapshot:
             self._source.drop()
             self._tripwires = self.keeps = None
             self.stage_seconds = self._host.clock() - self._start
-            if error is None:
-                self.completion.set_result(None)
-            else:
-                self.completion.set_exception(error)
+            conclude(self.completion, error)
 
     def __repr__(self) -> str:
         if not self.completion.done():

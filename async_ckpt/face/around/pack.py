@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
 from ...core.host.loop import OffLoop
-from ...core.host.threads import running_future
+from ...core.host.threads import conclude, running_future
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
 from ...core.saving.default import files_saver
@@ -189,7 +189,7 @@ class _PackSave(Save):
         if turn is not None:
             await asyncio.wrap_future(turn)
         attempt = await off_loop(self._set_up)
-        attempt.snapshot.completion.add_done_callback(self._pass_on)
+        attempt.snapshot.completion.add_done_callback(lambda ended: conclude(self.staged, ended.exception()))
         with self.saver.relieved_by(attempt.drain):
             attempt.snapshot.begin()
             try:
@@ -210,13 +210,6 @@ class _PackSave(Save):
         if len(entries) == 1:
             raise NothingWrittenError(f"nothing was written into {self._folder}; {self.path} is left as it was")
         return FilesImage(Tarball(entries), sources)
-
-    def _pass_on(self, ended: Future[None]) -> None:
-        error = ended.exception()
-        if error is None:
-            self.staged.set_result(None)
-        else:
-            self.staged.set_exception(error)
 
     def failed(self, error: BaseException) -> None:
         self._end_staging(error)
