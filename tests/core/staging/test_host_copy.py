@@ -315,6 +315,21 @@ def test_one_copy_alone_may_exceed_the_budget(crew, monkeypatch):
     assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
+def test_a_copy_waits_for_none_that_is_held_and_the_limit_of_these_counts_no_other(monkeypatch):
+    memory = with_budget(monkeypatch, 10_000)
+    kept = memory.lend(8000)
+    under_way = memory.take(8000)  # no wait for what may never end
+
+    with pytest.raises(MemoryError, match=r"beside 8,000 of others, open or still read, and half of the free"):
+        memory.lend(8000)
+    also_kept = memory.lend(1000, max_bytes=9000)
+    assert memory.lent_bytes == 17_000
+    memory.end(under_way)
+    assert memory.lent_bytes == 9000
+    del kept, also_kept
+    assert memory.lent_bytes == 0
+
+
 def test_a_budget_is_kept_by_giving_up_what_is_idle(crew, monkeypatch):
     memory = with_budget(monkeypatch, 10_000)
     for length in (1000, 2400):
