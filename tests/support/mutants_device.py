@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant("no step waits", "self._pending.add(hold)", "pass"),
     Mutant(
         "a step does not wait until all is enqueued",
-        "                while not self._is_lifted:\n",
+        "                while not self.is_lifted:\n",
         "                while False:\n",
     ),
     Mutant("the wait of a step is not counted", "sum(now - since for since in self._waiting_since)", "0.0"),

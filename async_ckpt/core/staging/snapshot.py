@@ -198,10 +198,12 @@ class Snapshot:
             conclude(self.completion, error)
 
     def __repr__(self) -> str:
-        if not self.completion.done():
-            state = "holding a step" if self._barrier.holds_steps else "staging"
-        else:
+        if self.completion.done():
             state = "staged" if self.completion.exception() is None else "failed"
+        elif self._barrier.is_lifted:
+            state = "enqueued"
+        else:
+            state = "holding a step" if self._barrier.holds_steps else "staging"
         return f"<Snapshot {self._order} {state}>"
 
 
