@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from ..core.host.loop import get_loop
 from ..core.loading.archives.find import from_path
 from ..core.loading.archives.step_archives import Readers, selected_by
 from ..core.loading.load import LoadOptions, check_verify, state_of
@@ -28,13 +27,11 @@ from ..core.saving.planner import pool_for
 from ..core.saving.request import FileRequest, FolderRequest
 from ..core.saving.saver import Saver
 from ..core.spec import flag, whole_bytes
-from ..core.staging.guard import unwrapped
 from ..core.staging.held_snapshot import HeldSnapshot, begin
 from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, Place, storage_at, written_at
-from ..core.timing import monotonic
 
 # The wing that verifies published versions, imported when something is verified.
 _VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"
@@ -133,11 +130,9 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     """
     held = HeldSnapshot(
         state,
-        optimizers=unwrapped(guard),
+        guard=guard,
+        memory=default.host_memory(),
         max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
-        memory=default.held_memory(),
-        crew=get_loop().copiers,
-        clock=monotonic,
     )
     try:
         begin(held)

@@ -3,8 +3,8 @@
 In: tensors, devices. Out: the backend of each. Knows nothing of: saves, loads.
 
 A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by
-a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `npu_xpu.py`: Ascend, Intel;
-`by_torch.py`: any that has only torch's own classes.
+a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `by_torch.py`: any that has
+only torch's own classes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from .backend import UNSUPPORTED, Backend, StreamEvent, accelerator_device, thread
 from .by_torch import backend_by_torch
 from .cuda import Cuda
-from .npu_xpu import Npu, Xpu
 
 __all__ = [
     "UNSUPPORTED", "Backend", "StreamEvent", "accelerator", "backend_of", "claim_thread", "current_device", "device_of",
     "has_plain_bytes", "is_at", "is_capturing", "is_host", "is_on_host", "on_device",
 ]  # fmt: skip
 
-_KINDS: Final[dict[str, type[Backend]]] = {"cuda": Cuda, "npu": Npu, "xpu": Xpu}
 _log = logging.getLogger("async_ckpt")
 
 
@@ -61,7 +59,7 @@ def _backend(kind: str) -> Backend | None:
             ", ".join(lacking),
         )
         return None
-    return _KINDS.get(kind, Backend)(kind, module)
+    return (Cuda if kind == "cuda" else Backend)(kind, module)
 
 
 def _module_of(kind: str) -> Any:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -25,6 +26,9 @@ from ..spec import PAGE_BYTES
 _NEEDED: Final = ("Stream", "Event", "current_stream", "device")
 # The error code of a runtime that has no call to page-lock memory.
 UNSUPPORTED: Final = -1
+# The flags of the call that page-locks memory. CUDA: cudaHostRegisterPortable, for all contexts. Ascend, by its
+# documentation alone: ACL_HOST_REG_MAPPED of aclrtHostRegisterV2, which accepts only whole pages (or error 507899).
+_REGISTER_FLAGS: Final = {"cuda": 1, "npu": 2}
 
 
 class _ThreadRole(threading.local):
@@ -80,8 +84,6 @@ if hasattr(os, "register_at_fork"):
 
 class Backend:
     """One kind of accelerator that copies in streams."""
-
-    register_flags = 0
 
     def __init__(self, kind: str, module: Any) -> None:
         self.kind, self.module = kind, module
@@ -157,13 +159,21 @@ class Backend:
             return True
         return False
 
-    def host_memory(self, num_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
-        """Page-locked memory that begins on a page, for a runtime that cannot lock existing memory; None for others."""
-        return None
+    @cached_property
+    def _can_register(self) -> bool:
+        """Whether the runtime can page-lock existing memory; Intel's cannot."""
+        return self._of_runtime("HostRegister") is not None
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
+        """Page-locked memory of torch's allocator, for a runtime that cannot lock existing memory; None for others."""
+        return None if self._can_register else page_locked(num_bytes)
 
     def taken_bytes(self, num_bytes: int) -> int:
-        """The memory that `host_memory` of this size takes."""
-        return num_bytes
+        """The memory that a buffer of this size takes.
+
+        On every device the allocator rounds up to the next power of two (ATen/core/CachingHostAllocator.h).
+        """
+        return num_bytes if self._can_register else 1 << (num_bytes - 1).bit_length()
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> int:
         """Page-lock memory of the host for the device's copy engine; the runtime's error code, 0 when it is locked.
@@ -171,7 +181,7 @@ class Backend:
         This process must use the device already. The runtime's call is named as CUDA and Ascend name it:
         `torch.npu.npurt().npuHostRegister(address, bytes, flags)`.
         """
-        return self._call("HostRegister", device, address, num_bytes, self.register_flags)
+        return self._call("HostRegister", device, address, num_bytes, _REGISTER_FLAGS.get(self.kind, 0))
 
     def unregister(self, address: int, device: torch.device) -> int:
         """Undo `register`; the runtime's error code. Raises RuntimeError on a device that is broken."""
@@ -210,17 +220,6 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind}>"
-
-
-class AllocatedBackend(Backend):
-    """One whose runtime cannot lock existing memory, while torch's allocator provides locked memory."""
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
-        return page_locked(num_bytes)
-
-    def taken_bytes(self, num_bytes: int) -> int:
-        """The next power of two: the allocator rounds up to it, on every device (ATen/core/CachingHostAllocator.h)."""
-        return 1 << (num_bytes - 1).bit_length()
 
 
 def accelerator_device() -> torch.device | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .backend import AllocatedBackend, accelerator_device
+from .backend import Backend, accelerator_device
 
 
 class _ModuleByTorch:
@@ -57,28 +57,14 @@ class _ModuleByTorch:
         return getattr(self._module, name)
 
 
-class ByTorch(AllocatedBackend):
-    """An accelerator that is known by torch's own classes alone."""
-
-    def __init__(self, kind: str, module: Any) -> None:
-        super().__init__(kind, _ModuleByTorch(module))
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
-        """As for others that cannot lock memory, unless this one can."""
-        return super().host_memory(num_bytes) if self._of_runtime("HostRegister") is None else None
-
-    def taken_bytes(self, num_bytes: int) -> int:
-        return super().taken_bytes(num_bytes) if self._of_runtime("HostRegister") is None else num_bytes
-
-
-def backend_by_torch(kind: str, module: Any) -> ByTorch | None:
+def backend_by_torch(kind: str, module: Any) -> Backend | None:
     """The backend of the process's accelerator; None if it is of another kind, or has no stream beside the current one.
 
     Torch makes a stream of any device, but for some devices each is the only one that there is.
     """
     if (device := accelerator_device()) is None or device.type != kind:
         return None
-    backend = ByTorch(kind, module)
+    backend = Backend(kind, _ModuleByTorch(module))
     here = torch.device(kind, 0)
     try:
         stream = backend.new_stream(here)

@@ -15,7 +15,6 @@ import torch
 
 from .backend import Backend, StreamEvent, thread
 
-_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
 # Constants of the CUDA runtime: cudaStreamCaptureModeThreadLocal and cudaStreamNonBlocking.
 _THREAD_LOCAL: Final = 1
 _NON_BLOCKING: Final = 1
@@ -23,8 +22,6 @@ _NON_BLOCKING: Final = 1
 
 class Cuda(Backend):
     """NVIDIA, and AMD under ROCm."""
-
-    register_flags = _HOST_REGISTER_PORTABLE
 
     def on_device(self, device: torch.device) -> AbstractContextManager[Any]:
         """Make `device` the current one.

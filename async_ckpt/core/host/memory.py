@@ -80,9 +80,10 @@ class HostBuffer:
     """
 
     def __init__(self, num_bytes: int, device: torch.device | None = None, *, shared: bool = False) -> None:
-        """For a device that has no call to page-lock memory, the buffer is page-locked from the beginning.
+        """The pages lie near the device that the buffer is to be page-locked for. For a device that has no call for
+        that, it is page-locked from the beginning.
 
-        Raises OSError if it is to be `shared`, and there is no such memory.
+        Raises OSError if it is to be `shared`, and there is not so much memory of this kind.
         """
         self.num_bytes = num_bytes
         self.fd: int | None = None  # by which other processes map it
@@ -103,22 +104,11 @@ class HostBuffer:
         self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
         if pinned is not None:
             self.pinned_for = device
-        if shared:
+        elif device is not None and (node := node_of(device)) is not None:
+            prefer_node(self.address, num_bytes, node)
+        if self.fd is not None:
+            provide(self.fd, self.address, num_bytes)
             _shared[self.address] = self
-
-    @classmethod
-    def near(cls, device: torch.device | None, num_bytes: int, *, shared: bool = False) -> HostBuffer:
-        """A new buffer, whose pages lie near the device that it is to be page-locked for.
-
-        Raises OSError if it is to be `shared`, and there is not so much memory of this kind.
-        """
-        buffer = cls(num_bytes, device, shared=shared)
-        node = node_of(device) if device and not buffer.pinned else None
-        if node is not None:
-            prefer_node(buffer.address, num_bytes, node)
-        if buffer.fd is not None:
-            provide(buffer.fd, buffer.address, num_bytes)
-        return buffer
 
     @property
     def pinned(self) -> bool:
@@ -129,9 +119,12 @@ class HostBuffer:
         """The memory as a 1-D uint8 tensor."""
         # The tensor refers to the map, which then cannot be unmapped under it. The tensor is an ordinary one, even if
         # the first save is made in inference mode.
-        items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
         with torch.inference_mode(False):
-            return torch.frombuffer(items, dtype=torch.uint8)
+            return torch.frombuffer(self.array(), dtype=torch.uint8)
+
+    def array(self) -> Any:
+        """A new array over the memory. It keeps the map, and so does a tensor that is made of it."""
+        return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the buffer for a device that this process uses.

@@ -44,7 +44,13 @@ Reliever = Callable[[bool], bool]
 
 
 class SegmentLender(Protocol):
-    """A lender of segments: a pool, or one buffer of exact size."""
+    """A lender of segments, which snapshots fill alike: a pool, or one buffer of exact size for a `HostCopy`.
+
+    Whole tensors, as foreign writers need them, are no views of a pool's segments. A storage lies in one piece, which
+    may be longer than any run of segments: each run is page-locked at once, and a copy across two registrations is an
+    error. And a storage stays for as long as somebody refers to it, while a save that waits for a segment relies on all
+    of them coming back. For the same reason the buffers have a budget of their own.
+    """
 
     @property
     def max_segments(self) -> int: ...
@@ -302,7 +308,7 @@ class SegmentPool:
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
         """Make the claimed segments in a buffer of their own, page-locked for the device `pin`."""
         try:
-            memory = HostBuffer.near(pin, num_segments * self.segment_bytes)
+            memory = HostBuffer(num_segments * self.segment_bytes, pin)
             # The pages are touched before they are locked, and not under the driver's lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()

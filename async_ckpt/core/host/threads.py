@@ -336,6 +336,14 @@ def resolve(outcome: Future[S], fn: Callable[[], S]) -> None:
         outcome.set_exception(error)
 
 
+def conclude(outcome: Future[None], error: BaseException | None) -> None:
+    """Resolve a future that has no value: with the error, if there is one."""
+    if error is None:
+        outcome.set_result(None)
+    else:
+        outcome.set_exception(error)
+
+
 class Life(Generic[S]):
     """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ..timing import TIMEKEEPER
-from .threads import is_library_thread
+from .threads import conclude, is_library_thread
 
 # The sleep of a waiting thread before it checks again that the end of its wait can still come.
 LIVENESS_SECONDS: Final = 0.2
@@ -195,11 +195,7 @@ def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Futu
             num_left[0] -= 1
             last = num_left[0] == 0
         if last:
-            error = next((e for future in futures if (e := future.exception()) is not None), None)
-            if error is None:
-                whole.set_result(None)
-            else:
-                whole.set_exception(error)
+            conclude(whole, next((e for future in futures if (e := future.exception()) is not None), None))
 
     for future in futures:
         future.add_done_callback(count_down)

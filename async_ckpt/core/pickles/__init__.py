@@ -3,7 +3,6 @@
 - `machine` has the stack that a program works on, and the instructions; it may record what each object is made of.
 - `saved_objects` loads the output of `torch.save`, or refuses it.
 - `object_digests` compares objects of several ranks.
-- `zip_records` knows the zip files that `torch.save` writes without checksums.
 
 `face.foreign.dcp_metadata` reads the metadata of torch.distributed.checkpoint by the same machine.
 

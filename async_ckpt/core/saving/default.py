@@ -27,7 +27,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.one_off, self.files = Saver(), Saver(pool_for(host_bytes=_FILES_BYTES))
-        self.host_memory, self.held_memory = BufferPool(), BufferPool(held=True)
+        self.host_memory = BufferPool()
         self._making = threading.Lock()
         # By topic: the last world whose ranks saved together, these ranks, and their saver.
         self.of_ranks: dict[str, tuple[World, Ranks, Saver]] = {}
@@ -65,13 +65,8 @@ def files_saver() -> Saver:
 
 
 def host_memory() -> BufferPool:
-    """Memory for whole tensors, of which foreign writers get copies."""
+    """Memory for whole tensors: of held snapshots, and of what foreign writers get copies of."""
     return _shared.host_memory
-
-
-def held_memory() -> BufferPool:
-    """Memory for held snapshots."""
-    return _shared.held_memory
 
 
 def release() -> None:
@@ -79,7 +74,6 @@ def release() -> None:
     for saver in (_shared.one_off, *(saver for _, _, saver in _shared.of_ranks.values())):
         saver.pool.release()
     _shared.host_memory.release()
-    _shared.held_memory.release()
 
 
 @in_forked_child

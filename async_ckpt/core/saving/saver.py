@@ -55,7 +55,7 @@ from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave, Target
 
 if TYPE_CHECKING:
-    from ..staging.file_segments import FileFill, FilesImage
+    from ..staging.file_segments import FilesImage
 
 
 class Saver:
@@ -179,9 +179,8 @@ class Saver:
         )
         if over is not None:
             over.of_blocks = drain.digests.of_blocks
-        snapshot = self._snapshot(plan, drain, optimizers)
-        attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
-        save = StateSave(plan.step, attempt, snapshot, len(plan.captured.specs), groups)
+        attempt = Attempt(drain, target, self._snapshot(plan, drain, optimizers), spans, writers=self._writers)
+        save = StateSave(plan.step, attempt, len(plan.captured.specs), groups)
         if over is not None:
             save.finished.add_done_callback(lambda _: over.drop())
         return save
@@ -270,16 +269,23 @@ class Saver:
         get_loop().soon(begin)
         return save.handle
 
-    def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
+    def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> Attempt:
+        """An attempt that streams files to a target, whose snapshot begins before it. Takes seconds for 100,000
         files.
         """
-        from ..staging.file_segments import FileFill  # a training saves no files
+        from ..staging.file_segments import SourceFiles  # a training saves no files
 
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, target), loop.background.submit)
-        fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)
-        return Attempt(drain, target, fill, spans, writers=self._writers), fill
+        segments = files.image.segments(size)
+        snapshot = Snapshot(
+            SourceFiles(files, len(segments), drain.check),
+            segments,
+            drain,
+            StagingHost(self.pool, loop.readers.submit, monotonic),
+            order=next(self._orders),
+        )
+        return Attempt(drain, target, snapshot, spans, writers=self._writers)
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:

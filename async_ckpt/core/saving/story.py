@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop, ask_for_exception
@@ -46,7 +46,7 @@ async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, 
     async with attempt.running(off_loop):
         with attempt.spans.span("write"):
             await attempt.open()  # from here on segments go to the sink, past the story
-            await asyncio.wrap_future(attempt.staging.completion)
+            await asyncio.wrap_future(attempt.snapshot.completion)
             life.go(SaveState.WRITING)
             await attempt.durable()
             life.go(SaveState.DURABLE)
@@ -79,8 +79,8 @@ class Attempt:
 
     _off_loop: OffLoop
 
-    def __init__(self, drain: Drain, target: Target, staging: Staging, spans: Spans, *, writers: Writers) -> None:
-        self.drain, self.target, self.staging, self.spans = drain, target, staging, spans
+    def __init__(self, drain: Drain, target: Target, snapshot: Snapshot, spans: Spans, *, writers: Writers) -> None:
+        self.drain, self.target, self.snapshot, self.spans = drain, target, snapshot, spans
         self._writers = writers
         # The seconds of the call, once the caller has its handle.
         self.called: Future[float] = running_future()
@@ -273,7 +273,7 @@ class Attempt:
         unchanged_groups: tuple[str, ...] = (),
     ) -> SaveReport:
         """The report of the save, for its caller."""
-        spans, staging, target = self.spans, self.staging, self.target
+        spans, snapshot, target = self.spans, self.snapshot, self.target
         assert self._sink is not None
         destination = Destination(
             path=target.path,
@@ -288,8 +288,8 @@ class Attempt:
             path=target.path,
             num_bytes=self.drain.file_bytes + target.num_bytes_beside,
             num_tensors=num_tensors,
-            stall_seconds=call_seconds + staging.stall_seconds,
-            stage_seconds=staging.stage_seconds,
+            stall_seconds=call_seconds + snapshot.stall_seconds,
+            stage_seconds=snapshot.stage_seconds,
             write_seconds=spans.seconds["write"],
             commit_seconds=spans.seconds["commit"],
             total_seconds=spans.total(),
@@ -308,7 +308,7 @@ class Attempt:
         """How long the save has taken so far."""
         seconds = self.spans.total()
         call_seconds = self.called.result() if self.called.done() else seconds
-        return SaveTimes(seconds, call_seconds + self.staging.stall_seconds)
+        return SaveTimes(seconds, call_seconds + self.snapshot.stall_seconds)
 
     @property
     def _archive(self) -> Archive:
@@ -321,10 +321,8 @@ class StateSave(Save):
 
     _outcome: SaveOutcome
 
-    def __init__(
-        self, step: int | None, attempt: Attempt, snapshot: Snapshot, num_tensors: int, groups: GroupDigests
-    ) -> None:
-        drain = attempt.drain
+    def __init__(self, step: int | None, attempt: Attempt, num_tensors: int, groups: GroupDigests) -> None:
+        drain, snapshot = attempt.drain, attempt.snapshot
         super().__init__(step, attempt.target.path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
         self.called = attempt.called
@@ -369,16 +367,6 @@ class StateSave(Save):
 
 
 # --- what an attempt needs -----------------------------------------------------------------------------------
-
-
-class Staging(Protocol):
-    """The snapshot as the story sees it."""
-
-    completion: Future[None]
-    stage_seconds: float
-
-    @property
-    def stall_seconds(self) -> float: ...
 
 
 class ObjectSize(NamedTuple):

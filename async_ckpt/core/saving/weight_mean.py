@@ -22,18 +22,16 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..host.loop import get_loop
-from ..host.threads import running_future
+from ..host.threads import conclude, running_future
 from ..spec import Ema
-from ..staging.guard import unwrapped
 from ..staging.held_snapshot import HeldSnapshot
 from ..staging.held_snapshot import begin as begin_copy
 from ..staging.host_copy import BufferPool
 from ..staging.snapshot import Snapshot
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, part_of, structure_of, tree_of
-from ..state.tree import StoredLeaf, inner_tensors, leaves
+from ..state.tree import InnerTensors, StoredLeaf, parts_in
 from ..state.wrappers import StateDictOf, state_dict_of
-from ..timing import monotonic
 
 GROUP: Final = "ema"
 # Torch divides longer operations among the threads of the training (at::internal::GRAIN_SIZE).
@@ -107,10 +105,7 @@ class WeightMean:
             source, structure = state._source, {name: entries[name]._structure for name in self.groups}
         else:
             weights = {name: entries[name] for name in self.groups}
-            optimizers, crew = unwrapped(guard), get_loop().copiers
-            held = HeldSnapshot(
-                weights, optimizers=optimizers, max_bytes=None, memory=self._memory, crew=crew, clock=monotonic
-            )
+            held = HeldSnapshot(weights, guard=guard, memory=self._memory, waits=True)
             entries |= {name: part_of(held, name) for name in self.groups}
             source, structure = held._source, held._structure
         copies = _named(source, structure, source.copies())
@@ -145,10 +140,7 @@ class WeightMean:
                 mean.update(copies, step, self._ema.decay)
             except BaseException as failed:
                 error = failed.with_traceback(None)
-        if error is None:
-            updated.set_result(None)
-        else:
-            updated.set_exception(error)
+        conclude(updated, error)
 
     def follow(self, staged: Future[None]) -> None:
         """The save that was joined has copied the mean once this is done."""
@@ -184,19 +176,19 @@ class WeightMean:
 
 def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a structure by name; tied ones once. Raises UnsupportedStateError for wrapped ones."""
-    for wrapped in inner_tensors(structure):
+    for wrapped in parts_in(structure, InnerTensors):
         raise _unsupported(".".join(map(str, wrapped.path)), wrapped.kind)
     numbers = dict.fromkeys(_primary(source, leaf) for leaf in _tensors(structure))
-    return {source.specs[number].dotted: copies[number] for number in numbers}
+    return {source.captured.specs[number].dotted: copies[number] for number in numbers}
 
 
 def _tensors(structure: Any) -> list[StoredLeaf]:
     """The tensors of a structure. Arrays and bytes have no mean, and are those of the weights."""
-    return [leaf for leaf in leaves(structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
+    return [leaf for leaf in parts_in(structure, StoredLeaf) if leaf.kind == "tensor"]
 
 
 def _primary(source: SnapshotCopies, leaf: StoredLeaf) -> int:
-    alias = source.specs[leaf.number].alias_of
+    alias = source.captured.specs[leaf.number].alias_of
     return leaf.number if alias is None else alias
 
 
@@ -204,7 +196,7 @@ def _view(source: SnapshotCopies, structure: Any, mean: Mean, completion: Future
     """The mean in the structure of the weights, as a snapshot that is complete when it is updated."""
     copies = source.copies().copy()
     for leaf in _tensors(structure):
-        copies[leaf.number] = mean.tensors[source.specs[_primary(source, leaf)].dotted]
+        copies[leaf.number] = mean.tensors[source.captured.specs[_primary(source, leaf)].dotted]
     return SnapshotView(source.with_copies(copies, completion), structure)
 
 

@@ -1,7 +1,7 @@
-"""Segments from files: what `filler` does by copies of tensors, this module does by reading.
+"""Files in the place of tensors: what they are when a save of them begins, and their bytes in segments.
 
-In: a folder or a file, and the plan of its image. Out: segments, handed on one by one as they are filled.
-Knows nothing of: the archive's destination.
+In: a folder or a file, and the plan of its image. Out: a source for a snapshot. Knows nothing of: the archive's
+destination.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ import os
 import stat
 import tarfile
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
-from ..format.layout import SegmentPlan
+from ..format.layout import Piece
 from ..format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from ..host.limits import num_cpus
-from ..host.pool import Lease, SegmentPool, SegmentReceiver
-from ..host.threads import Crew, running_future
+from ..host.memory import Segment
 from ..spec import BLOCK_BYTES, GIB
-from ..timing import Clock
+from .tensors import SourceTensors
 
 _MAX_READERS: Final = 8
 # The map of a sparse member is read as a whole, like a header. One with 8 GiB of data or more would need two sizes
@@ -131,85 +128,39 @@ class FilesImage(NamedTuple):
     sources: Sequence[FileSource]
 
 
-class FileFill:
-    """Fills segments from files, by several threads, in file order. All in the background: no thread of the user waits.
+class SourceFiles(SourceTensors):
+    """Files in the place of tensors: all of them are read after the call, and must not change until then.
 
-    An errand creates it, begins it and waits for its `completion`.
+    The saver creates it, and the snapshot owns it. Segments are filled in file order.
     """
 
-    stall_seconds = 0.0
+    def __init__(self, files: FilesImage, num_segments: int, check: Callable[[], None]) -> None:
+        """`check` raises if the save has failed elsewhere: then no more is read."""
+        super().__init__([], [], deferred={})
+        self._files, self._check = files, check
+        self._counting = threading.Lock()
+        self._num_unfilled = num_segments  # under _counting
 
-    def __init__(
-        self, files: FilesImage, receiver: SegmentReceiver, *, order: int, pool: SegmentPool, crew: Crew, clock: Clock
-    ) -> None:
-        self._files, self._receiver, self._order = files, receiver, order
-        self._pool, self._crew, self._clock = pool, crew, clock
-        self.completion: Future[None] = running_future()
-        self.stage_seconds = 0.0
-        self._start = clock()
-        self._todo = deque(files.image.segments(pool.segment_bytes))
-        # A segment and its lease are taken in one step, in file order: the lock is held while the pool is waited for.
-        self._taking = threading.Lock()
-        self._lock = threading.Lock()  # guards all below; nothing is called out under it
-        self._num_unfilled = len(self._todo)
-        self._num_readers = 0
-        self._error: BaseException | None = None
+    @property
+    def may_be_late(self) -> frozenset[int]:
+        """The numbers of all runs; of one that is in no segment if there is none, since nothing is read at once."""
+        return frozenset(range(max(1, len(self._files.image.runs))))
 
-    def begin(self) -> None:
-        num_readers = min(_MAX_READERS, 2 * num_cpus(), max(1, len(self._todo)))
-        self._num_readers = num_readers
-        for _ in range(num_readers):
-            self._crew.submit(self._read)
+    def num_threads(self, *, late: bool) -> int:  # noqa: ARG002
+        return min(_MAX_READERS, 2 * num_cpus())
 
-    def _read(self) -> None:
-        error: BaseException | None = None
-        try:
-            while (job := self._take()) is not None:
-                self._fill(*job)
-        except BaseException as raised:
-            error = raised
-        with self._lock:
-            self._error = self._error or error
-            self._num_readers -= 1
-            last = self._num_readers == 0
-        if last:
-            self.stage_seconds = self._clock() - self._start
-            if self._error is None:
-                self.completion.set_result(None)
-            else:
-                self.completion.set_exception(self._error)
-
-    def _check_alive(self) -> None:
-        """Raises if this fill or its save has failed: a reader must not wait for memory of a failed one."""
-        if self._error is not None:
-            raise self._error
-        self._receiver.check()
-
-    def _take(self) -> tuple[SegmentPlan, Lease] | None:
-        with self._taking:
-            if not self._todo:
-                return None
-            self._check_alive()
-            plan = self._todo.popleft()
-            return plan, self._pool.lease((self._order, plan.number), pin=None, check=self._check_alive)
-
-    def _fill(self, plan: SegmentPlan, lease: Lease) -> None:
-        try:
-            view, runs, sources = lease.segment.view, self._files.image.runs, self._files.sources
-            for at, data in plan.literals:
-                view[at : at + len(data)] = data
-            for target, run, begin, length in plan.pieces:
-                number, offset = runs[run]
-                _read_into(view[target : target + length], sources[number], offset + begin)
-            with self._lock:
-                self._num_unfilled -= 1
-                last = self._num_unfilled == 0
-            if last:  # before the segment is handed on: the archive is not visible without it
-                self._compare_all()
-        except BaseException:
-            lease.release()
-            raise
-        self._receiver.put(plan.number, lease)
+    def copy_from_host(self, pieces: Iterable[Piece], segment: Segment, *_: Any, **__: Any) -> None:
+        """Read the pieces of files into a segment. Raises TornSnapshotError."""
+        self._check()
+        runs, sources = self._files.image.runs, self._files.sources
+        for target, run, begin, length in pieces:
+            number, offset = runs[run]
+            _read_into(segment.view[target : target + length], sources[number], offset + begin)
+        with self._counting:
+            self._num_unfilled -= 1
+            last = self._num_unfilled == 0
+        if last:  # before the segment is handed on: the archive is not visible without it
+            self._compare_all()
 
     def _compare_all(self) -> None:
         """Raises TornSnapshotError if a file or folder changed.
@@ -222,9 +173,6 @@ class FileFill:
             except OSError:
                 raise _changed(source) from None
             _expect_same(source, status)
-
-    def __repr__(self) -> str:
-        return f"<FileFill {len(self._files.sources)} files, {len(self._todo)} segments left>"
 
 
 def _read_into(target: memoryview, source: FileSource, offset: int) -> None:

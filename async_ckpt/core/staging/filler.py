@@ -15,23 +15,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from ..format.layout import Piece, SegmentPlan
-from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import Lease, SegmentLender, SegmentReceiver
 from ..host.threads import Submit
 from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
-from ..spec import MIB
 from ..timing import NO_TRACE, Clock, Trace
 from .device import Device
 from .tensors import SourceTensors
 
-# A copy of hundreds of MB saturates a host's memory with few threads.
-_MAX_COPIERS: Final = 8
-_WORTH_A_HELPER_BYTES: Final = 64 * MIB
+# The goes in which segments are filled.
+NOW: Final = 0
+LATER: Final = 1
+LAST: Final = 2
 
 
 class StagingHost(NamedTuple):
@@ -65,27 +65,23 @@ def _split(
     """The jobs for now, for later, and for the time when the frozen tensors have their bytes, which are late, too. At
     most `may_hold` segments are filled in two goes, and are in two of these.
     """
-    now: list[SegmentJob] = []
-    later: list[SegmentJob] = []
-    last: list[SegmentJob] = []
+    jobs: tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]] = [], [], []
     num_held = 0
     for segment in segments:
-        rest = [p for p in segment.pieces if p.tensor in frozen] if frozen else []
-        first, second = [p for p in segment.pieces if p.tensor not in frozen] if rest else segment.pieces, last
-        is_urgent = not may_be_late or any(p.tensor not in may_be_late for p in first)
-        if is_urgent and not rest and may_be_late:
-            rest, second = [p for p in first if p.tensor in may_be_late], later
-            first = [p for p in first if p.tensor not in may_be_late] if rest else first
-        if not first and may_be_late:
-            (last if rest else later).append(SegmentJob(segment, rest))
-        elif rest and num_held < may_hold:
+        # The go of each piece: NOW, LATER or LAST.
+        goes = [(n in may_be_late) + (n in frozen) for _, n, _, _ in segment.pieces] if may_be_late else []
+        goes = goes or [LATER if may_be_late else NOW]
+        first, second = min(goes), max(goes)
+        if first < second and num_held < may_hold:
             num_held += 1
-            job = SegmentJob(segment, first, rest=rest)
-            (now if is_urgent else later).append(job)
-            second.append(job)
+            pieces = [p for p, go in zip(segment.pieces, goes, strict=True) if go < second]
+            rest = [p for p, go in zip(segment.pieces, goes, strict=True) if go == second]
+            job = SegmentJob(segment, pieces, rest=rest)
+            jobs[first].append(job)
+            jobs[second].append(job)
         else:
-            (now if is_urgent or rest else later).append(SegmentJob(segment, segment.pieces))
-    return now, later, last
+            jobs[first if first == second else NOW].append(SegmentJob(segment, segment.pieces))
+    return jobs
 
 
 class SegmentFiller:
@@ -110,7 +106,7 @@ class SegmentFiller:
         most = host.lender.max_segments
         # The receiver keeps its tail until it has all other segments; at least one must stay free.
         may_hold = min(most // 2, most - receiver.num_tail - 1)
-        self._now, self._later, self._last = _split(segments, source.may_be_late, source.frozen, may_hold)
+        self._jobs = _split(segments, source.may_be_late, source.frozen, may_hold)
         # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
         # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
         # it holds `_changed`, nor any lock of the lender or the receiver.
@@ -125,11 +121,11 @@ class SegmentFiller:
     @property
     def fills_now(self) -> bool:
         """False if every byte is copied later."""
-        return bool(self._now or not self.fills_later)
+        return bool(self._jobs[NOW] or not self.fills_later)
 
     @property
     def fills_later(self) -> bool:
-        return bool(self._later or self._last)
+        return bool(self._jobs[LATER] or self._jobs[LAST])
 
     @property
     def progress(self) -> str:
@@ -137,19 +133,25 @@ class SegmentFiller:
 
     def tensors_now(self) -> Iterator[int]:
         """The numbers of the tensors that are copied at once."""
-        return (piece.tensor for job in self._now for piece in job.pieces)
+        return (piece.tensor for job in self._jobs[NOW] for piece in job.pieces)
 
-    def fill_now(self) -> None:
-        """Fill everything that must not wait, on several threads. Returns when the last segment is filled."""
-        self._fill(self._now, self._num_helpers(), late=False)
+    def fill(self, go: int) -> None:
+        """Fill the segments of one go, on several threads. Returns when the last one is filled.
 
-    def fill_later(self) -> None:
-        """Fill the deferred rest in the same way; `save` has returned. One processor stays with the training."""
-        self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
-
-    def fill_last(self) -> None:
-        """Fill what is part of other snapshots, which are complete by now."""
-        self._fill(self._last, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+        NOW is what must not wait. LATER is the deferred rest, after `save` has returned; LAST is what is part of other
+        snapshots, which are complete by then.
+        """
+        jobs, late = self._jobs[go], go > NOW
+        todo = deque(jobs)
+        for _ in range(min(self._source.num_threads(late=late), len(jobs)) - 1):
+            # If a helper is refused, this thread copies more.
+            self._host.submit(lambda: self._copy(todo, late), lambda _: None)
+        self._copy(todo, late)
+        with self._changed:
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+            if self._error:
+                raise self._error
 
     def all_enqueued(self) -> None:
         """No more fills follow: when the devices have copied everything, `on_end` is called."""
@@ -181,7 +183,7 @@ class SegmentFiller:
                 self._give_back_memory()
         finally:
             # Drop the jobs, and the snapshot, which refers to this object.
-            self._now, self._later, self._last, self._on_end = [], [], [], lambda _: None
+            self._jobs, self._on_end = ([], [], []), lambda _: None
         if interrupt is not None:
             raise interrupt
 
@@ -191,7 +193,7 @@ class SegmentFiller:
         try:
             quiet = self._source.are_devices_quiet()
         finally:
-            for job in (*self._now, *self._later, *self._last):
+            for job in chain(*self._jobs):
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
                         lease.release()
@@ -199,24 +201,6 @@ class SegmentFiller:
                         lease.leak()
 
     # --- on the threads that fill -------------------------------------------------------------------------------
-
-    def _num_helpers(self) -> int:
-        """Threads worth having beside the first: none to enqueue device copies, which is one thread's work."""
-        if self._source.devices and self._source.num_host_bytes() < _WORTH_A_HELPER_BYTES:
-            return 0
-        return min(_MAX_COPIERS, num_cpus()) - 1
-
-    def _fill(self, jobs: Sequence[SegmentJob], num_helpers: int, *, late: bool) -> None:
-        todo = deque(jobs)
-        for _ in range(min(num_helpers, len(jobs) - 1)):
-            # If a helper is refused, this thread copies more.
-            self._host.submit(lambda: self._copy(todo, late), lambda _: None)
-        self._copy(todo, late)
-        with self._changed:
-            while self._num_filling:
-                self._changed.wait(LIVENESS_SECONDS)
-            if self._error:
-                raise self._error
 
     def _copy(self, todo: deque[SegmentJob], late: bool) -> None:
         """Fill one run of segments after the other, until none is left or a thread has failed."""

@@ -148,7 +148,7 @@ class StepBarrier:
         # Only `lift` takes the lock. A step waits without one: Ctrl-C may end the wait at any line, and a lock that is
         # held then would stay so. Each waiter is one append, and puts back the token that it takes from the bell.
         self._lifting = threading.Lock()
-        self._is_lifted = False
+        self.is_lifted = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def close(self, hold: Hold) -> None:
@@ -163,10 +163,10 @@ class StepBarrier:
     def wait(self, progress: Callable[[], str]) -> None:
         """Return when the barrier is lifted."""
         with self._trace.span("guard"):
-            if not self._is_lifted:
+            if not self.is_lifted:
                 self._waiting_since.append(self._clock())
                 wait = Wait("in optimizer.step()", ENDS_THE_WAIT)
-                while not self._is_lifted:
+                while not self.is_lifted:
                     try:
                         self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))
                     except queue.Empty:
@@ -175,16 +175,16 @@ class StepBarrier:
     def lift(self) -> None:
         """Let all steps go on. Idempotent."""
         with self._lifting:
-            if self._is_lifted:
+            if self.is_lifted:
                 return
-            self._is_lifted = True
+            self.is_lifted = True
             now = self._clock()
             self.seconds = sum(now - since for since in self._waiting_since)
         self._bell.put(None)
 
     @property
     def holds_steps(self) -> bool:
-        return bool(self._waiting_since) and not self._is_lifted
+        return bool(self._waiting_since) and not self.is_lifted
 
 
 def unwrapped(guard: Any) -> Optimizers:

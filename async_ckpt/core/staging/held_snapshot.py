@@ -8,11 +8,11 @@ from __future__ import annotations
 import weakref
 from typing import Any, Self
 
-from ..host.threads import Crew
+from ..host.loop import get_loop
 from ..state.capture import capture
 from ..state.captured import SnapshotCopies, SnapshotView, structure_of
-from ..timing import Clock
-from .guard import Optimizers
+from ..timing import monotonic
+from .guard import unwrapped
 from .host_copy import BufferPool, HostCopy
 from .tensors import Wording
 
@@ -28,9 +28,11 @@ class HeldSnapshot(SnapshotView):
     """
 
     def __init__(
-        self, state: Any, *, optimizers: Optimizers, max_bytes: int | None, memory: BufferPool, crew: Crew, clock: Clock
+        self, state: Any, *, guard: Any, memory: BufferPool, max_bytes: int | None = None, waits: bool = False
     ) -> None:
-        self._clock, self._began, self._call_seconds = clock, clock(), 0.0
+        """One that `waits` for memory is known to end soon; another is refused."""
+        self._began, self._call_seconds = monotonic(), 0.0
+        optimizers, crew = unwrapped(guard), get_loop().copiers
         captured = capture(state, local_parts=True)
         if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
@@ -42,14 +44,14 @@ class HeldSnapshot(SnapshotView):
             optimizers=optimizers,
             memory=memory,
             crew=crew,
-            clock=clock,
+            held=not waits,
             max_bytes=max_bytes,
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
         # Bound to the source, which the parts share: while there is a part, the memory stays.
         source = SnapshotCopies(captured, copy.tensors, copy.completion)
-        self._release = weakref.finalize(source, copy.release, by_finalizer=True)
+        self._release = weakref.finalize(source, copy.release)
         self._release.atexit = False
         self._copy = copy
         super().__init__(source, structure)
@@ -83,4 +85,4 @@ class HeldSnapshot(SnapshotView):
 def begin(snapshot: HeldSnapshot) -> None:
     """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
     snapshot._copy.begin()
-    snapshot._call_seconds = snapshot._clock() - snapshot._began
+    snapshot._call_seconds = monotonic() - snapshot._began

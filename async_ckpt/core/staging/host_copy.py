@@ -9,7 +9,6 @@ guard and tripwires. Storages are copied, not tensors, so that tensors which sha
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -32,7 +31,7 @@ from ..host.threads import Crew, is_library_thread
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from ..timing import Clock
+from ..timing import monotonic
 from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
@@ -46,25 +45,33 @@ _MAX_IDLE: Final = 8
 _log: Final = logging.getLogger("async_ckpt")
 
 
+class LentBuffer:
+    """A buffer on loan, and what the memory of one copy is counted by."""
+
+    __slots__ = ("buffer", "is_held", "num_bytes")
+
+    buffer: HostBuffer
+
+    def __init__(self, num_bytes: int, *, is_held: bool) -> None:
+        self.num_bytes, self.is_held = num_bytes, is_held
+
+
 class BufferPool:
-    """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
+    """The buffers of host copies, used again and again. From any thread; `saving.default` owns one for the process.
 
     Copies that are under way have no more than half of the free memory together; the next copy waits. Memory that other
-    code keeps after the end of a copy is not counted. If copies are `held` for as long as their owner likes, the next
-    one is refused instead, and a copy counts until nothing refers to it. At most twice the memory that was ever needed
-    at one time is kept for the next copies, which is enough for several that differ in size.
+    code keeps after the end of a copy is not counted. A copy that is `held` for as long as its owner likes is refused
+    instead, and counts until nothing refers to it. At most twice the memory that was ever needed at one time is kept
+    for the next copies, which is enough for several that differ in size.
     """
 
-    def __init__(self, *, held: bool = False) -> None:
-        self._held = held
+    def __init__(self) -> None:
         self._pid = os.getpid()
-        # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
-        # it, by calls of C that need none.
+        # Finalizers change both, perhaps on a thread that holds the lock: each change of theirs is one call of C.
         self._idle: deque[HostBuffer] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies that have ended
-        # Guards all below: two counters. Buffers are made and freed without it.
+        self._lent: set[LentBuffer] = set()
+        # Guards what is added to `_lent`, and all below. Buffers are made and freed without it.
         self._changed = threading.Condition()
-        self._lent_bytes = 0
         self._most_bytes = 0
         self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
 
@@ -91,97 +98,99 @@ class BufferPool:
         self,
         num_bytes: int,
         *,
-        device: torch.device | None,
-        crew: Crew,
+        held: bool = False,
+        device: torch.device | None = None,
         max_bytes: int | None = None,
         shared: bool = False,
-    ) -> HostBuffer:
-        """Wait for a buffer of at least this size, page-locked for `device` by the crew.
+    ) -> LentBuffer:
+        """Wait for a buffer of at least this size, near `device`.
 
-        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
-        limit of all that are lent. A buffer that is to be `shared` is an ordinary one where the system refuses.
+        One copy alone never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the
+        limit of all that are held. A buffer that is to be `shared` is an ordinary one where the system refuses.
         """
-        # A callback, or a function that runs on a copy, would wait for itself.
-        may_wait = not is_library_thread() and not self._held
-        if self._held and self.lent_bytes + num_bytes > self._limit(max_bytes):
+        loan, wait = LentBuffer(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
+        if held and not self._has_room(loan, max_bytes):
             for let_go in self._sharers:
                 let_go()
             gc.collect()  # copies in reference cycles are still counted
-        wait = Wait("", ENDS_THE_CALL)
-        while not self._lend(num_bytes, may_wait, max_bytes):
+        while not self._is_counted(loan, max_bytes):
             wait.goes_on(
-                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
+                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._bytes(held=False))}"
             )
         try:
-            buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
-            if device is not None and not buffer.pinned:
-                buffer.lock_by(crew, device)
+            loan.buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
         except BaseException:
-            self._unsettled.append(num_bytes)
+            self._lent.discard(loan)
             raise
-        return buffer
+        return loan
 
-    def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
-        """A tensor of bytes, whose memory comes back when nothing refers to it. Raises as `take` does."""
-        taken_bytes = max(1, num_bytes)
-        buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes, shared=shared)
-        return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
+    def lend(self, num_bytes: int, *, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
+        """A tensor of bytes that is held. Its memory comes back when nothing refers to it. Raises as `take` does."""
+        loan = self.take(max(1, num_bytes), held=True, max_bytes=max_bytes, shared=shared)
+        return torch.frombuffer(self.array_over(loan), dtype=torch.uint8)[:num_bytes]
 
-    def _owner_of(self, buffer: HostBuffer, num_bytes: int) -> Any:
-        """An array over a buffer, to which its tensors refer; when the last of them goes, the buffer is free again."""
-        owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
-        weakref.finalize(owner, self.give_back, buffer, num_bytes).atexit = False
-        return owner
+    def array_over(self, loan: LentBuffer) -> Any:
+        """An array to which tensors in the buffer refer; when the last of them goes, the buffer is free again."""
+        array = loan.buffer.array()
+        weakref.finalize(array, self._give_back, loan).atexit = False
+        return array
 
-    def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
-        """Count a copy as lent. False if another has to end before, after a short wait for that."""
+    def _is_counted(self, loan: LentBuffer, max_bytes: int | None) -> bool:
+        """Count a copy. False if another has to end before, after a short wait for that."""
         with self._changed:
-            self._settle()
-            if may_wait and self._lent_bytes and self._lent_bytes + num_bytes > self._limit():
+            # A callback, or a function that runs on a copy, would wait for itself.
+            may_wait = not is_library_thread() and self._bytes(held=False) > 0
+            if (loan.is_held or may_wait) and not self._has_room(loan, max_bytes):
+                if loan.is_held:
+                    raise self._refusal(loan, max_bytes)
                 self._changed.wait(LIVENESS_SECONDS)
                 return False
-            if self._held and self._lent_bytes + num_bytes > self._limit(max_bytes):
-                raise self._refusal(num_bytes, max_bytes)
-            self._lent_bytes += num_bytes
-            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+            self._lent.add(loan)
+            self._most_bytes = max(self._most_bytes, self.lent_bytes)
             return True
 
-    def returned(self, num_bytes: int, *, by_finalizer: bool = False) -> None:
-        """A copy of this size has ended. Memory that is still in use counts only if copies are held.
-
-        A finalizer wakes no copy that waits, which looks again by itself.
-        """
-        if self._held:
+    def end(self, loan: LentBuffer) -> None:
+        """A copy has ended. Memory that is still in use counts only if the copy is held."""
+        if loan.is_held:
             return
-        self._unsettled.append(num_bytes)
-        if not by_finalizer:
-            with self._changed:
+        self._lent.discard(loan)
+        # A finalizer must not wait for the lock. A copy that waits looks again by itself, too.
+        if self._changed.acquire(blocking=False):
+            try:
                 self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     @property
     def lent_bytes(self) -> int:
         """The memory of copies now."""
-        return self._lent_bytes - sum(self._unsettled.copy())
+        return self._bytes(held=False) + self._bytes(held=True)
 
-    def _settle(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._lent_bytes -= self._unsettled.popleft()
+    def _bytes(self, *, held: bool) -> int:
+        return sum(loan.num_bytes for loan in self._lent.copy() if loan.is_held is held)
 
-    def _refusal(self, num_bytes: int, max_bytes: int | None) -> MemoryError:
-        others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
+    def _has_room(self, loan: LentBuffer, max_bytes: int | None) -> bool:
+        return self._bytes(held=True) + loan.num_bytes <= self._limit(max_bytes)
+
+    def _limit(self, max_bytes: int | None) -> int:
+        """The limit of all that are held and one more copy: that of its call, or what is free."""
+        return self._bytes(held=True) + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
+
+    def _refusal(self, loan: LentBuffer, max_bytes: int | None) -> MemoryError:
+        held_bytes = self._bytes(held=True)
+        others = f", beside {held_bytes:,} of others, open or still read" if held_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         return MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close other "
-            "snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
+            f"the snapshot needs {loan.num_bytes:,} bytes{others}, and {limit_name} {self._limit(max_bytes):,}; close "
+            "other snapshots and wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
-        """Nothing refers to the buffer any more, nor to the copy of this size in it. Called by a finalizer."""
+    def _give_back(self, loan: LentBuffer) -> None:
+        """Nothing refers to the buffer any more. Called by a finalizer."""
+        buffer = loan.buffer
         if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory
             return
-        if self._held:
-            self._unsettled.append(num_bytes)
+        self._lent.discard(loan)
         if buffer.fd is not None and not self.is_shared:
             buffer.free()
             return
@@ -211,7 +220,7 @@ class BufferPool:
             self.release()
         if shared:
             try:
-                return HostBuffer.near(device, num_bytes, shared=True)
+                return HostBuffer(num_bytes, device, shared=True)
             except OSError as error:
                 _log.warning(
                     "%s of memory that other processes of this host can map are not available (%s); their readers take "
@@ -219,13 +228,7 @@ class BufferPool:
                     sized(num_bytes),
                     error,
                 )
-        return HostBuffer.near(device, num_bytes)
-
-    def _limit(self, max_bytes: int | None = None) -> int:
-        """The limit of all copies together: that of a call, or what is free."""
-        if max_bytes is not None:
-            return max_bytes
-        return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
+        return HostBuffer(num_bytes, device)
 
     def _idle_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self._idle.copy())
@@ -300,7 +303,7 @@ class HostCopy:
         optimizers: Optimizers,
         memory: BufferPool,
         crew: Crew,
-        clock: Clock,
+        held: bool = False,
         max_bytes: int | None = None,
         wording: Wording = ANY_COPY,
     ) -> None:
@@ -318,18 +321,20 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        taken_bytes = max(1, self.num_bytes)
-        buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes, shared=memory.is_shared)
-        self._is_released = False
-        owner = memory._owner_of(buffer, taken_bytes)
+        self._loan = memory.take(
+            max(1, self.num_bytes), held=held, device=device, max_bytes=max_bytes, shared=memory.is_shared
+        )
+        owner, buffer = memory.array_over(self._loan), self._loan.buffer
         try:
+            if device is not None and not buffer.pinned:
+                buffer.lock_by(crew, device)
             segments = _BufferSegments(buffer, self.num_bytes)
             pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
             self.snapshot = Snapshot(
                 _to_copy(parts, optimizers, wording),
                 slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
                 segments,
-                StagingHost(segments, crew.submit, clock),
+                StagingHost(segments, crew.submit, monotonic),
                 optimizers=optimizers,
             )
             self.tensors = _rebuilt(tensors, of_each, owner)
@@ -347,11 +352,10 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
-    def release(self, *, by_finalizer: bool = False) -> None:
+    def release(self) -> None:
         """Drop the copies; the next one may have the memory. Idempotent."""
-        is_first, self._is_released, self.tensors = not self._is_released, True, []
-        if is_first:
-            self._memory.returned(max(1, self.num_bytes), by_finalizer=by_finalizer)
+        self.tensors = []
+        self._memory.end(self._loan)
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"

@@ -15,20 +15,17 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
 
 from ...errors import SaveAbandonedError
 from ..backends import is_capturing
 from ..format.layout import SegmentPlan
 from ..host.pool import SegmentReceiver
+from ..host.threads import conclude
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
-from .filler import SegmentFiller, StagingHost
+from .filler import LAST, LATER, NOW, SegmentFiller, StagingHost
 from .guard import Optimizers, StepBarrier
 from .tensors import SourceTensors
 from .tripwires import Tripwires
-
-# Of a snapshot: it stages, or only devices still copy; and how it has ended.
-_Phase = Literal["staging", "enqueued", "staged", "failed"]
 
 
 class Snapshot:
@@ -57,9 +54,7 @@ class Snapshot:
         self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
         self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
         self._tripwires: Tripwires | None = None
-        # Guards `_phase` alone, which decides which thread's end of the snapshot is the one that counts.
-        self._deciding = threading.Lock()
-        self._phase: _Phase = "staging"
+        self._ending = threading.Lock()  # taken by the end that counts, and never released
 
     # --- the caller's thread ----------------------------------------------------------------------------------
 
@@ -109,10 +104,10 @@ class Snapshot:
 
         def fill() -> None:
             try:
-                filler.fill_now()
+                filler.fill(NOW)
                 if not filler.fills_later:
                     self._let_go()
-                    self._all_enqueued()
+                    filler.all_enqueued()
             except BaseException as error:
                 outcome.put(error)
             else:
@@ -156,11 +151,11 @@ class Snapshot:
 
     def _fill_later(self) -> None:
         try:
-            self._filler.fill_later()
+            self._filler.fill(LATER)
             self._let_go()  # the other snapshots have guards of their own
             self._source.wait_for_frozen()
-            self._filler.fill_last()
-            self._all_enqueued()
+            self._filler.fill(LAST)
+            self._filler.all_enqueued()
         except BaseException as error:
             self.end(error)
 
@@ -169,12 +164,6 @@ class Snapshot:
         if self._tripwires:
             self._tripwires.look_at_bytes()
         self._barrier.lift()
-
-    def _all_enqueued(self) -> None:
-        with self._deciding:
-            if self._phase == "staging":
-                self._phase = "enqueued"
-        self._filler.all_enqueued()
 
     def _on_end_of_fill(self, error: BaseException | None) -> None:
         try:
@@ -191,10 +180,8 @@ class Snapshot:
 
     def end(self, error: BaseException | None) -> None:
         """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
-        with self._deciding:
-            if self._phase in ("staged", "failed"):
-                return
-            self._phase = "staged" if error is None else "failed"
+        if not self._ending.acquire(blocking=False):
+            return
         try:
             self._filler.stop(error)
         except Exception as failure:
@@ -208,14 +195,16 @@ class Snapshot:
             self._source.drop()
             self._tripwires = self.keeps = None
             self.stage_seconds = self._host.clock() - self._start
-            if error is None:
-                self.completion.set_result(None)
-            else:
-                self.completion.set_exception(error)
+            conclude(self.completion, error)
 
     def __repr__(self) -> str:
-        phase = "held" if self._barrier.holds_steps else self._phase
-        return f"<Snapshot {self._order} {phase}>"
+        if self.completion.done():
+            state = "staged" if self.completion.exception() is None else "failed"
+        elif self._barrier.is_lifted:
+            state = "enqueued"
+        else:
+            state = "holding a step" if self._barrier.holds_steps else "staging"
+        return f"<Snapshot {self._order} {state}>"
 
 
 def interrupted(cause: BaseException) -> SaveAbandonedError:

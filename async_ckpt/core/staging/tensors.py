@@ -15,6 +15,7 @@ import torch
 from ...errors import TornSnapshotError
 from ..backends import device_of, is_dense, is_on_host
 from ..format.layout import Piece
+from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..spec import KIB, MIB, TensorSpec
 from .device import Alias, Device, dense_blocks, memmove
@@ -34,6 +35,9 @@ ANY_COPY: Final = Wording()
 _SMALL_BYTES: Final = 64 * KIB
 _MAX_SMALL: Final = 1024
 _MAX_SMALL_BYTES: Final = 2 * MIB
+# A copy of hundreds of MB saturates a host's memory with few threads.
+_MAX_COPIERS: Final = 8
+_WORTH_A_HELPER_BYTES: Final = 64 * MIB
 
 
 class SourceTensors:
@@ -134,9 +138,15 @@ class SourceTensors:
         for completion in self._after:
             completion.result()
 
-    def num_host_bytes(self) -> int:
-        """The size of the dense tensors on the host."""
-        return sum(s.num_bytes for s, pointer in zip(self.specs, self._pointers, strict=True) if pointer)
+    def num_threads(self, *, late: bool) -> int:
+        """The number of threads worth having. `late`: `save` has returned, and one processor stays with the training.
+
+        To enqueue copies from devices is one thread's work.
+        """
+        if late:
+            return min(_MAX_COPIERS // 2, max(1, num_cpus() - 1))
+        num_host_bytes = sum(s.num_bytes for s, pointer in zip(self.specs, self._pointers, strict=True) if pointer)
+        return 1 if self.devices and num_host_bytes < _WORTH_A_HELPER_BYTES else min(_MAX_COPIERS, num_cpus())
 
     def copy_from_host(
         self, pieces: Iterable[Piece], segment: Segment, begin: int, on_device: dict[Device, list[Piece]], *, late: bool

@@ -58,8 +58,7 @@ def _sampled_on_host(tensors: Sequence[_WatchedTensor], gone: set[int] | None) -
     elif sample_by_kernel(address, addresses) != len(samples):
         # A tensor is gone, or the kernel does not copy for us: sample each by itself.
         for at, watched in enumerate(tensors):
-            offsets = range(0, watched.stride * SAMPLE_BYTES, watched.stride)
-            if not watched.alias.sample_to(address + at * SAMPLE_BYTES, offsets):
+            if not watched.alias.sample_to(address + at * SAMPLE_BYTES, addresses[at]):
                 gone.add(watched.number)
     return samples
 

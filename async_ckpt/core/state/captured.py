@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
-from copy import copy as shallow_copy
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +23,7 @@ from ..slicing.sharded import Placed
 from ..slicing.slices import RankFacts, Slices
 from ..spec import Json, TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
-from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, leaves, replaced
+from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, parts_in, replaced
 from .wrapped import plain_parts
 
 Mark: TypeAlias = tuple[int, int]
@@ -83,19 +82,14 @@ class SnapshotCopies:
 
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
-        self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
-        self.per_rank, self.placed, self.notes = captured.per_rank, captured.placed, captured.notes
-        self._pickled = captured.objects
+        self.captured = captured._replace(tensors=[], skeleton="")  # it keeps none of the user's own tensors alive
         self._copies: list[torch.Tensor] | None = copies
-        self.specs, self._marks = captured.specs, captured.marks
         self._pid = os.getpid()
 
     def with_copies(self, copies: list[torch.Tensor], completion: Future[None]) -> SnapshotCopies:
         """Other copies with the same names, which are no tensors of the user's."""
-        other = shallow_copy(self)
-        other._copies, other.completion = copies, completion
-        other._marks, other.modules, other.notes = [None] * len(copies), {}, {}
-        return other
+        captured = self.captured._replace(marks=[None] * len(copies), modules={}, notes={})
+        return SnapshotCopies(captured, copies, completion)
 
     def close(self) -> None:
         self._copies = None
@@ -114,12 +108,7 @@ class SnapshotCopies:
 
     def marks(self) -> Iterator[tuple[torch.Tensor, Mark | None]]:
         """The copies, each with the mark of its tensor at the instant of the snapshot."""
-        return zip(self.copies(), self._marks, strict=True)
-
-    def _objects(self) -> list[Any]:
-        # This process has pickled them itself, so they are trusted.
-        objects: list[Any] = torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # nosec B614
-        return objects
+        return zip(self.copies(), self.captured.marks, strict=True)
 
     def filled(self, structure: Any) -> Any:
         """A part of the structure in new containers and with new objects, which the caller may change."""
@@ -128,15 +117,17 @@ class SnapshotCopies:
 
         def give(stored: StoredLeaf) -> Any:
             if stored.kind == "object":
-                objects[:] = objects or self._objects()
+                if not objects:  # this process has pickled them itself, so they are trusted
+                    pickle = io.BytesIO(self.captured.objects or b"")
+                    objects.extend(torch.load(pickle, weights_only=False))  # nosec B614
                 return objects[stored.number]
             copy = copies[stored.number]
             if stored.kind == "tensor":
-                placed = self.placed.get(stored.number)
+                placed = self.captured.placed.get(stored.number)
                 return copy if placed is None else placed.around(copy)
             if stored.kind == "bytes":
                 return bytes(copy.numpy())
-            spec = self.specs[stored.number]
+            spec = self.captured.specs[stored.number]
             return stored.as_array(copy.view(dtype_named(spec.dtype)).view(spec.shape))
 
         return replaced(structure, give, of_inner=_around_copies)
@@ -269,7 +260,7 @@ class SnapshotView:
 
 def module_of(view: SnapshotView) -> torch.nn.Module | None:
     """The live module, without wrappers, of a view; None if there is none. Raises ReferenceError if it was deleted."""
-    known = view._source.modules.get(view._path)
+    known = view._source.captured.modules.get(view._path)
     module = None if known is None else known()
     if known is not None and module is None:
         raise ReferenceError(
@@ -316,14 +307,14 @@ class FrozenParts:
 def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
     """The names of values that each process has for itself, in a snapshot that lies at a path of a state."""
     top, at = dotted(view._path), dotted(path)
-    names = (name for name in view._source.per_rank if not top or is_within(name, {top}))
+    names = (name for name in view._source.captured.per_rank if not top or is_within(name, {top}))
     return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
 
 
 def notes_in(view: SnapshotView, path: Path) -> dict[Path, Mapping[str, Json]]:
     """The notes beside the state dicts in a snapshot that lies at a path of a state."""
     top = view._path
-    known = view._source.notes
+    known = view._source.captured.notes
     return {(*path, *inner[len(top) :]): notes for inner, notes in known.items() if inner[: len(top)] == top}
 
 
@@ -334,9 +325,8 @@ def tree_of(view: SnapshotView) -> Any:
 
 def has_dtensors(view: SnapshotView) -> bool:
     """True if other ranks hold other shards of a snapshot's tensors. Known of a closed snapshot, too."""
-    placed = view._source.placed
-    of_tensors = (leaf for leaf in leaves(view._structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor")
-    return any(leaf.number in placed for leaf in of_tensors)
+    placed = view._source.captured.placed
+    return any(leaf.number in placed for leaf in parts_in(view._structure, StoredLeaf) if leaf.kind == "tensor")
 
 
 def is_leaf(view: SnapshotView) -> bool:

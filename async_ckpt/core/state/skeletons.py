@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import Json
 from .names import Path, dotted, is_within, shown
-from .tree import NodesByRank, key_of, notes_of_all
+from .tree import IN_ORDER, KEYED, NodesByRank, joined, key_of, kind_of, notes_of_all, split
 
 # Ranks with equal nodes, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
-_KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places", "wrapped"})
-_IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
 _NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
+# The containers whose items have texts of their own. Each rank has other items of a list at some `places`.
+_SPLIT: Final = (KEYED | IN_ORDER) - {"places"}
 
 
 class MergedSkeleton(NamedTuple):
@@ -115,33 +115,29 @@ class _MergeWalk:
             self.names |= {name} & self._choice.from_ranks.keys()
             if name in self._per_rank:
                 return self._kept_apart(variants, path)
-        kinds = {_kind(node) for _, node in variants}
+        kinds = {kind_of(node) for _, node in variants}
         if len(kinds) > 1:
             return self._kept_apart(variants, path)
         (kind,) = kinds
-        if kind in _KEYED or kind in _IN_ORDER:
+        if kind in KEYED or kind in IN_ORDER:
             return self._container(kind, variants, path)
         if kind in _NUMBERED or kind == "object":
             return self._leaf(kind, variants, path)
         return variants[0][1] if len(variants) == 1 else self._kept_apart(variants, path)
 
     def _container(self, kind: str, variants: Sequence[_Variant], path: Path) -> Json:
-        split = [(ranks, *_split(kind, node[kind])) for ranks, node in variants]
-        texts = {json.dumps(rest) for _, rest, _ in split}
-        if len(texts) > 1 or (kind in _IN_ORDER and len({len(inside) for _, _, inside in split}) > 1):
+        of_each = [(ranks, *split(kind, node[kind])) for ranks, node in variants]
+        texts = {json.dumps(facts) for _, facts, _ in of_each}
+        if len(texts) > 1 or (kind in IN_ORDER and len({len(inside) for _, _, inside in of_each}) > 1):
             return self._kept_apart(variants, path)
-        rest = split[0][1]
-        if kind in _IN_ORDER:
+        facts = of_each[0][1]
+        if kind in IN_ORDER:
             nodes = [
-                self.merge(_grouped((ranks, inside[i]) for ranks, _, inside in split), (*path, i))
-                for i in range(len(split[0][2]))
+                self.merge(_grouped((ranks, inside[i]) for ranks, _, inside in of_each), (*path, i))
+                for i in range(len(of_each[0][2]))
             ]
-            return {kind: [*rest, nodes] if kind == "namedtuple" else [nodes, *rest] if rest else nodes}
-        items = self._items([(ranks, inside) for ranks, _, inside in split], path)
-        if kind == "dataclass":
-            return {kind: [*rest, items]}
-        if kind == "wrapped":
-            return {kind: {**rest[0], "inner": items}}
+            return {kind: joined(kind, facts, nodes)}
+        items = joined(kind, facts, self._items([(ranks, inside) for ranks, _, inside in of_each], path))
         metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
         # Version numbers of all modules, some of which only some ranks have.
         more = {"metadata": self._metadata(metadata)} if metadata else {}
@@ -213,26 +209,6 @@ class _MergeWalk:
         return walk.merge([((rank,), node)], path)
 
 
-def _kind(node: Json) -> Any:
-    return next(iter(node), None) if isinstance(node, dict) else None
-
-
-def _split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
-    """The facts of a container of this kind, and the list of its items."""
-    if kind == "deque":
-        nodes, maxlen = value
-        return [maxlen], nodes
-    if kind == "dataclass":
-        name, items = value
-        return [name], items
-    if kind == "wrapped":
-        return [{name: fact for name, fact in value.items() if name != "inner"}], value["inner"]
-    if kind == "namedtuple":
-        name, fields, nodes = value
-        return [name, fields], nodes
-    return [], value
-
-
 def _grouped(nodes: Iterable[tuple[Any, Json]]) -> list[_Variant]:
     """Equal nodes with all their ranks. Their texts are compared, since 1, 1.0 and True are equal in Python."""
     listed = [((ranks,) if isinstance(ranks, int) else ranks, node) for ranks, node in nodes]
@@ -266,43 +242,19 @@ def plain_leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str
 
 def _leaf_texts(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
     """The text of each leaf; for a pickled object its number."""
-    kind = next(iter(node), None) if isinstance(node, dict) else None
-    if kind is None:
-        yield path, json.dumps(node)
-        return
-    value = node[kind]
-    if kind in ("dict", "ordered"):
-        yield from _entry_texts(value, path, kind)
+    kind = kind_of(node)
+    if kind in _SPLIT:
+        facts, inside = split(kind, node[kind])
+        if kind in IN_ORDER or kind == "wrapped" or not inside:
+            yield path, json.dumps([kind, *facts, len(inside)])
+        items = enumerate(inside) if kind in IN_ORDER else ((key_of(raw), inner) for raw, inner in inside)
+        for key, inner in items:
+            yield from _leaf_texts(inner, (*path, key))
         if "metadata" in node:
             yield (*path, "_metadata"), json.dumps(node["metadata"], sort_keys=True)
-    elif kind in ("list", "tuple"):
-        yield from _item_texts(value, path, kind)
-    elif kind == "deque":
-        yield from _item_texts(value[0], path, f"deque of {value[1]}")
-    elif kind == "namedtuple":
-        yield from _item_texts(value[2], path, f"namedtuple {value[0]}")
-    elif kind == "dataclass":
-        yield from _entry_texts(value[1], path, f"dataclass {value[0]}")
-    elif kind == "wrapped":
-        (facts,), items = _split(kind, value)
-        yield path, json.dumps(facts)
-        yield from _entry_texts(items, path, kind)
     elif kind == "object":
-        yield path, int(value)
+        yield path, int(node[kind])
     elif kind in _NUMBERED:  # without the number, which depends on the rest of the state
-        yield path, json.dumps([kind, *(value[1:] if kind == "ndarray" else ())])
+        yield path, json.dumps([kind, *(node[kind][1:] if kind == "ndarray" else ())])
     else:
         yield path, json.dumps(node, sort_keys=True)
-
-
-def _entry_texts(items: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
-    if not items:
-        yield path, kind
-    for key, node in items:
-        yield from _leaf_texts(node, (*path, key_of(key)))
-
-
-def _item_texts(nodes: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
-    yield path, f"{kind} of {len(nodes)}"
-    for number, node in enumerate(nodes):
-        yield from _leaf_texts(node, (*path, number))

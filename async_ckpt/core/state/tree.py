@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -47,7 +47,12 @@ from .plain import (
 )
 from .wrapped import Wrapper, can_be_made, is_sparse_layout, made, taken_apart
 
+T = TypeVar("T")
+
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
+# The kinds of containers: of keys with their nodes, and of nodes in order.
+KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places", "wrapped"})
+IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
 _OMITTED: Final = object()
 
 
@@ -435,16 +440,40 @@ def notes_of_all(nodes: Sequence[Json]) -> dict[str, Json]:
 def _node_at(node: Json, path: Path) -> Json:
     """The node at a path of a skeleton that can be decoded; None if there is none."""
     for key in path:
-        kind = next(iter(node), None) if isinstance(node, dict) else None
-        if kind in ("dict", "ordered", "places", "dataclass"):
-            items = node[kind][1] if kind == "dataclass" else node[kind]
-            node = next((inner for raw, inner in items if key_of(raw) == key), None)
-        elif kind in ("list", "tuple", "deque", "namedtuple"):
-            nodes = {"deque": lambda value: value[0], "namedtuple": lambda value: value[2]}.get(kind, list)(node[kind])
-            node = nodes[key] if type(key) is int and key < len(nodes) else None
+        kind = kind_of(node)
+        _, inside = split(kind, node[kind]) if kind in KEYED | IN_ORDER else ([], [])
+        if kind in KEYED:
+            node = next((inner for raw, inner in inside if key_of(raw) == key), None)
         else:
-            return None
+            node = inside[key] if type(key) is int and key < len(inside) else None
     return node
+
+
+def kind_of(node: Json) -> Any:
+    """The kind of a node; None for a scalar."""
+    return next(iter(node), None) if isinstance(node, dict) else None
+
+
+def split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
+    """The facts of a container of this kind, and the list of its items."""
+    if kind == "deque":
+        nodes, maxlen = value
+        return [maxlen], nodes
+    if kind in ("dataclass", "namedtuple"):
+        *facts, inside = value
+        return facts, inside
+    if kind == "wrapped":
+        return [{name: fact for name, fact in value.items() if name != "inner"}], value["inner"]
+    return [], value
+
+
+def joined(kind: str, facts: list[Json], inside: list[Json]) -> Json:
+    """The value that `split` takes apart into these."""
+    if kind == "deque":
+        return [inside, *facts]
+    if kind == "wrapped":
+        return {**facts[0], "inner": inside}
+    return [*facts, inside] if facts else inside
 
 
 def top_keys(node: Json) -> list[Any] | None:
@@ -452,7 +481,7 @@ def top_keys(node: Json) -> list[Any] | None:
 
     Raises ValueError for a node that `encode` would not have made.
     """
-    kind = next(iter(node), None) if isinstance(node, dict) else None
+    kind = kind_of(node)
     if kind not in ("dict", "ordered"):
         return None
     try:
@@ -513,28 +542,17 @@ def replaced(
     return value
 
 
-def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
-    """Every `StoredLeaf` and every `ValuesByRank` in a decoded structure; not the leaves inside the latter."""
-    if isinstance(value, StoredLeaf | ValuesByRank):
+def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
+    """The parts of this kind in a decoded structure; none inside of another one, nor among the values of ranks."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, SavedRecord):
-        yield from leaves(value.fields)
+        yield from parts_in(value.fields, kind)
     elif isinstance(value, OfClass):
-        yield from leaves(value.value)
+        yield from parts_in(value.value, kind)
     elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-
-
-def inner_tensors(value: Any) -> Iterator[InnerTensors]:
-    """The wrapped tensors in a decoded structure."""
-    if isinstance(value, SavedRecord):
-        yield from inner_tensors(value.fields)
-    elif isinstance(value, InnerTensors):
-        yield value
-    elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from inner_tensors(item)
+            yield from parts_in(item, kind)
 
 
 class _Decoder:

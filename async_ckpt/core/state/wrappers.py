@@ -280,19 +280,16 @@ def _plain_state(names: PlainNames, given: Any) -> Any:
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
-    if isinstance(value, torch.nn.Module):
-        yield value
-        return
-    if not isinstance(value, dict | list | tuple | deque) and not is_record(value):
-        if method_of(value, "state_dict") is not None:
-            yield from _modules_held_by(value)
-        return
     if id(value) in seen:
         return
     seen.add(id(value))
-    inner = fields_of(value) if is_record(value) else value
-    for item in inner.values() if isinstance(inner, dict) else inner:
-        yield from _modules_in(item, seen)
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif items := items_of(value):
+        for item in items:
+            yield from _modules_in(item, seen)
+    elif method_of(value, "state_dict") is not None:
+        yield from _modules_held_by(value)
 
 
 def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:

@@ -25,7 +25,7 @@ from ...core.staging.host_copy import HostCopy
 from ...core.staging.tensors import Wording
 from ...core.storage.interface import Storage
 from ...core.storage.sequential import Appender
-from ...core.timing import Spans, monotonic
+from ...core.timing import Spans
 from .scratch import Scratch
 
 
@@ -53,7 +53,6 @@ class CopySave(Save):
             optimizers=optimizers,
             memory=host_memory(),
             crew=get_loop().copiers,
-            clock=monotonic,
             wording=Wording(f"the copy of {path}"),
         )
         # Tensors of held snapshots are not copied again; they have their bytes when the snapshots are complete.

@@ -29,7 +29,7 @@ from ...core.spec import SEGMENT_BYTES, Json, TensorSpec
 from ...core.state.capture import pickled
 from ...core.state.names import shown
 from ...core.state.skeletons import merge as merge_skeletons
-from ...core.state.tree import ValuesByRank, leaves, top_keys
+from ...core.state.tree import ValuesByRank, parts_in, top_keys
 from ...core.storage.disk import make_folder
 from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
@@ -150,7 +150,7 @@ def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
 
 
 def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None:
-    by_rank = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, ValuesByRank)]
+    by_rank = [leaf for value in values for leaf in parts_in(value, ValuesByRank)]
     if not by_rank:
         return
     names = [shown(leaf.path) for leaf in by_rank]

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
 from ...core.host.loop import OffLoop
-from ...core.host.threads import running_future
+from ...core.host.threads import conclude, running_future
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
 from ...core.saving.default import files_saver
@@ -26,7 +26,7 @@ from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver
 from ...core.saving.story import Attempt, story
-from ...core.staging.file_segments import FileFill, FilesImage, scan
+from ...core.staging.file_segments import FilesImage, scan
 from ...core.storage.disk import refuse_dangling, translated
 from ...core.storage.place import Anywhere, local_place, written_at
 from ...core.timing import Spans
@@ -188,22 +188,21 @@ class _PackSave(Save):
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         if turn is not None:
             await asyncio.wrap_future(turn)
-        attempt, fill = await off_loop(self._set_up)
-        fill.completion.add_done_callback(self._pass_on)
+        attempt = await off_loop(self._set_up)
+        attempt.snapshot.completion.add_done_callback(lambda ended: conclude(self.staged, ended.exception()))
         with self.saver.relieved_by(attempt.drain):
-            fill.begin()
+            attempt.snapshot.begin()
             try:
                 await story(attempt, None, off_loop, self.life)
-            finally:  # the fill reads from the folder until then
-                await off_loop(fill.completion.exception)
+            finally:  # the snapshot reads from the folder until then
+                await off_loop(attempt.snapshot.completion.exception)
         return attempt.report(await asyncio.wrap_future(self.called))
 
-    def _set_up(self) -> tuple[Attempt, FileFill]:
-        attempt, fill = self.saver.files_attempt(self._scan(), self._target, self.spans)
-        self._attempt = attempt
+    def _set_up(self) -> Attempt:
+        attempt = self._attempt = self.saver.files_attempt(self._scan(), self._target, self.spans)
         if self.given_up is not None:
             attempt.drain.fail(self.given_up)
-        return attempt, fill
+        return attempt
 
     def _scan(self) -> FilesImage:
         with translated(self._folder):
@@ -211,13 +210,6 @@ class _PackSave(Save):
         if len(entries) == 1:
             raise NothingWrittenError(f"nothing was written into {self._folder}; {self.path} is left as it was")
         return FilesImage(Tarball(entries), sources)
-
-    def _pass_on(self, ended: Future[None]) -> None:
-        error = ended.exception()
-        if error is None:
-            self.staged.set_result(None)
-        else:
-            self.staged.set_exception(error)
 
     def failed(self, error: BaseException) -> None:
         self._end_staging(error)

@@ -394,11 +394,10 @@ class _Call(CopySave):
             return
         files, target = FilesImage(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
         saver = files_saver()
-        attempt, fill = await off_loop(lambda: saver.files_attempt(files, target, Spans()))
-        self._attempt = attempt
+        attempt = self._attempt = await off_loop(lambda: saver.files_attempt(files, target, Spans()))
         self._check()
         with saver.relieved_by(attempt.drain):
-            fill.begin()
+            attempt.snapshot.begin()
             await story(attempt, None, off_loop, new_life())
         self._num_retries += attempt.report(0.0).retries
 

@@ -18,7 +18,7 @@ from ...core.runs.record import DCP_RECORD
 from ...core.slicing.locator import StepItem
 from ...core.spec import with_article
 from ...core.state.names import Path, Select, dtype_name, selector, shown
-from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
+from ...core.state.tree import StoredLeaf, ValuesByRank, parts_in, replaced
 from .metadata import flattened
 
 
@@ -108,14 +108,12 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
 
     Raises ValueError for a value that each rank has saved for itself, and UntrustedObjectError.
     """
-    inside = list(leaves(entry.value))
-    for value in inside:
-        if isinstance(value, ValuesByRank):
-            raise ValueError(
-                f"{shown((name,))} has a value of each rank that saved, and none for this rank of a world of "
-                f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
-            )
-    file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]
+    for value in parts_in(entry.value, ValuesByRank):
+        raise ValueError(
+            f"{shown((name,))} has a value of each rank that saved, and none for this rank of a world of "
+            f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
+        )
+    file, stored = entry.file, list(parts_in(entry.value, StoredLeaf))
     objects = file.objects(stored, trust=trust)
     numbers = {file.primary(leaf.number) for leaf in stored if leaf.kind != "object"}
     tensors = {number: file.empty(number, CPU) for number in numbers}

@@ -29,7 +29,6 @@ from ...core.staging.host_copy import BufferPool, HostCopy
 from ...core.staging.tensors import Wording
 from ...core.state.capture import why_not
 from ...core.state.names import Path, shown
-from ...core.timing import monotonic
 from ...errors import UnsupportedStateError
 from ..around.arguments import deep_copy
 
@@ -64,7 +63,7 @@ class PinnedStager(AsyncStager):
     def __init__(self, *, guard: Any = None, host_bytes: int | None = None) -> None:
         self._optimizers = unwrapped(guard)
         self._max_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
-        self._memory = BufferPool(held=True)
+        self._memory = BufferPool()
         self._last: Future[None] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
@@ -85,7 +84,7 @@ class PinnedStager(AsyncStager):
             optimizers=self._optimizers,
             memory=self._memory,
             crew=get_loop().copiers,
-            clock=monotonic,
+            held=True,
             max_bytes=self._max_bytes,
             wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )
@@ -120,7 +119,7 @@ class PinnedStager(AsyncStager):
         return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _memory=BufferPool(held=True))
+        vars(self).update(state, _memory=BufferPool())
 
 
 def _staged_after(completion: Future[None], staged: Any) -> Future[Any]:

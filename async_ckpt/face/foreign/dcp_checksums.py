@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from typing import Final, NamedTuple
 
-from ...core.pickles.zip_records import ignore_missing_checksums
+from ...core.pickles.saved_objects import ignore_missing_checksums
 from ...core.spec import MIB, Extent
 from ...core.storage.interface import Reader
 from .dcp_metadata import Blob, ZipRecord

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 from ...core.collector import no_collection
 from ...core.pickles.machine import ALL, PickleMachine
-from ...core.pickles.zip_records import ignore_missing_checksums
+from ...core.pickles.saved_objects import ignore_missing_checksums
 from ...core.spec import DTYPES, MAX_DIMS
 
 NAME: Final = ".metadata"

@@ -19,7 +19,7 @@ from ...core.notebooks.markup import bars, paragraph, table
 from ...core.report import sized
 from ...core.spec import DTYPES
 from ...core.state.names import dotted, shown
-from ...core.state.tree import StoredLeaf, ValuesByRank, leaves
+from ...core.state.tree import StoredLeaf, ValuesByRank, parts_in
 from ...core.storage.place import Anywhere, place_of
 
 # The statistics of tensors by their numbers, for an archive and the tensors that will be asked for.
@@ -230,7 +230,7 @@ def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
         inner = list(value.items())
     elif isinstance(value, ValuesByRank):
         inner = [(f"rank {rank}", one) for rank, one in value.values.items()]
-    elif isinstance(value, list | tuple | deque) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
+    elif isinstance(value, list | tuple | deque) and any(parts_in(value, StoredLeaf)):
         inner = list(enumerate(value))
     if inner:
         for key, one in inner:

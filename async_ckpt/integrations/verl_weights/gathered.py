@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from ...errors import UnsupportedStateError
-from ...plumbing import capture, kept_memory, loops, spec
+from ...plumbing import capture, kept_memory, spec
 from ...plumbing import captured as captured_state
 
 _ALIGNMENT: Final = 64
@@ -54,11 +54,8 @@ class GatheredWeights:
         begin = spec.align_up(self._used_bytes, _ALIGNMENT)
         if begin + num_bytes > len(self._buffer):
             begin = 0
-            self._buffer = kept_memory.held_memory().lend(
-                max(num_bytes, self._room_bytes),
-                crew=loops.get_loop().copiers,
-                max_bytes=self._max_bytes,
-                shared=self._shared,
+            self._buffer = kept_memory.host_memory().lend(
+                max(num_bytes, self._room_bytes), max_bytes=self._max_bytes, shared=self._shared
             )
         self._used_bytes = begin + num_bytes
         return self._buffer[begin : self._used_bytes]

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from ...errors import CheckpointError
-from ...plumbing import kept_memory, leaf_names, limits, loops, threads
+from ...plumbing import kept_memory, leaf_names, limits, threads
 from ..delta import Encoding, VersionIndex
 from .live_weights import MemoryReplica, update_replica
 from .source import TensorLocation, WeightsState
@@ -52,9 +52,7 @@ class DeltaBase:
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         try:
-            return kept_memory.held_memory().lend(
-                num_bytes, crew=loops.get_loop().copiers, max_bytes=self.policy.max_bytes
-            )
+            return kept_memory.host_memory().lend(num_bytes, max_bytes=self.policy.max_bytes)
         except MemoryError as error:
             raise MemoryError(
                 f"deltas need the weights of the previous version in host memory: {error}; encoding=None does not"

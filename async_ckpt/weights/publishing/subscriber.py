@@ -24,7 +24,7 @@ from ...errors import (
     NotCommittedError,
     UsageError,
 )
-from ...plumbing import kept_memory, loops, operations, places, spec
+from ...plumbing import kept_memory, operations, places, spec
 from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
@@ -373,7 +373,7 @@ class Subscriber:
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     try:
-        return kept_memory.held_memory().lend(num_bytes, crew=loops.get_loop().copiers)
+        return kept_memory.host_memory().lend(num_bytes)
     except MemoryError:
         raise MemoryError(
             "a pull into a module, or of versions that ranks have published, takes the size of the weights in host "

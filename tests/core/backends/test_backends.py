@@ -19,7 +19,6 @@ from async_ckpt.core import backends
 from async_ckpt.core.backends import backend as backend_module
 from async_ckpt.core.backends.backend import UNSUPPORTED, Backend
 from async_ckpt.core.backends.by_torch import backend_by_torch
-from async_ckpt.core.backends.npu_xpu import Npu, Xpu
 from async_ckpt.core.host import memory as memory_module
 from async_ckpt.core.host import pool as pool_module
 from async_ckpt.core.host.pool import SegmentPool
@@ -126,7 +125,7 @@ def test_memory_is_page_locked_by_the_names_that_the_runtime_of_each_maker_has()
         npuHostUnregister=lambda *arguments: called.append(arguments) or 507899,
     )
     module = SimpleNamespace(npurt=lambda: runtime, device=simulated.Module().device)
-    backend = Npu("npu", module)
+    backend = Backend("npu", module)
 
     assert backend.register(4096, 8192, torch.device("sim:0")) == 0
     assert backend.unregister(4096, torch.device("sim:0")) == 507899
@@ -213,7 +212,7 @@ def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, 
 def test_memory_of_torchs_allocator_is_asked_for_in_sizes_that_it_does_not_round_up(sim, monkeypatch, num_segments):
     asked: list[int] = []
     monkeypatch.setattr(backend_module, "page_locked", lambda num_bytes: asked.append(num_bytes) or on_page(num_bytes))
-    xpu = Xpu("sim", sim.module)
+    xpu = Backend("xpu", sim.module)  # without a runtime of this name
     for module in (memory_module, pool_module):
         monkeypatch.setattr(module, "backend_of", lambda _: xpu)
     pool = SegmentPool(MIB)

@@ -36,7 +36,7 @@ def pool():
 
 
 def lease(pool: SegmentPool, order: int = 0, segment: int = 0):
-    return pool.lease((order, segment), pin=False, check=nothing)
+    return pool.lease((order, segment), pin=None, check=nothing)
 
 
 def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
@@ -98,7 +98,7 @@ def test_the_oldest_save_is_served_first_and_in_the_order_of_its_file(pool):
     served = []
     calls = []
     for number, order in enumerate([(2, 0), (1, 5), (3, 1), (1, 3), (2, 9)], start=1):
-        calls.append(Call(lambda order=order: served.append((order, pool.lease(order, pin=False, check=nothing)))))
+        calls.append(Call(lambda order=order: served.append((order, pool.lease(order, pin=None, check=nothing)))))
         until(lambda number=number: f"{number} waiting" in repr(pool))
     for number in range(5):
         (held[number] if number < MIN_SEGMENTS else served[0][1]).release()
@@ -126,7 +126,7 @@ def test_waiting_ends_with_what_check_raises_and_nobody_behind_is_held_up(pool):
         if pointless.is_set():
             raise Thrown
 
-    first = Call(lambda: pool.lease((0, 0), pin=False, check=check))
+    first = Call(lambda: pool.lease((0, 0), pin=None, check=check))
     until(lambda: "1 waiting" in repr(pool))
     second = Call(lambda: lease(pool, 1))
     until(lambda: "2 waiting" in repr(pool))
@@ -175,11 +175,11 @@ def test_a_budget_is_not_changed_by_what_is_saved(pool):
 def test_reserving_takes_what_is_missing_up_to_the_budget(pool):
     crew = Crew("test", 2)
     try:
-        pool.reserve(2, crew, pin=False)
+        pool.reserve(2, crew, pin=None)
         assert pool.num_bytes == 2 * SEGMENT
-        pool.reserve(2, crew, pin=False)
+        pool.reserve(2, crew, pin=None)
         assert pool.num_bytes == 2 * SEGMENT
-        pool.reserve(99, crew, pin=False)
+        pool.reserve(99, crew, pin=None)
         assert pool.num_bytes == MIN_SEGMENTS * SEGMENT
         assert "0 of 4 segments lent" in repr(pool)
     finally:
@@ -263,9 +263,9 @@ def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(nursery):
     import os, signal
     from async_ckpt.core.host.pool import SegmentPool
     pool = SegmentPool(4 << 20, max_bytes=16 << 20)
-    lease = pool.lease((0, 0), pin=False, check=lambda: None)
+    lease = pool.lease((0, 0), pin=None, check=lambda: None)
     lease.segment.tensor.fill_(5)
-    free = pool.lease((0, 1), pin=False, check=lambda: None)
+    free = pool.lease((0, 1), pin=None, check=lambda: None)
     free.release()
     child = os.fork()
     if child == 0:

@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_had_is_not_counted(pool, monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(HostBuffer, "near", full)
+    monkeypatch.setattr("async_ckpt.core.host.pool.HostBuffer", full)
     with pytest.raises(MemoryError):
         pool.borrow(2, pin=None)
     with pytest.raises(MemoryError):

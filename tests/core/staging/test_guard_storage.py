@@ -443,7 +443,7 @@ def host_copy() -> Iterator[Callable[..., tuple[HostCopy, HeldCrew]]]:
     def begin(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> tuple[HostCopy, HeldCrew]:
         crew = HeldCrew()
         names = [f"t{number}" for number in range(len(tensors))]
-        made = HostCopy(tensors, names, optimizers=[optimizer], memory=memory, crew=crew, clock=monotonic)
+        made = HostCopy(tensors, names, optimizers=[optimizer], memory=memory, crew=crew)
         made.begin()
         assert not made.completion.done()
         return made, crew
@@ -552,11 +552,11 @@ def test_the_kernel_copies_until_the_first_page_that_cannot_be_read():
     begin = ctypes.addressof(ctypes.c_char.from_buffer(source))
     to = ctypes.addressof(ctypes.c_char.from_buffer(target))
 
-    assert device_module.copy_by_kernel(to, [(begin + 1, 2 * page)]) == 2 * page
+    assert device_module.copy_by_kernel(to, begin + 1, 2 * page) == 2 * page
     assert target[: 2 * page] == source[1 : 2 * page + 1]
     no_access = ctypes.c_int(0)
     assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(2 * page), no_access)
-    assert device_module.copy_by_kernel(to, [(begin, 3 * page)]) == page
-    assert device_module.copy_by_kernel(to, [(begin + page, 1)]) == 0
-    assert device_module.copy_by_kernel(to, [(begin + 5, 1), (begin + 7, 2), (begin + page, 1)]) == 3
-    assert target[:3] == bytes([5, 7, 8])
+    assert device_module.copy_by_kernel(to, begin, 3 * page) == page
+    assert device_module.copy_by_kernel(to, begin + page, 1) == 0
+    assert device_module.sample_by_kernel(to, torch.tensor([begin + 5, begin + 7, begin + page])) == 2
+    assert target[:2] == bytes([5, 7])

@@ -19,7 +19,6 @@ from async_ckpt.core.host.threads import Crew
 from async_ckpt.core.spec import DTYPES
 from async_ckpt.core.staging.guard import deferrable
 from async_ckpt.core.staging.host_copy import BufferPool, HostCopy
-from async_ckpt.core.timing import monotonic
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def copy_of(memory, crew):
 
     def begin(tensors: Sequence[torch.Tensor], optimizers: Sequence[Any] = (), by: Crew | None = None) -> HostCopy:
         names = [f"t{number}" for number in range(len(tensors))]
-        made = HostCopy(tensors, names, optimizers=optimizers, memory=memory, crew=by or crew, clock=monotonic)
+        made = HostCopy(tensors, names, optimizers=optimizers, memory=memory, crew=by or crew)
         made.begin()
         return made
 
@@ -295,7 +294,7 @@ def test_the_next_copy_waits_while_the_budget_is_used_up(crew, monkeypatch):
     memory = with_budget(monkeypatch, 10_000)
 
     def begin(length: int) -> HostCopy:
-        return HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
+        return HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew)
 
     first, second = begin(1000), begin(1000)
     third = Call(lambda: begin(1000))
@@ -309,17 +308,32 @@ def test_the_next_copy_waits_while_the_budget_is_used_up(crew, monkeypatch):
 def test_one_copy_alone_may_exceed_the_budget(crew, monkeypatch):
     memory = with_budget(monkeypatch, 100)
     for _ in range(2):
-        made = HostCopy([torch.ones(1000)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
+        made = HostCopy([torch.ones(1000)], ["t"], optimizers=(), memory=memory, crew=crew)
         made.release()
         made.release()  # counts once
         del made
     assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
+def test_a_copy_waits_for_none_that_is_held_and_the_limit_of_these_counts_no_other(monkeypatch):
+    memory = with_budget(monkeypatch, 10_000)
+    kept = memory.lend(8000)
+    under_way = memory.take(8000)  # no wait for what may never end
+
+    with pytest.raises(MemoryError, match=r"beside 8,000 of others, open or still read, and half of the free"):
+        memory.lend(8000)
+    also_kept = memory.lend(1000, max_bytes=9000)
+    assert memory.lent_bytes == 17_000
+    memory.end(under_way)
+    assert memory.lent_bytes == 9000
+    del kept, also_kept
+    assert memory.lent_bytes == 0
+
+
 def test_a_budget_is_kept_by_giving_up_what_is_idle(crew, monkeypatch):
     memory = with_budget(monkeypatch, 10_000)
     for length in (1000, 2400):
-        made = HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
+        made = HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew)
         made.release()
         del made
 
@@ -332,10 +346,10 @@ def test_whoever_works_on_a_copy_never_waits_for_it(crew, monkeypatch):
     made = []
 
     def nested() -> None:
-        made.append(memory.take(1000, device=None, crew=crew))
+        made.append(memory.take(1000))
         ended.set()
 
-    memory.take(1000, device=None, crew=crew)
+    memory.take(1000)
     crew.submit(nested)
     assert ended.wait(60)
 
@@ -345,19 +359,20 @@ def test_a_copy_that_cannot_be_begun_takes_nothing(memory, crew):
         param_groups = property(lambda self: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
-        HostCopy([torch.ones(3)], ["t"], optimizers=[Broken()], memory=memory, crew=crew, clock=monotonic)
+        HostCopy([torch.ones(3)], ["t"], optimizers=[Broken()], memory=memory, crew=crew)
     assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
-def test_a_buffer_may_come_back_in_the_middle_of_anything(memory, crew):
+def test_a_copy_may_end_and_its_buffer_come_back_in_the_middle_of_anything(copy_of, memory):
     """Finalizers run wherever Python collects garbage: also where the lock is held."""
-    segment = memory.take(1000, device=None, crew=crew)
-    memory.returned(1000)
-    giving = threading.Thread(target=memory.give_back, args=(segment, 1000), daemon=True)
+    made = copy_of([torch.ones(1000)])
+    made.completion.result()
+    ending = threading.Thread(target=made.release, daemon=True)
     with memory._changed:
-        giving.start()
-        giving.join(60)
-        assert not giving.is_alive()
+        ending.start()
+        ending.join(60)
+        assert not ending.is_alive()
+        assert repr(memory) == "<BufferPool 0 bytes lent, 1 buffers idle>"
 
 
 def test_a_source_is_let_go_of_when_it_is_copied(copy_of):

@@ -26,7 +26,7 @@ from states import MIB, difference, open_run
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngState, TornSnapshotError
 from async_ckpt.core.saving import default
-from async_ckpt.core.staging import tensors
+from async_ckpt.core.staging import held_snapshot, host_copy, tensors
 from async_ckpt.core.staging.snapshot import Snapshot
 from async_ckpt.core.state.captured import module_of
 
@@ -84,7 +84,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def lent_bytes() -> str:
-    return repr(default.held_memory()).split(",")[0]
+    return repr(default.host_memory()).split(",")[0]
 
 
 # --- one instant for all ------------------------------------------------------------------------------------------
@@ -553,7 +553,8 @@ def test_what_a_reader_still_holds_of_a_closed_one_is_counted(tmp_path):
 def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
     model, optimizer = trained(8)
     now = [0.0]
-    monkeypatch.setattr(async_ckpt.face.oneoff, "monotonic", lambda: now[0])
+    for module in (held_snapshot, host_copy):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     look = tensors.SourceTensors.locate
 
     def slowly(source: tensors.SourceTensors) -> None:
@@ -607,7 +608,7 @@ def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     assert [ref() for ref in alive] == [None] * 30
     async_ckpt.snapshot({"w": weights}).close()
     assert lent_bytes().startswith("<BufferPool 0 bytes lent")
-    assert len(default.held_memory()._idle) <= 2
+    assert len(default.host_memory()._idle) <= 2
 
 
 def test_handles_that_are_kept_keep_no_memory(tmp_path):
@@ -631,7 +632,7 @@ def test_the_memory_of_the_process_is_given_back_by_release():
     async_ckpt.snapshot({"w": torch.ones(MIB)}).close()
     gc.collect()
     async_ckpt.release()
-    assert "0 buffers idle" in repr(default.held_memory())
+    assert "0 buffers idle" in repr(default.host_memory())
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not guarded"])

@@ -36,7 +36,9 @@ from async_ckpt import (
 from async_ckpt.core.format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew
-from async_ckpt.core.staging.file_segments import FileFill, FilesImage, FileSource, scan
+from async_ckpt.core.staging.file_segments import FilesImage, FileSource, SourceFiles, scan
+from async_ckpt.core.staging.filler import StagingHost
+from async_ckpt.core.staging.snapshot import Snapshot
 from async_ckpt.core.timing import monotonic
 from async_ckpt.files import extract, pack_folder
 
@@ -550,20 +552,23 @@ def test_an_unseen_failure_is_warned_of_at_the_next_pack(out):
 # --- the fill --------------------------------------------------------------------------------------------------
 
 
-class Filling(FileFill):
-    """A fill of a real folder into a real pool, whose put does what a test says."""
+class Filling:
+    """A snapshot of a real folder in a real pool, and its receiver, whose put does what a test says."""
 
     num_tail = 0
 
     def __init__(self, folder: Path, pool: SegmentPool, crew: Crew) -> None:
         entries, sources = scan(folder)
         image = Tarball(entries)
-        self.num_segments, self.num_put = len(image.segments(pool.segment_bytes)), 0
+        segments = image.segments(pool.segment_bytes)
+        self.num_segments, self.num_put = len(segments), 0
         self.kept: list[Lease] = []
         self.keeps = False
         self.error: BaseException | None = None
         self.before_put: Callable[[int], Any] = lambda _: None
-        super().__init__(FilesImage(image, sources), self, order=1, pool=pool, crew=crew, clock=monotonic)
+        source = SourceFiles(FilesImage(image, sources), len(segments), self.check)
+        self.snapshot = Snapshot(source, segments, self, StagingHost(pool, crew.submit, monotonic), order=1)
+        self.begin, self.completion = self.snapshot.begin, self.snapshot.completion
 
     def check(self) -> None:
         if self.error is not None:

@@ -298,6 +298,7 @@ def test_a_forked_child_wraps_with_memory_of_its_own(tmp_path, nursery):
 def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
     body = """
     from async_ckpt.core.saving import default
+    from async_ckpt.core.staging.host_copy import LentBuffer
     held, go = threading.Event(), threading.Event()
     async_ckpt.wrap.__globals__["files_saver"]()
 
@@ -307,7 +308,7 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
             async_ckpt.wrap.__globals__["_busy_lock"],
             async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
         ):
-            default.host_memory()._lent_bytes = 1 << 62
+            default.host_memory()._lent.add(LentBuffer(1 << 62, is_held=False))
             held.set()
             go.wait()
 

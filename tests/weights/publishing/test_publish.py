@@ -50,7 +50,7 @@ from async_ckpt import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from async_ckpt.core.saving.default import held_memory
+from async_ckpt.core.saving.default import host_memory
 from async_ckpt.core.storage import store_facts
 from async_ckpt.core.storage.place import storage_at
 from async_ckpt.integrations.skyrl import CheckpointBackend
@@ -605,21 +605,21 @@ def test_below_the_oldest_delta_there_is_always_an_anchor(root, tmp_path):
 
 
 def test_without_an_encoding_every_version_is_an_anchor_and_no_host_memory_is_kept(root):
-    before = held_memory().lent_bytes
+    before = host_memory().lent_bytes
     with Line(root, encoding=None) as line:
         line.publish(1, 2)
-        assert held_memory().lent_bytes == before
+        assert host_memory().lent_bytes == before
     assert [index_at(line.folder(v)).is_anchor for v in (1, 2)] == [True, True]
 
 
 def test_what_deltas_are_against_is_given_back_by_close(root):
     gc.collect()
-    before = held_memory().lent_bytes
+    before = host_memory().lent_bytes
     with Line(root) as line:
         line.publish(1, 2)
-        assert held_memory().lent_bytes > before
+        assert host_memory().lent_bytes > before
     gc.collect()
-    assert held_memory().lent_bytes == before
+    assert host_memory().lent_bytes == before
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

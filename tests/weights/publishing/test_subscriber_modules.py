@@ -11,7 +11,7 @@ from exported import assert_same, state_of
 
 from async_ckpt import NotCommittedError, Publisher, StateMismatchError, Subscriber, UnsupportedStateError
 from async_ckpt.core.host import limits
-from async_ckpt.core.saving.default import held_memory
+from async_ckpt.core.saving.default import host_memory
 
 
 def layers() -> torch.nn.Sequential:
@@ -145,7 +145,7 @@ def test_too_little_memory_for_a_module_is_said_in_words_of_the_pull(tmp_path, m
     model = torch.nn.Linear(700, 700)
     with Publisher(tmp_path / "weights", encoding=None) as publisher:
         publisher.publish(model.state_dict(), 1).result()
-    held_memory().release()
+    host_memory().release()
     monkeypatch.setattr(limits, "free_memory_bytes", lambda: 10)
     with pytest.raises(MemoryError, match=r"a pull into a module, .* takes the size of the weights"):
         Subscriber(tmp_path / "weights").pull(model)

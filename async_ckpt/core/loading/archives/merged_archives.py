@@ -23,7 +23,7 @@ from ...slicing.locator import StepItem, name_of
 from ...spec import Extent
 from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ...state.tree import StoredLeaf, ValuesByRank, leaves
+from ...state.tree import StoredLeaf, ValuesByRank, parts_in
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Storage
 from .archive import OpenArchive
@@ -347,7 +347,7 @@ class MergedArchives(Contents):
         self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
-        are_apart = self._is_for_any_rank and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
+        are_apart = self._is_for_any_rank and any(parts_in(value, ValuesByRank))
         if are_apart and (step := self._unopened):  # a load returns the values of all ranks
             step.open_all()
             self._merge_again(step)

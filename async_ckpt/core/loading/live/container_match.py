@@ -37,7 +37,7 @@ from ...state.plain import (
     member_of,
     method_of,
 )
-from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
+from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, parts_in, replaced
 from ...state.wrappers import SEQUENCES, StateDictCache
 from ..archives.contents import Contents, Part
 from ..fill import Wanted
@@ -482,7 +482,7 @@ class ContainerMatch:
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
     def _add_kind_difference(self, path: Path, here: str, saved: Any) -> None:
-        if of_ranks := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
+        if of_ranks := list(parts_in(saved, ValuesByRank)):
             for leaf in of_ranks:
                 self.differences.add_value_of_each_rank(leaf)
             return

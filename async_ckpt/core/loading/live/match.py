@@ -45,9 +45,8 @@ from ...state.tree import (
     ValuesByRank,
     classes_at,
     facts_of,
-    inner_tensors,
-    leaves,
     note_at,
+    parts_in,
     replaced,
 )
 from ...state.wrapped import Wrapper, is_sparse_layout, plain_parts, taken_apart
@@ -182,9 +181,9 @@ class Match(ContainerMatch):
         value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
         of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
         """
-        tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
+        tensors = [leaf for leaf in parts_in(saved, StoredLeaf) if leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
-        are_wrapped = next(inner_tensors(saved), None) is not None
+        are_wrapped = next(parts_in(saved, InnerTensors), None) is not None
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or are_wrapped or may_lack):
             return None

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....plumbing import backends, device, kept_memory, leaf_names, limits, loops, threads
+from ....plumbing import backends, device, kept_memory, leaf_names, limits, threads
 from ....plumbing import memory as host_memory
 from ...delta import RankSlices, checksum, identity_of
 from ...lent import LentTensor, LentVersion, dump_lent
@@ -61,8 +61,7 @@ class MemoryOffer:
         self._giver: Giver | None = None
         self._has_warned = False
         self._is_closed = False
-        for memory in (kept_memory.host_memory(), kept_memory.held_memory()):
-            memory.share(self.withdraw)
+        kept_memory.host_memory().share(self.withdraw)
 
     def offer(self, name: str, weights: OfferedWeights, check: Callable[[], None]) -> Mapping[str, str] | None:
         """Lend these weights in place of the version before. Returns the checksums of all tensors.
@@ -114,9 +113,7 @@ class MemoryOffer:
         for name, tensor in tensors.items():
             begins[name] = at
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = kept_memory.held_memory().lend(
-            at, crew=loops.get_loop().copiers, max_bytes=self._max_bytes, shared=True
-        )
+        memory = kept_memory.host_memory().lend(at, max_bytes=self._max_bytes, shared=True)
         if host_memory.shared_buffer_of(memory.data_ptr(), at) is None:
             raise OSError("the system has no shared memory")
 
@@ -142,8 +139,7 @@ class MemoryOffer:
         self._is_closed = True
         if self._giver is not None:
             self._giver.close()
-        for memory in (kept_memory.host_memory(), kept_memory.held_memory()):
-            memory.unshare(self.withdraw)
+        kept_memory.host_memory().unshare(self.withdraw)
 
 
 def _home(tensor: torch.Tensor) -> host_memory.HostBuffer | None:
@@ -179,7 +175,7 @@ def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksum
     data = dump_lent(
         LentVersion(weights.version, identity, weights.structure, rows, weights.files, weights.adapter, weights.slices)
     )
-    table = host_memory.HostBuffer.near(None, len(data), shared=True)
+    table = host_memory.HostBuffer(len(data), shared=True)
     table.view[:] = data
     fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
     # The tensors, and not their buffers, keep the memory from being lent to the next copy.
