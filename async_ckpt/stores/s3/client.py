@@ -18,7 +18,7 @@ from ...plumbing import spec, store_facts, threads, timing, waits
 from .. import retry
 from ..proven.known import known_of
 from ..watched_calls import StuckError, WatchedCall
-from . import refusals, runtime
+from . import refusals
 from .bucket_clients import Connections
 from .segments import GivenUpError
 from .settings import BucketSettings, Kind
@@ -48,7 +48,6 @@ class Client:
         self.timer = timer
         self.settings = BucketSettings(url, options)
         self.locate, self.key = self.settings.locate, self.settings.key
-        runtime.require(self.settings.url)
         self._connections = Connections(self.settings)
         self.known = known_of(self.settings.identity)
         self._deletes_many = True  # until the store refuses it
@@ -91,8 +90,7 @@ class Client:
         The translated error is raised outside of the `except` block, since the text of obstore's may hold keys.
         `call` watches the request. Requests that lend memory, or consist of several requests, bring their own.
         """
-        runtime.start(self.locate(path))
-        store, call = self._connections.store(kind), call or self.watch(kind)
+        store, call = self._connections.store(kind, self.locate(path)), call or self.watch(kind)
         refusal: Exception
         try:
             result = call.run(lambda: request(store))
