@@ -25,7 +25,7 @@ from ...errors import CorruptCheckpointError, ForeignFileError
 from ..format import blocks, index, tar, zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES, KIB, Extent
-from .interface import MemoryLoan, Reader, Storage
+from .interface import MemoryLoan, Reader, Sink, Storage
 from .sequential import Appender
 
 # Incompressible frames grow by at most this much (`ZSTD_COMPRESSBOUND`); an entry of the seek table is 8 bytes.
@@ -241,10 +241,8 @@ def _compressor(level: int, settings: Mapping[str, int] = MappingProxyType({})) 
     return compress
 
 
-class CompressingSink:
+class CompressingSink(Sink):
     """A sink that compresses on the way to another sink, which it creates. From any thread."""
-
-    retryable = False  # compressed segments are not kept
 
     def __init__(
         self,
@@ -363,9 +361,6 @@ class CompressingSink:
         for _, lease in held.values():
             lease.release()
         self._appender.fail(error)
-
-    def relieve(self) -> bool:
-        return False  # nothing is kept for another attempt
 
     def __repr__(self) -> str:
         return f"<CompressingSink {self._next}/{self._num_segments} segments, {self._appender!r}>"

@@ -32,14 +32,17 @@ class Sink(Protocol):
     @property
     def num_retries(self) -> int:
         """The number of requests, or whole attempts, that were repeated."""
+        return 0
 
     @property
     def failed(self) -> Future[None] | None:
         """A future that gets the error once the object is known to fail; None if `write` and `finish` raise it."""
+        return None
 
     @property
     def retryable(self) -> bool:
         """True if everything written is still in memory, so that the whole object can be sent again."""
+        return False
 
     def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         """Take one segment at `offset`; all but the last are whole. From any thread, in any order, each segment once.
@@ -59,18 +62,21 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Release locks: the object was committed, or never will be. Idempotent."""
+        return
 
     def give_up(self) -> None:
         """Release every lease that is not being sent at this moment; the object will not be finished.
 
         Does not wait; `abort` follows. Idempotent. From any thread.
         """
+        return
 
     def relieve(self) -> bool:
         """Release one lease that is kept only for another attempt, since memory is short. From any thread.
 
         False if there is none.
         """
+        return False
 
 
 class Reader(Protocol):

@@ -48,7 +48,7 @@ from .disk import (
     sync_folder,
     translated,
 )
-from .interface import MemoryLoan, Reader, Storage
+from .interface import MemoryLoan, Reader, Sink, Storage
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held, written_so_far
 from .store_facts import ORPHAN_SECONDS
 from .volatile import free_bytes_in, is_in_memory
@@ -302,12 +302,10 @@ class LocalStorage(Storage):
         return []  # unfinished writes are files, which `sweep` finds
 
 
-class LocalSink:
+class LocalSink(Sink):
     """One file under a temp name. LocalStorage creates it. Many threads write; one finishes or aborts it."""
 
-    num_retries = 0
-    retryable = False
-    failed = None
+    num_bytes = 0
 
     def __init__(self, target: Path, num_bytes: int, *, exact: bool, remove_folder: bool) -> None:
         self._target = target
@@ -373,12 +371,6 @@ class LocalSink:
         if fd >= 0:
             with suppress(OSError):
                 forget(fd)
-
-    def give_up(self) -> None:
-        """Nothing is held."""
-
-    def relieve(self) -> bool:
-        return False  # no memory is held after `write`
 
     def __repr__(self) -> str:
         mode = "direct" if self._direct else "buffered"

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ...plumbing import MemoryLoan
+from ...plumbing import MemoryLoan, Sink
 from .file_tree import Draft, FileTree
 from .info import Info
 from .refusals import codes_of
@@ -22,15 +22,13 @@ from .s3fs_bucket import Body, Bucket
 Translate = Callable[..., AbstractContextManager[None]]
 
 
-class _HoldingSink:
+class _HoldingSink(Sink):
     """The common part of both sinks: the segments that are not sent yet, and the first error, which ends the sink.
 
     FsspecStorage creates a sink for one delivery. From any thread.
     """
 
-    num_retries = 0
-    retryable = False  # segments that were sent are not kept
-    failed = None
+    num_bytes = num_retries = 0
 
     def __init__(self, num_bytes: int, shown_as: str, translate: Translate) -> None:
         self.num_bytes = num_bytes
@@ -77,9 +75,6 @@ class _HoldingSink:
 
     def give_up(self) -> None:
         self._give_up(StorageUnavailableError(f"{self._shown_as} was given up", path=self._shown_as))
-
-    def relieve(self) -> bool:
-        return False
 
 
 class MultipartSink(_HoldingSink):
