@@ -55,11 +55,6 @@ def shown_time(seconds: float) -> str:
         return "an unknown time"
 
 
-def before(moment: datetime, seconds: float) -> datetime:
-    """`moment` minus `seconds`."""
-    return moment - timedelta(seconds=seconds)
-
-
 def duration(seconds: float) -> timedelta:
     """Seconds, in the type that clients of stores take."""
     return timedelta(seconds=seconds)

@@ -1,9 +1,9 @@
-"""The form of an e-tag in the condition of a put: with its quotes, as in HTTP, or without.
+"""The conditions of a put: whether a store obeys them, and in which form of an e-tag, with its quotes or without.
 
-In: a put that replaces one version only. Out: its result, or the fact that the store refuses all of them.
-Knows nothing of: clients.
+In: a put that creates an object, or replaces one version of it only. Out: its result, or the fact that the store
+refuses, or ignores, all of them. Knows nothing of: clients.
 
-Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for byte, so it refuses every quoted one.
+Some servers accept a condition and ignore it. Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for byte, so it refuses every quoted one.
 """
 
 from __future__ import annotations
@@ -22,26 +22,57 @@ def toggle_quotes(etag: str) -> str:
     return etag[1:-1] if etag.startswith('"') else f'"{etag}"'
 
 
+NEVER: Final = f'"{"0" * 32}"'
 _FORMS: Final[tuple[Form, ...]] = (str, toggle_quotes)  # as it is, or changed
 
 
 class Conditions(Generic[T]):
-    """The form of e-tag that one store accepts. The storage creates and owns it. From any thread.
+    """The conditions that one store obeys. The storage creates and owns it. From any thread.
 
-    `put` replaces one version of an object only, in a form, and raises FileExistsError if it is refused.
-    `version_of` is that of an object, and `probe` a small object that exists within its block.
+    `put` replaces one version of an object only, whose e-tag is to have a form, or creates the object if the version
+    is None; it raises FileExistsError if it is refused, and an error that `is_unsupported` if the store knows no such
+    put. `version_of` is that of an object, and `probe` a small object that exists within its block. `are_obeyed` is
+    None for a store of which that is not known.
     """
 
     def __init__(
         self,
-        put: Callable[[str, bytes, str, Form], T],
+        put: Callable[[str, bytes, str | None, Form], T],
         version_of: Callable[[str], str],
         probe: Callable[[], AbstractContextManager[str]],
+        is_unsupported: Callable[[Exception], bool],
+        *,
+        are_obeyed: bool | None = None,
+        never: str = NEVER,
     ) -> None:
+        """`never` is a version that no object has."""
         self._put, self._version_of, self._probe = put, version_of, probe
+        self._is_unsupported, self._never = is_unsupported, never
+        self._are_obeyed = are_obeyed
         self._lock = threading.Lock()
         # The forms that the store may accept: both, one once it is known, none if it refuses both. Under _lock.
         self._forms = _FORMS
+
+    def are_obeyed(self) -> bool:
+        """Whether the store refuses what it is to refuse. Tested at the first call, by two puts on a probe."""
+        if self._are_obeyed is None:
+            with self._probe() as path:
+                self._are_obeyed = all(self._is_refused(path, version) for version in (None, self._never))
+        return self._are_obeyed
+
+    def _is_refused(self, path: str, version: str | None) -> bool:
+        try:
+            self._put(path, b"", version, str)
+        except FileExistsError:
+            return True
+        except Exception as error:
+            if not self._is_unsupported(error):
+                raise
+        return False
+
+    def create(self, path: str, data: bytes) -> T:
+        """The result of `put` of a new object. Raises FileExistsError if there is one."""
+        return self._put(path, data, None, str)
 
     def replace(self, path: str, data: bytes, version: str) -> T | None:
         """The result of `put` in a form that the store accepts; None if it accepts none.

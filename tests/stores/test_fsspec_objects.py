@@ -275,16 +275,13 @@ def test_only_what_is_decided_and_old_by_the_stores_clock_is_swept(storage, monk
     place = place_of(storage)
     written = {name: place.modified(place.name(f"step/{name}")) for name in names}
 
-    def later(moment, seconds):
-        return moment.fromtimestamp(moment.timestamp() + seconds, tz=moment.tzinfo)
-
     def modified(name):
         if name.endswith("gone"):
             raise FileNotFoundError(name)
         last = name.rpartition("/")[2]
-        return later(written[last], 1000 if last == "new" else 0)
+        return written[last] + (1000 if last == "new" else 0)
 
-    monkeypatch.setattr(place, "now", lambda: later(written["new"], store_facts.ORPHAN_SECONDS + 60))
+    monkeypatch.setattr(place, "now", lambda: written["new"] + store_facts.ORPHAN_SECONDS + 60)
     monkeypatch.setattr(place, "modified", modified)
 
     assert storage.sweep("step", names) == []
@@ -296,7 +293,7 @@ def test_only_what_is_decided_and_old_by_the_stores_clock_is_swept(storage, monk
 
 def test_the_stores_clock_is_asked_without_a_trace(storage):
     storage.put_new("x", b"")
-    age = place_of(storage).now().timestamp() - place_of(storage).modified(place_of(storage).name("x")).timestamp()
+    age = place_of(storage).now() - place_of(storage).modified(place_of(storage).name("x"))
 
     assert -2 < age < PATIENCE
     assert storage.names("") == ["x"]
@@ -319,16 +316,15 @@ def test_uploads_that_nobody_finished_are_aborted_below_this_root_only(s3, bucke
     for key in ("run/a", "run/step/b", "run2/c", "d"):
         fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
     storage = FsspecStorage(f"s3://{bucket}/run", s3.options)
-    now = place_of(storage).now()
-    tomorrow = now.fromtimestamp(now.timestamp() + store_facts.ORPHAN_SECONDS + 60, tz=now.tzinfo)
+    tomorrow = place_of(storage).now() + store_facts.ORPHAN_SECONDS + 60
     assert storage.sweep_uploads() == []
     monkeypatch.setattr(place_of(storage), "now", lambda: tomorrow)
 
     assert sorted(storage.sweep_uploads()) == ["run/a", "run/step/b"]
     assert s3.uploads(bucket) == ["d", "run2/c"]
-    assert abort_stale_uploads(bucket, "", older_than=now.fromtimestamp(0), options=s3.options) == []
-    assert abort_stale_uploads(bucket, "ru", older_than=tomorrow, options=s3.options) == ["run2/c"]
-    assert abort_stale_uploads(bucket, "", older_than=tomorrow, options=s3.options) == ["d"]
+    assert abort_stale_uploads(bucket, "", before=0.0, options=s3.options) == []
+    assert abort_stale_uploads(bucket, "ru", before=tomorrow, options=s3.options) == ["run2/c"]
+    assert abort_stale_uploads(bucket, "", before=tomorrow, options=s3.options) == ["d"]
 
 
 def test_a_store_that_lists_no_uploads_is_told_once(through, proxy, caplog):

@@ -18,7 +18,7 @@ from states import SEGMENT, assert_is_state, open_run, state_at
 
 import async_ckpt
 from async_ckpt import Place, Publisher, StorageFullError, StorageUnavailableError
-from async_ckpt.stores.proven import place_proof, whole_copy
+from async_ckpt.stores.proven import place_proof, range_reader
 
 PROBE = ".async_ckpt-probe-"
 
@@ -226,7 +226,7 @@ def test_a_client_that_ignores_ranges_is_read_all_the_same(odd, lacks, caplog, s
 def test_an_object_that_does_not_fit_beside_is_refused_with_its_size(odd, monkeypatch):
     place = odd("ranges", "seeking")
     async_ckpt.save(state_at(1), Place("one/x.tar", fs=place.fs)).result()
-    monkeypatch.setattr(whole_copy.shutil, "disk_usage", lambda _: whole_copy.shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(range_reader.shutil, "disk_usage", lambda _: range_reader.shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(StorageFullError, match="TMPDIR") as full:
         async_ckpt.load(Place("one/x.tar", fs=place.fs))
     assert full.value.free_bytes == 1

@@ -5,6 +5,7 @@ In: nothing. Out: limits, ages, advice; the names of secret options. Knows nothi
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -41,6 +42,11 @@ ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
 # Names of options and variables whose values must not be in messages.
 SECRET_NAME: Final = re.compile(r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE)
+
+
+def probe_name() -> str:
+    """A new name for an object by which a store is asked what it can do."""
+    return f"{PROBE}{os.urandom(8).hex()}"
 
 
 def part_segments(num_bytes: int, segment_bytes: int) -> int:

@@ -17,11 +17,10 @@ from typing import IO, Any, Final
 
 import xxhash
 
-from ...plumbing import disk, locks, spec
+from ...plumbing import disk, locks, spec, store_facts
 from ..proven.known import ClientFacts
-from ..proven.whole_copy import NoRangesError
+from ..proven.range_reader import Info, NoRangesError, ReplacedError
 from ..retry import persist
-from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
 # The time for which a folder that cannot be made is tried again.
@@ -307,17 +306,17 @@ class FileTree:
                 (folders if _is_folder(entry) else files).append(path)
         return files, folders
 
-    def now(self) -> Moment:
-        probe = self.name(probe_name())
+    def now(self) -> float:
+        """The time of the filesystem's clock, in seconds since the epoch."""
+        probe = self.name(store_facts.probe_name())
         self.put(probe, b"now")
         try:
             return self.modified(probe)
         finally:
             self.delete(probe)
 
-    def modified(self, name: str) -> Moment:
-        moment: Moment = self._filesystem().modified(name)
-        return moment
+    def modified(self, name: str) -> float:
+        return float(self._filesystem().modified(name).timestamp())
 
 
 class _NotMadeError(Exception):

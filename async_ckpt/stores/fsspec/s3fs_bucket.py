@@ -17,8 +17,7 @@ from typing import IO, Any, Final
 from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts
 from ..conditions import Conditions, Form
-from ..proven.whole_copy import NoRangesError
-from .info import Info, Moment, ReplacedError, probe_name
+from ..proven.range_reader import Info, NoRangesError, ReplacedError
 from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
 
@@ -88,8 +87,13 @@ class Bucket:
         self._root = root
         self._deadline_seconds = deadline_seconds
         self._has_bucket = False  # the bucket was seen
-        self._obeys_conditions: bool | None = None  # whether it obeys the conditions of a put, once known
-        self._conditions = Conditions(self._put_over, lambda name: self.info(name).version, self._probe)
+        self._conditions = Conditions(
+            self._put_if,
+            lambda name: self.info(name).version,
+            self._probe,
+            lambda error: bool(codes_of(error) & NO_SUCH_CALL),
+        )
+        self.creates_exclusively = self._conditions.are_obeyed
 
     def name(self, path: str) -> str:
         name = f"{self._root}/{path}" if path else self._root
@@ -217,18 +221,10 @@ class Bucket:
                     return  # the first try has written it, and the response was lost
                 raise FileExistsError(errno.EEXIST, f"{name} was written by another writer") from error
 
-    def creates_exclusively(self) -> bool:
-        """Whether the store obeys the conditions of a put: some accept and ignore them. Tested at the first call."""
-        if self._obeys_conditions is None:
-            with self._probe() as probe:
-                refuses = partial(self._refuses, probe)
-                self._obeys_conditions = refuses(create=True) and refuses(version=f'"{"0" * 32}"')
-        return self._obeys_conditions
-
     @contextmanager
     def _probe(self) -> Iterator[str]:
         """A small object that exists within the block."""
-        probe = self.name(probe_name())
+        probe = self.name(store_facts.probe_name())
         self.put(probe, b"")
         try:
             yield probe
@@ -240,19 +236,9 @@ class Bucket:
         """Replace this version only. False if the store does not obey that condition."""
         return self.creates_exclusively() and bool(self._conditions.replace(name, data, version))
 
-    def _put_over(self, name: str, data: bytes, version: str, form: Form) -> bool:
-        self.put(name, data, version=form(version))
+    def _put_if(self, name: str, data: bytes, version: str | None, form: Form) -> bool:
+        self.put(name, data, create=version is None, version=None if version is None else form(version))
         return True
-
-    def _refuses(self, probe: str, **condition: Any) -> bool:
-        try:
-            self.put(probe, b"", **condition)
-        except FileExistsError:
-            return True
-        except OSError as error:
-            if not codes_of(error) & NO_SUCH_CALL:
-                raise
-        return False
 
     def move(self, name: str, to: str) -> None:
         bucket, key = self.split(name)
@@ -312,13 +298,13 @@ class Bucket:
                 raise store_facts.endless_listing(f"s3://{name}")
             seen.add(place)
 
-    def now(self) -> Moment:
+    def now(self) -> float:
+        """The time of the store's clock, in seconds since the epoch."""
         response = self.call("list_objects_v2", self._root, Prefix=self.split(self._root)[1], MaxKeys=1)
-        return parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
-    def modified(self, name: str) -> Moment:
-        moment: Moment = self.call("head_object", name)["LastModified"]
-        return moment
+    def modified(self, name: str) -> float:
+        return float(self.call("head_object", name)["LastModified"].timestamp())
 
     def abort_uploads(self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False) -> list[str]:
         """Abort uploads to keys with this prefix (`exact`: to this key), begun before this time. Returns their keys."""

@@ -15,7 +15,6 @@ from typing import Any
 from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import MemoryLoan, Sink
 from .file_tree import Draft, FileTree
-from .info import Info
 from .refusals import codes_of
 from .s3fs_bucket import Body, Bucket
 
@@ -163,12 +162,11 @@ class MultipartSink(_HoldingSink):
                 self._put_whole()
             else:
                 self._complete()
-            try:
-                info = self._bucket.info(self._name)
-            except FileNotFoundError:
-                info = Info(0, "")
+            num_bytes = 0
+            with suppress(FileNotFoundError):
+                num_bytes = self._bucket.info(self._name).num_bytes
             # Not by e-tag, since some stores (rclone) tell different ones for one object.
-            self._check_size(info.num_bytes)
+            self._check_size(num_bytes)
             # The response to a first beginning may have been lost: then there is another upload.
             if self._retried:
                 self._discard_all()

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
-from ...plumbing import Reader, Storage, bulk, store_facts, urls, waits
-from ..proven.known import ClientFacts, identity_of, known_of, known_to
+from ...plumbing import Storage, bulk, store_facts, urls, waits
+from ..proven.known import identity_of, known_of, known_to
 from ..proven.place_proof import prove
-from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
+from ..proven.range_reader import NoRangesError, RangeReader, ReplacedError
 from .file_tree import FileTree
-from .info import Moment, ReplacedError
 from .refusals import advice_on, chain, secrets_in
 from .s3fs_bucket import Bucket
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
-from .sinks import AppendingSink, MultipartSink, Translate
+from .sinks import AppendingSink, MultipartSink
 
 _log = logging.getLogger("async_ckpt")
 
@@ -69,7 +69,6 @@ class FsspecStorage(Storage):
         else:
             self._place = FileTree(filesystem, root, scheme, self._url, self._known)
         self.in_order = self._place.in_order
-        self._warnings: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<FsspecStorage {self._url}>"
@@ -99,16 +98,29 @@ class FsspecStorage(Storage):
         if not self._place.alone:
             prove(self, self._known, for_run=for_run)
 
-    def open(self, path: str) -> FsspecReader:
+    def open(self, path: str) -> RangeReader:
+        place, name = self._place, self._place.name(path)
         with self._translate_errors(path, passing=(FileNotFoundError, IsADirectoryError)):
-            return FsspecReader(
-                self._place,
-                self._place.name(path),
-                self._known,
-                self._url,
-                self.locate(path),
-                partial(self._translate_errors, path),
-            )
+            info = place.info(name)
+
+        def fetch(offset: int, target: memoryview) -> None:
+            with self._read_opened(path):
+                place.fetch(name, offset, target, info.version)
+
+        def fetch_whole(file: IO[bytes]) -> None:
+            with self._read_opened(path):
+                place.fetch_whole(name, info.version, file)
+
+        return RangeReader(info.num_bytes, self.locate(path), self._known, self._url, fetch, fetch_whole)
+
+    @contextmanager
+    def _read_opened(self, path: str) -> Iterator[None]:
+        """Around a read of an object that was opened: raise ReplacedError if it is gone."""
+        try:
+            with self._translate_errors(path, passing=(NoRangesError, ReplacedError, FileNotFoundError)):
+                yield
+        except FileNotFoundError as error:
+            raise ReplacedError from error
 
     def read(self, path: str) -> tuple[bytes, str]:
         with self._translate_errors(path, passing=(FileNotFoundError,)):
@@ -120,7 +132,7 @@ class FsspecStorage(Storage):
             if self._place.creates_exclusively():
                 self._place.put(name, data, create=True)
                 return
-            self._warn_once("create-only puts, so two writers could commit the same step")
+            self._say_lack("create-only puts, so two writers could commit the same step")
             with turn(self._url):
                 if self.exists(path):
                     raise FileExistsError(f"{self.locate(path)} exists already")
@@ -140,7 +152,7 @@ class FsspecStorage(Storage):
                 if not self._has_content(name, data):
                     raise
                 return
-            self._warn_once("puts that replace one version only, so two writers could overwrite each other")
+            self._say_lack("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
                 try:
                     current = self._place.read(name)[1]
@@ -227,7 +239,7 @@ class FsspecStorage(Storage):
         paths = {name: f"{folder}/{name}" if folder else name for name in names}
         try:
             with self._translate_errors(folder):
-                now = self._place.now().timestamp()
+                now = self._place.now()
                 dead = [
                     name
                     for name in names
@@ -243,7 +255,7 @@ class FsspecStorage(Storage):
 
     def _modified_seconds(self, path: str, otherwise: float) -> float:
         try:
-            return self._place.modified(self._place.name(path)).timestamp()
+            return self._place.modified(self._place.name(path))
         except FileNotFoundError:  # another process has swept it
             return otherwise
 
@@ -253,19 +265,18 @@ class FsspecStorage(Storage):
         try:
             with self._translate_errors(""):
                 bucket, prefix = self._place.split(self._place.name(""))
-                before = self._place.now().timestamp() - store_facts.ORPHAN_SECONDS
+                before = self._place.now() - store_facts.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
-            self._warn_once(
+            self._say_lack(
                 "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
                 f"(AbortIncompleteMultipartUpload): {error}"
             )
             return []
 
-    def _warn_once(self, lack: str) -> None:
-        if lack not in self._warnings and not self._place.alone:
-            self._warnings.add(lack)
-            _log.warning("%s has no %s", self._url, lack)
+    def _say_lack(self, lack: str) -> None:
+        if not self._place.alone:
+            self._known.say(self._url, f"it has no {lack}")
 
     @contextmanager
     def _translate_errors(
@@ -302,57 +313,13 @@ def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
 
 
 def abort_stale_uploads(
-    bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
+    bucket: str, prefix: str, *, options: Mapping[str, Any] | None, before: float = math.inf, exact: bool = False
 ) -> list[str]:
-    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before `older_than`.
+    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before this time.
 
     Returns their keys.
     """
     storage = FsspecStorage(f"s3://{bucket}", options)
     with storage._translate_errors(prefix):
         assert isinstance(storage._place, Bucket)
-        return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
-
-
-class FsspecReader(Reader):
-    """One object, read by ranges; reads fail once it is replaced."""
-
-    def __init__(
-        self, place: Bucket | FileTree, name: str, known: ClientFacts, root: str, shown_as: str, translate: Translate
-    ) -> None:
-        self._place = place
-        self._name = name
-        self._known, self._root = known, root
-        self._shown_as = shown_as
-        self._translate = translate
-        self._info = place.info(name)
-        self.num_bytes = self._info.num_bytes
-        self._whole = WholeCopy(
-            self.num_bytes, shown_as, lambda file: place.fetch_whole(name, self._info.version, file)
-        )
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        available = target[: max(0, self.num_bytes - offset)]
-        try:
-            if available:
-                with self._translate(passing=(ReplacedError, FileNotFoundError)):
-                    self._fetch(offset, available)
-        except (ReplacedError, FileNotFoundError) as error:
-            raise StorageUnavailableError(
-                f"{self._shown_as} was replaced or deleted while it was being read; load it again", path=self._shown_as
-            ) from error
-        if len(available) < len(target):
-            raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
-
-    def _fetch(self, offset: int, target: memoryview) -> None:
-        if not self._known.ignores_ranges:
-            try:
-                self._place.fetch(self._name, offset, target, self._info.version)
-                return
-            except NoRangesError:
-                self._known.say(self._root, NO_RANGES)
-                self._known.ignores_ranges = True
-        self._whole.read_into(offset, target)
-
-    def close(self) -> None:
-        self._whole.close()
+        return storage._place.abort_uploads(bucket, prefix, before, exact=exact)

@@ -8,7 +8,6 @@ out before it is acknowledged. The storage itself works around what can be worke
 
 from __future__ import annotations
 
-import secrets
 from contextlib import suppress
 from typing import Final
 
@@ -32,7 +31,7 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
     """
     if known.serves_runs or (known.serves_files and not for_run):
         return
-    name = f"{store_facts.PROBE}{secrets.token_hex(8)}"
+    name = store_facts.probe_name()
     try:
         if for_run:
             storage.put_new(name, _OLD)

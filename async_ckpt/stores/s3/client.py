@@ -5,7 +5,6 @@ In: keys, and requests about them. Out: responses, and errors of this library. K
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts, threads, timing, waits
 from .. import retry
 from ..proven.known import known_of
+from ..proven.range_reader import NoRangesError, ReplacedError
 from ..watched_calls import StuckError, WatchedCall
 from . import refusals
 from .bucket_clients import Connections
@@ -232,8 +232,8 @@ class Client:
         threads.run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
         return contents.copy()  # a thread that was stuck may still add to it
 
-    def fetch(self, path: str, offset: int, target: memoryview, etag: str | None) -> bool:
-        """Fill `target`. False, or FileExistsError, if the object was replaced."""
+    def fetch(self, path: str, etag: str | None, offset: int, target: memoryview) -> None:
+        """Fill `target`. Raises ReplacedError, and NoRangesError if a part of the object cannot be read."""
         import obstore
 
         options: Any = {"range": (offset, offset + len(target))} | ({"if_match": etag} if etag else {})
@@ -247,10 +247,19 @@ class Client:
                 at += len(chunk)
             return at == len(target) and (not etag or result.meta["e_tag"] == etag)
 
-        return self.ask_watched(path, get, kind="part")
+        try:
+            is_same = self.ask_watched(path, get, kind="part")
+        except FileExistsError:
+            is_same = False
+        except StorageUnavailableError as error:
+            if getattr(error, "code", "") != refusals.NO_RANGE:
+                raise
+            raise NoRangesError from error
+        if not is_same:
+            raise ReplacedError
 
     def fetch_whole(self, path: str, etag: str | None, file: IO[bytes]) -> None:
-        """Write an object to a file. Raises FileExistsError if it was replaced."""
+        """Write an object to a file. Raises ReplacedError."""
         import obstore
 
         def get(store: Any, call: WatchedCall) -> None:
@@ -263,7 +272,10 @@ class Client:
                 with call.ours():
                     file.write(memoryview(chunk))
 
-        self.ask_watched(path, get, kind="whole")
+        try:
+            self.ask_watched(path, get, kind="whole")
+        except FileExistsError as error:
+            raise ReplacedError from error
 
     def list(self, folder: str) -> Any:
         import obstore
@@ -298,15 +310,15 @@ class Client:
         seconds = min(self.settings.deadline_seconds, waits.REQUEST_SECONDS)
         return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
 
-    def now(self) -> Any:
-        """The time of the store's clock, from an object written just now."""
+    def now(self) -> float:
+        """The time of the store's clock, in seconds since the epoch, from an object written just now."""
         with self.probe() as path:
-            return self.head(path)["last_modified"]
+            return float(self.head(path)["last_modified"].timestamp())
 
     @contextmanager
     def probe(self) -> Iterator[str]:
         """A small object that exists within the block."""
-        path = f"{store_facts.PROBE}{secrets.token_hex(8)}"
+        path = store_facts.probe_name()
         self.put(path, b"probe")
         try:
             yield path
@@ -321,9 +333,8 @@ class Client:
             with suppress(ImportError, StorageUnavailableError):
                 from ..fsspec.store import abort_stale_uploads
 
-                limit = timing.from_now(store_facts.ORPHAN_SECONDS)
                 options = {**self.settings.options, "deadline_seconds": waits.ABORT_SECONDS}
-                abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
+                abort_stale_uploads(self.settings.bucket, self.key(path), options=options, exact=True)
 
 
 def _left_out(page: Mapping[str, int], keys: Iterable[str]) -> set[str]:

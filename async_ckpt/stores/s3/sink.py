@@ -1,4 +1,4 @@
-"""One object on its way up to a store, cut into parts, and one on its way back.
+"""One object on its way up to a store, cut into parts.
 
 In: segments, which are the parts of a multipart upload without a copy. Out: an object that appears whole or not at all.
 Knows nothing of: what is in the objects.
@@ -19,12 +19,10 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import MemoryLoan, Reader, store_facts, threads, waits
+from ...plumbing import MemoryLoan, store_facts, threads, waits
 from .. import retry
-from ..proven.whole_copy import NO_RANGES, WholeCopy
 from ..watched_calls import StuckError, WatchedCall
 from .client import Client
-from .refusals import NO_RANGE
 from .segments import GivenUpError, Phase, SegmentQueue
 
 # More do not make one host faster, and each holds a segment.
@@ -274,44 +272,3 @@ class _UploadTarget:
             with suppress(StorageUnavailableError, FileNotFoundError):
                 if self._client.head(self._path)["e_tag"] == etag:
                     self._client.delete(self._path)
-
-
-class ObjectReader(Reader):
-    """One object as it was when it was opened."""
-
-    def __init__(self, client: Client, path: str) -> None:
-        self._client, self._path = client, path
-        meta = client.head(path)
-        self.num_bytes: int = meta["size"]
-        self._etag: str | None = meta["e_tag"]
-        self._whole = WholeCopy(self.num_bytes, client.locate(path), partial(client.fetch_whole, path, self._etag))
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        shown = self._client.locate(self._path)
-        if offset + len(target) > self.num_bytes:
-            raise EOFError(f"{shown} ends at byte {self.num_bytes:,}")
-        if not target:
-            return
-        try:
-            is_same = self._fetch(offset, target)
-        except FileExistsError:
-            is_same = False
-        if not is_same:
-            raise StorageUnavailableError(f"{shown} was replaced while it was being read; load it again", path=shown)
-
-    def _fetch(self, offset: int, target: memoryview) -> bool:
-        """Fill `target`. False, or FileExistsError, if the object was replaced."""
-        known = self._client.known
-        if not known.ignores_ranges:
-            try:
-                return self._client.fetch(self._path, offset, target, self._etag)
-            except StorageUnavailableError as error:
-                if getattr(error, "code", "") != NO_RANGE:
-                    raise
-            known.say(self._client.settings.url, NO_RANGES)
-            known.ignores_ranges = True
-        self._whole.read_into(offset, target)
-        return True
-
-    def close(self) -> None:
-        self._whole.close()

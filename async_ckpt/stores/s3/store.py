@@ -7,7 +7,6 @@ Knows nothing of: what is in the objects. It never creates buckets.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,12 +14,13 @@ from typing import Any, Final
 
 from ...errors import StorageUnavailableError
 from ...plumbing import Storage, bulk, store_facts, threads, timing, urls
-from ..conditions import Conditions, Form
+from ..conditions import NEVER, Conditions, Form
 from ..proven.place_proof import prove
+from ..proven.range_reader import RangeReader
 from ..watched_calls import WatchedCall
 from . import refusals
 from .client import PAGE_KEYS, Client, version_of
-from .sink import ObjectReader, ObjectSink, plan_upload
+from .sink import ObjectSink, plan_upload
 
 # Fewer objects are read, or deleted, one by one, which all servers support.
 _LEAST_MANY: Final = 8
@@ -44,11 +44,15 @@ class ObjectStorage(Storage):
     ) -> None:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
-        self._lock = threading.Lock()
-        self._warnings: set[str] = set()  # given already; under _lock
-        # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
-        self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
-        self._conditions = Conditions(self._put_over, self._version_at, self._client.probe)
+        self._conditions = Conditions(
+            self._put_if,
+            lambda path: version_of(self._client.head(path)),
+            self._client.probe,
+            lambda error: getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES,
+            # Servers that speak S3, but are not S3 itself, are tested once.
+            are_obeyed=True if self._client.settings.obeys_conditions else None,
+            never=f"{NEVER} 1" if self._client.settings.scheme == "gs" else NEVER,
+        )
 
     def __repr__(self) -> str:
         return f"<ObjectStorage {self.url}>"
@@ -77,8 +81,11 @@ class ObjectStorage(Storage):
     def prove(self, *, for_run: bool = False) -> None:
         prove(self, self._client.known, for_run=for_run, timer=self._client.timer)
 
-    def open(self, path: str) -> ObjectReader:
-        return ObjectReader(self._client, path)
+    def open(self, path: str) -> RangeReader:
+        client, meta = self._client, self._client.head(path)
+        etag: str | None = meta["e_tag"]
+        fetch, fetch_whole = partial(client.fetch, path, etag), partial(client.fetch_whole, path, etag)
+        return RangeReader(meta["size"], self.locate(path), client.known, self.url, fetch, fetch_whole)
 
     # --- small objects ----------------------------------------------------------------------------------------
 
@@ -103,7 +110,7 @@ class ObjectStorage(Storage):
     def put_new(self, path: str, data: bytes) -> None:
         self._client.key(path)
         if self._has_conditions():
-            self._put_if(path, data, "create")
+            self._conditions.create(path, data)
             return
         if self.exists(path):
             raise FileExistsError(f"{self.locate(path)} exists already")
@@ -111,13 +118,13 @@ class ObjectStorage(Storage):
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         if version is not None:
-            new_version = self._conditions.replace(path, data, version) if self._has_conditions() else None
-            if new_version is not None:
-                return new_version
-            if self._conditional:
-                self._warn_once(
+            if self._has_conditions():
+                if (new_version := self._conditions.replace(path, data, version)) is not None:
+                    return new_version
+                self._client.known.say(
+                    self.url,
                     "the store refuses every put that is to replace one version only, so two writers could overwrite "
-                    "each other; use only one writer"
+                    "each other; use only one writer",
                 )
             if not self._conditions.is_there(path, version):
                 raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
@@ -214,10 +221,9 @@ class ObjectStorage(Storage):
     ) -> list[str]:
         if not decided or not names:
             return []
-        limit = timing.before(self._client.now(), store_facts.ORPHAN_SECONDS)
-        written = {
-            meta["path"].rpartition("/")[2]: meta["last_modified"] for meta in self._client.list(folder)["objects"]
-        }
+        limit = self._client.now() - store_facts.ORPHAN_SECONDS
+        listed = self._client.list(folder)["objects"]
+        written = {meta["path"].rpartition("/")[2]: meta["last_modified"].timestamp() for meta in listed}
         dead = [name for name in names if name in written and written[name] < limit]
         for name in dead if delete else ():
             self.delete(f"{folder}/{name}" if folder else name)
@@ -230,11 +236,9 @@ class ObjectStorage(Storage):
         try:
             from ..fsspec.store import abort_stale_uploads
 
-            limit = timing.before(self._client.now(), store_facts.ORPHAN_SECONDS)
-            prefix = self._client.settings.prefix and f"{self._client.settings.prefix}/"
-            return abort_stale_uploads(
-                self._client.settings.bucket, prefix, older_than=limit, options=self._client.settings.options
-            )
+            settings, limit = self._client.settings, self._client.now() - store_facts.ORPHAN_SECONDS
+            prefix = settings.prefix and f"{settings.prefix}/"
+            return abort_stale_uploads(settings.bucket, prefix, before=limit, options=settings.options)
         except (ImportError, StorageUnavailableError, NotImplementedError) as error:
             _log.warning(
                 "%s: unfinished uploads of killed processes cannot be swept (%s); set a lifecycle rule on the bucket "
@@ -246,8 +250,15 @@ class ObjectStorage(Storage):
 
     # --- conditions -------------------------------------------------------------------------------------------
 
-    def _put_if(self, path: str, data: bytes, mode: Any) -> str:
-        """Put on a condition. Returns the version. Raises FileExistsError, unless an earlier try has succeeded."""
+    def _put_if(self, path: str, data: bytes, version: str | None, form: Form) -> str:
+        """Create an object, or replace this version only. Returns the new version.
+
+        Raises FileExistsError, unless an earlier try has succeeded.
+        """
+        mode: Any = "create"
+        if version is not None:
+            etag, _, generation = version.partition(" ")
+            mode = {"e_tag": form(etag)} | ({"version": generation} if generation else {})
         unsure = False  # an earlier try had no response, and may have succeeded
 
         def put() -> str:
@@ -256,9 +267,9 @@ class ObjectStorage(Storage):
                 return self._client.put_once(path, data, mode)
             except FileExistsError:
                 with suppress(FileNotFoundError):
-                    content, version = self.read(path) if unsure else (None, "")
+                    content, present = self.read(path) if unsure else (None, "")
                     if content == data:
-                        return version
+                        return present
                 raise
             except StorageUnavailableError:
                 unsure = True
@@ -266,46 +277,13 @@ class ObjectStorage(Storage):
 
         return self._client.persist(put)
 
-    def _put_over(self, path: str, data: bytes, version: str, form: Form) -> str:
-        """Replace this version only. Returns the new version."""
-        etag, _, generation = version.partition(" ")
-        return self._put_if(path, data, {"e_tag": form(etag)} | ({"version": generation} if generation else {}))
-
-    def _version_at(self, path: str) -> str:
-        return version_of(self._client.head(path))
-
     def _has_conditions(self) -> bool:
         """Whether the store obeys the conditions of a put. Tested at the first call."""
-        if self._conditional is None:
-            self._conditional = self._try_conditions()
-            if not self._conditional:
-                self._warn_once(
-                    "the store has no conditional puts, so it cannot keep two writers from committing the same step; "
-                    "use only one writer"
-                )
-        return self._conditional
-
-    def _warn_once(self, warning: str) -> None:
-        with self._lock:
-            is_new = warning not in self._warnings
-            self._warnings.add(warning)
-        if is_new:
-            _log.warning("%s: %s", self.url, warning)
-
-    def _try_conditions(self) -> bool:
-        """Make two puts on a probe that must be refused. Returns whether both are."""
-        never = {"e_tag": '"00000000000000000000000000000000"'}
-        if self._client.settings.scheme == "gs":
-            never["version"] = "1"
-        modes: tuple[Any, ...] = ("create", never)
-        with self._client.probe() as path:
-            for mode in modes:
-                try:
-                    self._client.persist(partial(self._client.put_once, path, b"", mode))
-                except FileExistsError:
-                    continue
-                except StorageUnavailableError as error:
-                    if getattr(error, "status", None) not in refusals.UNSUPPORTED_STATUSES:
-                        raise
-                return False
-        return True
+        has = self._conditions.are_obeyed()
+        if not has:
+            self._client.known.say(
+                self.url,
+                "the store has no conditional puts, so it cannot keep two writers from committing the same step; use "
+                "only one writer",
+            )
+        return has

@@ -1,0 +1,118 @@
+"""Readers of objects by ranges, or by a copy of the whole where the client or the server cannot read a part of one.
+
+In: functions that fetch a range, and the object. Out: its ranges. Knows nothing of: clients.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import IO, Final, NamedTuple
+
+from ...errors import StorageFullError, StorageUnavailableError
+from ...plumbing import Reader
+from .known import ClientFacts
+
+# What the log says once about such a place.
+_NO_RANGES: Final = (
+    "the server, or the client, sends whole objects when a part of one is requested; so each object that is read is "
+    "first copied to a scratch file (TMPDIR)"
+)
+
+
+class Info(NamedTuple):
+    """A store's description of an object."""
+
+    num_bytes: int
+    version: str
+
+
+class NoRangesError(Exception):
+    """A part of an object was asked for, and the whole came, or another part."""
+
+
+class ReplacedError(Exception):
+    """The object is no longer the one that was opened."""
+
+
+class RangeReader(Reader):
+    """One object as it was when it was opened. Where no part of one can be read, it is copied to a scratch file first.
+
+    `fetch` fills memory with the bytes from an offset on, and raises NoRangesError if a part cannot be read;
+    `fetch_whole` writes all of them to a file. Both raise ReplacedError. `known` are the facts about the client of
+    the place, which is `root` in the log. `read_into` raises StorageFullError if the copy does not fit where
+    `tempfile` makes files.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        shown: str,
+        known: ClientFacts,
+        root: str,
+        fetch: Callable[[int, memoryview], None],
+        fetch_whole: Callable[[IO[bytes]], None],
+    ) -> None:
+        self.num_bytes, self._shown, self._known, self._root = num_bytes, shown, known, root
+        self._fetch, self._fetch_whole = fetch, fetch_whole
+        self._file: IO[bytes] | None = None
+        self._using = (
+            threading.Lock()
+        )  # held over the fetch of the whole, for which all other reads have to wait anyway
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"{self._shown} ends at byte {self.num_bytes:,}")
+        if not target:
+            return
+        try:
+            if not self._known.ignores_ranges:
+                try:
+                    self._fetch(offset, target)
+                    return
+                except NoRangesError:
+                    self._known.say(self._root, _NO_RANGES)
+                    self._known.ignores_ranges = True
+            self._read_copy(offset, target)
+        except ReplacedError as error:
+            raise StorageUnavailableError(
+                f"{self._shown} was replaced while it was being read; load it again", path=self._shown
+            ) from error
+
+    def _read_copy(self, offset: int, target: memoryview) -> None:
+        with self._using:
+            if self._file is None:
+                self._file = self._fetched()
+            self._file.seek(offset)
+            at = 0
+            while num_read := self._file.readinto(target[at:]):  # type: ignore[attr-defined]
+                at += num_read
+
+    def _fetched(self) -> IO[bytes]:
+        folder = tempfile.gettempdir()
+        free_bytes = shutil.disk_usage(folder).free
+        if self.num_bytes > free_bytes:
+            raise StorageFullError(
+                f"{self._shown}: a part of it cannot be read, and all {self.num_bytes:,} bytes do not fit into "
+                f"{folder}, where {free_bytes:,} are free; set TMPDIR to a folder on a larger disk",
+                path=self._shown,
+                needed_bytes=self.num_bytes,
+                free_bytes=free_bytes,
+            )
+        file = tempfile.TemporaryFile(prefix="async_ckpt-")  # noqa: SIM115 - closed by `close`
+        try:
+            self._fetch_whole(file)
+            if file.tell() != self.num_bytes:
+                raise ReplacedError
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def close(self) -> None:
+        with self._using:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
