@@ -57,7 +57,7 @@ class Client:
         import obstore
 
         with suppress(FileNotFoundError):
-            self.ask(path, lambda store: obstore.delete(store, self.key(path)))
+            self.ask(path, lambda store, _: obstore.delete(store, self.key(path)))
 
     def delete_many(self, paths: Sequence[str]) -> bool:
         """Delete objects, up to a thousand by one request. False if the store may not support it; some may be gone."""
@@ -67,33 +67,41 @@ class Client:
             return False
         keys = [self.key(path) for path in paths]
         try:
-            self.persist(lambda: self.ask_once(paths[0], lambda store: obstore.delete(store, keys), kind="many"))
+            self.persist(lambda: self.ask_once(paths[0], lambda store, _: obstore.delete(store, keys), kind="many"))
         except (FileNotFoundError, StorageUnavailableError):
             self._deletes_many = False
         return self._deletes_many
 
-    def ask(self, path: str, request: Callable[[Any], T]) -> T:
-        """Make a small request, and repeat it while the store is away."""
-        return self.persist(lambda: self.ask_once(path, request))
+    def ask(
+        self,
+        path: str,
+        request: Callable[[Any, WatchedCall], T],
+        *,
+        kind: Kind = "small",
+        stuck_seconds: float | None = None,
+    ) -> T:
+        """Make a request, and repeat it while the store is away."""
+        return self.persist(lambda: self.ask_once(path, request, kind=kind, stuck_seconds=stuck_seconds))
 
     def ask_once(
         self,
         path: str,
-        request: Callable[[Any], T],
+        request: Callable[[Any, WatchedCall], T],
         *,
         kind: Kind = "small",
         num_bytes: int = 0,
-        call: WatchedCall | None = None,
+        stuck_seconds: float | None = None,
     ) -> T:
         """Make one request. The only place that translates obstore's errors.
 
-        The translated error is raised outside of the `except` block, since the text of obstore's may hold keys.
-        `call` watches the request. Requests that lend memory, or consist of several requests, bring their own.
+        The translated error is raised outside of the `except` block, since the text of obstore's may hold keys. What
+        lends memory, or consists of several requests, tells its WatchedCall that it goes on.
         """
-        store, call = self._connections.store(kind, self.locate(path)), call or self.watch(kind)
+        store = self._connections.store(kind, self.locate(path))
+        call = WatchedCall(stuck_seconds or self.settings.stuck_seconds(kind))
         refusal: Exception
         try:
-            result = call.run(lambda: request(store))
+            result = call.run(lambda: request(store, call))
         except GivenUpError:
             raise
         except StuckError as error:
@@ -112,33 +120,13 @@ class Client:
             self._connections.renew(store)
         raise refusal
 
-    def ask_watched(
-        self,
-        path: str,
-        request: Callable[[Any, WatchedCall], T],
-        *,
-        kind: Kind = "small",
-        stuck_seconds: float | None = None,
-    ) -> T:
-        """Like `ask`, for a request that reports its progress to its WatchedCall, or lends memory."""
-
-        def attempt() -> T:
-            call = WatchedCall(stuck_seconds or self.settings.stuck_seconds(kind))
-            return self.ask_once(path, lambda store: request(store, call), kind=kind, call=call)
-
-        return self.persist(attempt)
-
-    def watch(self, kind: Kind) -> WatchedCall:
-        """A watched call for a request of this kind."""
-        return WatchedCall(self.settings.stuck_seconds(kind))
-
     def head(self, path: str) -> Any:
         """Size, e-tag and time of an object."""
         import obstore
 
         key = self.key(path)
 
-        def ask(store: Any) -> Any:
+        def ask(store: Any, _: WatchedCall) -> Any:
             try:
                 return obstore.head(store, key)
             except Exception as error:
@@ -195,7 +183,7 @@ class Client:
             pages = obstore.list(store, folder or None, offset=after, chunk_size=PAGE_KEYS)
             return {meta["path"]: meta["size"] for page in islice(pages, 1) for meta in page}
 
-        return self.ask_watched(path, list_one)
+        return self.ask(path, list_one)
 
     def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
         """The contents and versions of small objects: None for a missing one; an error leaves some out.
@@ -223,9 +211,8 @@ class Client:
                 call.moved()
 
         def work() -> None:
-            call = self.watch("small")
             try:
-                self.ask_once(paths[0], lambda store: get_some(store, call), call=call)
+                self.ask_once(paths[0], get_some)
             except (FileNotFoundError, StorageUnavailableError):
                 waiting.clear()  # whoever reads the others repeats this error, or waits for the store
 
@@ -248,7 +235,7 @@ class Client:
             return at == len(target) and (not etag or result.meta["e_tag"] == etag)
 
         try:
-            is_same = self.ask_watched(path, get, kind="part")
+            is_same = self.ask(path, get, kind="part")
         except FileExistsError:
             is_same = False
         except StorageUnavailableError as error:
@@ -273,7 +260,7 @@ class Client:
                     file.write(memoryview(chunk))
 
         try:
-            self.ask_watched(path, get, kind="whole")
+            self.ask(path, get, kind="whole")
         except FileExistsError as error:
             raise ReplacedError from error
 
@@ -281,7 +268,7 @@ class Client:
         import obstore
 
         # Takes as many requests as there are pages, and obstore reports only the end.
-        return self.ask_watched(
+        return self.ask(
             folder,
             lambda store, _: obstore.list_with_delimiter(store, self.key(folder) or None),
             stuck_seconds=self.settings.stuck_seconds("many"),
@@ -300,7 +287,7 @@ class Client:
         key = self.key(path)
         try:
             return version_of(
-                self.ask_once(path, lambda store: obstore.put(store, key, data, mode=mode, use_multipart=False))
+                self.ask_once(path, lambda store, _: obstore.put(store, key, data, mode=mode, use_multipart=False))
             )
         except FileNotFoundError:  # whatever a put needs that is not there, it is not the object
             shown = self.locate(path)

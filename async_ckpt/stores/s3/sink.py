@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
@@ -172,10 +171,7 @@ class ObjectSink:
         try:
             if self._plan.is_multipart and not self.num_retries:
                 threads.start_thread("look", self._look_before)
-            call = self._client.watch("part")
-            result = self._client.ask_once(
-                self._path, partial(self._send, call), kind="part", num_bytes=self.num_bytes, call=call
-            )
+            result = self._client.ask_once(self._path, self._send, kind="part", num_bytes=self.num_bytes)
             self._target.verify(result["e_tag"], self.num_bytes, is_multipart=self._plan.is_multipart)
         except FileNotFoundError:
             raise StorageUnavailableError(f"{self._shown}: {store_facts.NO_BUCKET}", path=self._shown) from None
@@ -187,7 +183,7 @@ class ObjectSink:
                 ) from error
             raise
 
-    def _send(self, call: WatchedCall, store: Any) -> Any:
+    def _send(self, store: Any, call: WatchedCall) -> Any:
         """Runs on the thread of the call, as does the iterator that obstore is given."""
         import obstore
 

@@ -92,7 +92,7 @@ class ObjectStorage(Storage):
     def read(self, path: str) -> tuple[bytes, str]:
         import obstore
 
-        def get(store: Any) -> tuple[bytes, str]:
+        def get(store: Any, _: WatchedCall) -> tuple[bytes, str]:
             result = obstore.get(store, self._client.key(path))
             return bytes(result.bytes()), version_of(result.meta)
 
@@ -133,7 +133,7 @@ class ObjectStorage(Storage):
     def move(self, path: str, to: str) -> None:
         import obstore
 
-        self._client.ask(path, lambda store: obstore.copy(store, self._client.key(path), self._client.key(to)))
+        self._client.ask(path, lambda store, _: obstore.copy(store, self._client.key(path), self._client.key(to)))
         self.delete(path)
 
     def delete(self, path: str) -> None:
@@ -184,7 +184,7 @@ class ObjectStorage(Storage):
             return sizes_by_key
 
         try:
-            sizes_by_key = self._client.ask_watched(folder, list_all)
+            sizes_by_key = self._client.ask(folder, list_all)
         except StorageUnavailableError as error:
             if not isinstance(error.__cause__, InvalidPathError):
                 raise
