@@ -564,13 +564,9 @@ class Run:
     def kept_for_good(self, commits: Commits) -> set[int]:
         """The steps that `every`, `best` or `good` of the retention here keeps."""
         keep = Keep(every=self.keep.every, best=self.keep.best, good=self.keep.good)
-        if keep == Keep():
+        if keep == Keep() or unknown_metric(keep, commits) is not None:
             return set()
-        return (
-            set(commits)
-            .difference(deletable_steps(keep, commits, now=self._clock()))
-            .difference(() if keep.best is None or unknown_metric(keep, commits) is None else commits)
-        )
+        return set(commits).difference(deletable_steps(keep, commits, now=self._clock()))
 
     def stand_in(self, start: Start, about: Mapping[str, object], ancestors: Iterable[str]) -> None:
         """From now on, take the root in the name of a start that another process, of which `about` tells, has made at
@@ -713,8 +709,7 @@ class Run:
         protected = self._protected(step, view, in_flight)
         if only is not None:
             protected |= {old for old, manifest in view.items() if old not in only or only[old] != manifest}
-        with self._alone(0):
-            doomed, view = self._delete(step, listing, view, partial(self.doomed, protected=protected))
+        doomed, view = self._delete(step, listing, view, partial(self.doomed, protected=protected))
         self._warn_of_what_is_kept(view)
         return doomed
 
@@ -743,8 +738,7 @@ class Run:
             return
         protected = self._protected(step, view, in_flight)
         choose = partial(self.doomed, protected=protected, broken=broken, coming_bytes=num_bytes)
-        with self._alone(_DELETING_SECONDS):
-            self._delete(step, listing, view, choose)
+        self._delete(step, listing, view, choose, wait_seconds=_DELETING_SECONDS)
         if lack := self.lack_bytes(num_bytes):
             self.root.warn_once(
                 "free",
@@ -768,38 +762,40 @@ class Run:
         freed = sum(manifest.num_bytes for manifest in known[:-1] if manifest is not None)
         return self.keep.free is not None and freed >= num_bytes
 
-    @contextmanager
-    def _alone(self, seconds: float) -> Iterator[None]:
-        """Delete beside no other deletion, if that ends in so many seconds: one that hangs holds up no other."""
-        is_alone = self._deleting.acquire(timeout=seconds)
+    def _delete(
+        self,
+        step: int,
+        listing: Listing,
+        view: Commits,
+        choose: Callable[[Commits], list[int]],
+        *,
+        wait_seconds: float = 0.0,
+    ) -> tuple[list[int], Commits]:
+        """Delete the steps that `choose` names, after a deletion that is under way if that ends in so many seconds: one
+        that hangs holds up no other. Returns these steps, ascending, and the commits that are left.
+        """
+        is_alone = self._deleting.acquire(timeout=wait_seconds)
         try:
-            yield
+            doomed = choose(view)
+            # Another process may have overwritten them: apply the rules to the present manifests.
+            inside = {old: self.sweeper.read_folder(old) for old in doomed}
+            if any(inside[old].manifest != view[old] for old in doomed):
+                self.root.forget(doomed)
+                view = self.root.view(listing)
+                doomed = [old for old in choose(view) if old in inside]
+            if doomed:
+                self.check_taken()  # another process may have gone on from one of them
+            self.root.listing = None
+            going = {old: inside[old] for old in doomed}
+            doomed = self.sweeper.delete(going, self._needed_of, whole_folder=self.keep.whole_folder)
+            view = view.without(doomed)
+            if doomed:
+                self.events.note("retention", step, deleted=doomed)
+            self._announcer.rewrite(view)
+            return doomed, view
         finally:
             if is_alone:
                 self._deleting.release()
-
-    def _delete(
-        self, step: int, listing: Listing, view: Commits, choose: Callable[[Commits], list[int]]
-    ) -> tuple[list[int], Commits]:
-        """Delete the steps that `choose` names. Returns these, ascending, and the commits that are left."""
-        doomed = choose(view)
-        # Another process may have overwritten them: apply the rules to the present manifests.
-        inside = {old: self.sweeper.read_folder(old) for old in doomed}
-        if any(inside[old].manifest != view[old] for old in doomed):
-            self.root.forget(doomed)
-            view = self.root.view(listing)
-            doomed = [old for old in choose(view) if old in inside]
-        if doomed:
-            self.check_taken()  # another process may have gone on from one of them
-        self.root.listing = None
-        doomed = self.sweeper.delete(
-            {old: inside[old] for old in doomed}, self._needed_of, whole_folder=self.keep.whole_folder
-        )
-        view = view.without(doomed)
-        if doomed:
-            self.events.note("retention", step, deleted=doomed)
-        self._announcer.rewrite(view)
-        return doomed, view
 
     def _needed_of(self, gone: Collection[int]) -> set[int]:
         """The steps, of those whose manifests were just deleted, that a commit there is now has borrowed from.
@@ -935,9 +931,7 @@ class Run:
                 f"{self.storage.locate('')}: keep= deletes nothing, because a newer version of async_ckpt has saved "
                 f"step {newer[0]}, which may need any of the others; use that version, or delete the step",
             )
-        if self.root.has_warned("best"):
-            return
-        metric = unknown_metric(self.keep, view)
+        metric = None if self.root.has_warned("best") else unknown_metric(self.keep, view)
         if metric is not None:
             self.root.warn_once(
                 "best",

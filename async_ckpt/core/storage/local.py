@@ -240,12 +240,7 @@ class LocalStorage(Storage):
         return dict(sorted(_sizes(top))) if top.is_dir() else {}
 
     def exists(self, path: str) -> bool:
-        with translated(self.root / path):
-            try:
-                os.stat(self.root / path)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-            return True
+        return bool(self.existing([path]))
 
     def existing(self, paths: Sequence[str]) -> list[str]:
         root = os.path.join(self.root, "")  # a Path for each of thousands of names would take most of the time
@@ -256,7 +251,8 @@ class LocalStorage(Storage):
             except (FileNotFoundError, NotADirectoryError):
                 return False
             except OSError:
-                return self.exists(path)
+                with translated(self.root / path):
+                    raise
             return True
 
         return [*filter(is_there, paths)]

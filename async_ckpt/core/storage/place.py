@@ -32,6 +32,8 @@ from .volatile import is_elsewhere, is_volatile
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
+# What only the places of a run have.
+_OF_RUNS: Final = ("keep", "every", "volatile", "compression")
 _DEADLINE: Final = "deadline_seconds"
 # Options that name the location of a store: not secret.
 _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
@@ -168,14 +170,8 @@ class Place:
             arguments.append(f"engine={self.engine!r}")
         if self.fs is not None:
             arguments.append(f"fs=<{type(self.fs).__qualname__}>")
-        if self.keep is not None:
-            arguments.append(f"keep={self.keep!r}")
-        if self.every is not None:
-            arguments.append(f"every={self.every!r}")
-        if self.volatile is not None:
-            arguments.append(f"volatile={self.volatile!r}")
-        if self.compression is not None:
-            arguments.append(f"compression={self.compression!r}")
+        of_run = {name: getattr(self, name) for name in _OF_RUNS}
+        arguments += [f"{name}={value!r}" for name, value in of_run.items() if value is not None]
         return f"Place({', '.join(arguments)})"
 
 
@@ -199,7 +195,7 @@ def place_of(where: Anywhere) -> Place:
 def written_at(where: Anywhere) -> Place:
     """The Place of something that is not a run. Raises ValueError if it has what only places of a run have."""
     place = place_of(where)
-    if (place.keep, place.every, place.volatile, place.compression) != (None,) * 4:
+    if any(getattr(place, name) is not None for name in _OF_RUNS):
         raise ValueError(
             f"{place!r}: keep=, every=, volatile= and compression= are for the places of an AsyncCheckpointer; leave "
             "them out here"

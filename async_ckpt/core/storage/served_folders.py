@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -165,26 +165,11 @@ class Peer:
 
     def ask(self, what: str, *arguments: Any, **options: Any) -> Any:
         """The answer of a method of the other process's folder. Raises what it raises, and StorageUnavailableError."""
-        question = self._question(what, *arguments, **options)
-
-        def exchange(connection: socket.socket) -> Mapping[str, Any]:
-            _send(connection, question)
-            return _receive(connection)
-
-        return _answer_of(self._talk(exchange))
+        return _answer_of(self._talk(self._question(what, *arguments, **options)))
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file there. Raises EOFError if the file ends too early."""
-        question = self._question("bytes", path, offset, len(target))
-
-        def exchange(connection: socket.socket) -> Mapping[str, Any]:
-            _send(connection, question)
-            answer = _receive(connection)
-            if answer.get("answer") == len(target):
-                _receive_into(connection, target)
-            return answer
-
-        num_bytes = _answer_of(self._talk(exchange))
+        num_bytes = _answer_of(self._talk(self._question("bytes", path, offset, len(target)), target))
         if num_bytes != len(target):
             raise EOFError(f"{path} ends at byte {offset + num_bytes}")
 
@@ -196,13 +181,17 @@ class Peer:
         packed = {"arguments": _packed(arguments), "options": _packed(options)}
         return {"folder": self._folder, "what": what, **packed}
 
-    def _talk(self, exchange: Callable[[socket.socket], Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _talk(self, question: Mapping[str, Any], target: memoryview | None = None) -> Mapping[str, Any]:
+        """The answer to a question; with `target`, the bytes follow if all of them are there."""
         if os.getpid() != self._pid:  # the connections are the parent's
             self._idle, self._pid = [], os.getpid()
         try:
             connection = self._idle.pop() if self._idle else self._connected()
             try:
-                answer = exchange(connection)
+                _send(connection, question)
+                answer = _receive(connection)
+                if target is not None and answer.get("answer") == len(target):
+                    _receive_into(connection, target)
             except BaseException:
                 connection.close()
                 raise
