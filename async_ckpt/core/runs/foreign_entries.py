@@ -158,10 +158,8 @@ def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[st
 def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
     """The newest folders of each naming, the newest first."""
     folders: dict[str, list[tuple[int, str]]] = {}
-    for name in split_starts(sorted(names))[0]:
-        step_name = None if is_about_step(name) else parse_step_name(name)
-        if step_name is not None:
-            folders.setdefault(step_name.rest, []).append((step_name.step, name))
+    for step_name, name in possible_steps(names):
+        folders.setdefault(step_name.rest, []).append((step_name.step, name))
     for rows in folders.values():
         yield [name for _, name in sorted(rows)[: -_LOOKED_INTO - 1 : -1]]
 
