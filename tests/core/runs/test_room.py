@@ -305,10 +305,10 @@ def late(run, step, *more, **options):
     until(lambda: waiting.exists())
     make_room(run, step, *more, **options)
     waiting.unlink()
-async def told(agreement, check):
+async def told(agreement):
     if here.rank:
         waiting.touch()
-    await has_room(agreement, check)
+    await has_room(agreement)
 Run.make_room, Agreement.has_room = late, told
 ckpt = open_run(DISK / "run", keep=Keep(free=1 << 19))
 for step in range(1, 9):
