@@ -17,14 +17,14 @@ from typing import IO, Any, Final
 
 import xxhash
 
-from ...plumbing import disk, locks, spec, store_facts
+from ...plumbing import disk, locks, spec, store_facts, timing, waits
 from ..proven.known import ClientFacts
 from ..proven.range_reader import Info, NoRangesError, ReplacedError
-from ..retry import persist
 from .setup import OncePerProcess
 
 # The time for which a folder that cannot be made is tried again.
 _MAKING_SECONDS: Final = 3.0
+_FIRST_PAUSE_SECONDS: Final = 0.05
 # Filesystems where a file appears when it is complete, and folders are only a part of names.
 _OBJECTS: Final = frozenset(
     ["memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oci", "ocilake", "oss", "tos", "tosfs"]
@@ -319,14 +319,6 @@ class FileTree:
         return float(self._filesystem().modified(name).timestamp())
 
 
-class _NotMadeError(Exception):
-    """A folder was not made, for the cause of this error."""
-
-    def __init__(self, *, transient: bool) -> None:
-        super().__init__()
-        self.transient = transient
-
-
 class Draft:
     """A file that is being written: under a temp name, or hidden by the filesystem until `commit`.
 
@@ -354,19 +346,18 @@ class Draft:
 
     def _make(self, folder: str) -> None:
         """Make a folder with those above it, again if need be: rclone's WebDAV locks folders that others are making."""
-        try:
-            persist(lambda: self._make_once(folder), deadline_seconds=_MAKING_SECONDS)
-        except _NotMadeError as failure:
-            error = failure.__cause__
-            raise NotADirectoryError(errno.ENOTDIR, f"no folder could be made: {error}", folder) from error
-
-    def _make_once(self, folder: str) -> None:
-        try:
-            self._fs.makedirs(folder, exist_ok=True)
-        except Exception as error:
-            if not self._fs.isdir(folder):
-                can_change = not (isinstance(error, PermissionError) or self._fs.isfile(folder))
-                raise _NotMadeError(transient=can_change) from error
+        deadline = timing.TIMEKEEPER.now() + _MAKING_SECONDS
+        for seconds in waits.growing_pauses(_FIRST_PAUSE_SECONDS, _MAKING_SECONDS):
+            try:
+                self._fs.makedirs(folder, exist_ok=True)
+                return
+            except Exception as error:
+                if self._fs.isdir(folder):
+                    return
+                is_final = isinstance(error, PermissionError) or self._fs.isfile(folder)
+                if is_final or timing.TIMEKEEPER.now() + seconds > deadline:
+                    raise NotADirectoryError(errno.ENOTDIR, f"no folder could be made: {error}", folder) from error
+            timing.TIMEKEEPER.sleep(seconds)
 
     def commit(self, *, create: bool = False) -> None:
         if self._temp is None:
