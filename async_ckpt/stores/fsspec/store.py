@@ -237,27 +237,20 @@ class FsspecStorage(Storage):
         if not decided or not names:
             return []
         paths = {name: f"{folder}/{name}" if folder else name for name in names}
+        dead = []
         try:
             with self._translate_errors(folder):
-                now = self._place.now()
-                dead = [
-                    name
-                    for name in names
-                    if now - self._modified_seconds(paths[name], now) > store_facts.ORPHAN_SECONDS
-                ]
+                limit = self._place.now() - store_facts.ORPHAN_SECONDS
+                for name, path in paths.items():
+                    with suppress(FileNotFoundError):  # another process has swept it
+                        if self._place.modified(self._place.name(path)) < limit:
+                            dead.append(name)
         except StorageUnavailableError as error:  # without the store's clock there is no proof
             _log.debug("no leftovers were deleted: %s", error)
             return []
-        if delete:
-            for name in dead:
-                self.delete(paths[name])
+        for name in dead if delete else ():
+            self.delete(paths[name])
         return dead
-
-    def _modified_seconds(self, path: str, otherwise: float) -> float:
-        try:
-            return self._place.modified(self._place.name(path))
-        except FileNotFoundError:  # another process has swept it
-            return otherwise
 
     def sweep_uploads(self) -> list[str]:
         if not isinstance(self._place, Bucket):
