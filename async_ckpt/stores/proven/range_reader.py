@@ -58,9 +58,8 @@ class RangeReader(Reader):
         self.num_bytes, self._shown, self._known, self._root = num_bytes, shown, known, root
         self._fetch, self._fetch_whole = fetch, fetch_whole
         self._file: IO[bytes] | None = None
-        self._using = (
-            threading.Lock()
-        )  # held over the fetch of the whole, for which all other reads have to wait anyway
+        # Held over the fetch of the whole, for which all other reads have to wait anyway.
+        self._using = threading.Lock()
 
     def read_into(self, offset: int, target: memoryview) -> None:
         if offset + len(target) > self.num_bytes:
