@@ -48,7 +48,7 @@ class RunRestore:
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
-        self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
+        self._readers = Readers(ranks.reader(), from_ranks, wrapping=frozenset(_names_of_generators(state)))
         self._fallback, self._only_good, self._before = flag("fallback", fallback), only_good, before
         self.state_dicts = StateDictCache()
         self._skipped: dict[int, str] = {}  # steps, and why

@@ -6,7 +6,7 @@ nothing of: archives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
@@ -198,10 +198,7 @@ class Ranks:
         self._is_leaving = asked or (is_rank_0 and quietly(lambda: words.said(_LEAVING)) is not None)
         return asked or self._is_leaving
 
-    def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
-        """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.
-
-        Raises ValueError as `called`.
-        """
+    def reader(self) -> tuple[int, int] | None:
+        """The reading rank and the number of ranks; None for a rank alone. Raises ValueError as `called`."""
         self.meeting.refuse_if_changed()
-        return None if self.is_alone else (self.world.rank, self.world.size), from_ranks
+        return None if self.is_alone else (self.world.rank, self.world.size)
