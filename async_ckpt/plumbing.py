@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .core.storage import url as urls
     from .core.storage.interface import MemoryLoan, Reader, Sink, Storage
     from .core.storage.local import LocalStorage
-    from .core.storage.registry import register_storage
+    from .core.storage.place import register_storage
     from .core.storage.sequential import Appender
     from .face import run_movers, states
     from .face.around import file_digests, hf_weights, pack
@@ -98,7 +98,7 @@ else:
         ".core.storage": "bulk compressed disk locks places=place store_facts urls=url",
         ".core.storage.interface": "MemoryLoan Reader Sink Storage",
         ".core.storage.local": "LocalStorage",
-        ".core.storage.registry": "register_storage",
+        ".core.storage.place": "register_storage",
         ".core.storage.sequential": "Appender",
         ".face": "run_movers states",
         ".face.around": "file_digests hf_shards=shards hf_weights pack scratches=scratch",

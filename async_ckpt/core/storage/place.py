@@ -1,13 +1,15 @@
 """Places: a path or URL, and the options of the client for it.
 
-In: a user's arguments. Out: a storage, without any request. Knows nothing of: what is stored.
+In: a user's arguments, and functions of wings and users that make storages of URLs. Out: a storage, without any
+request. Knows nothing of: what is stored.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -15,7 +17,6 @@ from ..host import process as _  # noqa: F401 - notices forks from now on, even 
 from ..spec import Keep, flag, keep_of, whole_count
 from .interface import Storage
 from .local import LocalStorage
-from .registry import FSSPEC, OBSTORE, maker_of, own_maker
 from .store_facts import SECRET_NAME
 from .url import (
     SCHEMES,
@@ -31,12 +32,47 @@ from .url import (
 from .volatile import is_elsewhere, is_volatile
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
+Maker: TypeAlias = Callable[[str, Mapping[str, Any] | None], Storage]
+"""A function of a URL and the options of its `Place` that returns the storage whose root that is."""
+
+# The wing that serves a scheme, imported when the first storage is made: `import async_ckpt` brings no client along.
+_OBSTORE: Final = ("async_ckpt.stores.s3.store", "ObjectStorage")
+_FSSPEC: Final = ("async_ckpt.stores.fsspec.store", "FsspecStorage")
+
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
+_makers: dict[str, Maker] = {}
 
 # What only the places of a run have.
 _OF_RUNS: Final = ("keep", "every", "volatile", "compression")
 _DEADLINE: Final = "deadline_seconds"
 # Options that name the location of a store: not secret.
 _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
+
+
+def register_storage(scheme: str, make: Maker) -> None:
+    """Have `Place("scheme://…")` use a storage of your own, everywhere in this process.
+
+        register_storage("mem", lambda url, options: MyStorage(url, **(options or {})))
+        async_ckpt.save(state, "mem://folder/x.ackpt.tar")
+
+    `async_ckpt.testing.StorageContract` tests what a storage must keep to.
+
+    Args:
+        scheme: in lower case, without "://". Another function that was registered for it is replaced.
+        make: called with a URL and the options of its `Place`, or None; returns the `Storage` whose root the URL is. It
+            makes no request, and raises ValueError for a URL that is not valid.
+
+    Raises TypeError if `make` is not callable, and ValueError for a scheme that is not valid or has a client already.
+    """
+    if not callable(make):
+        raise TypeError(f"make must be a function of a URL and its options, got {make!r:.100}")
+    if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
+        raise ValueError(
+            f'scheme must be lower-case letters and digits such as "mem", without "://", got {scheme!r:.100}'
+        )
+    if scheme == "file" or scheme in SCHEMES:
+        raise ValueError(f"{scheme}:// has a client already; choose another scheme")
+    _makers[scheme] = make
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,7 +177,7 @@ class Place:
             return LocalStorage(local_path(self.text))
         if self.fs is None:
             refuse_chain(self.text)
-        own = own_maker(scheme) if self.fs is None else None
+        own = _makers.get(scheme or "") if self.fs is None else None
         if own is not None:
             if self.engine is not None:
                 raise ValueError(f"{self!r}: {scheme}:// has a storage of its own; leave out engine=")
@@ -149,8 +185,8 @@ class Place:
         if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
             raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
         if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
-            return maker_of(OBSTORE)(self.text, self.options)
-        return maker_of(FSSPEC)(self.text, self.options, fs=self.fs)
+            return _loaded(*_OBSTORE)(self.text, self.options)
+        return _loaded(*_FSSPEC)(self.text, self.options, fs=self.fs)
 
     def object(self) -> tuple[Storage, str]:
         """The storage that contains this object, and its name there. Raises ValueError if it has no name."""
@@ -173,6 +209,12 @@ class Place:
         of_run = {name: getattr(self, name) for name in _OF_RUNS}
         arguments += [f"{name}={value!r}" for name, value in of_run.items() if value is not None]
         return f"Place({', '.join(arguments)})"
+
+
+def _loaded(module: str, name: str) -> Callable[..., Storage]:
+    """The class of a wing that makes storages. That of _FSSPEC also takes a filesystem, as `fs`."""
+    maker: Callable[..., Storage] = getattr(import_module(module), name)
+    return maker
 
 
 def _printable(name: str, value: Any) -> Any:

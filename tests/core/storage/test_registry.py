@@ -10,7 +10,7 @@ from states import open_run, state_at, states_equal
 import async_ckpt
 from async_ckpt import Place
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.core.storage.registry import register_storage
+from async_ckpt.core.storage.place import register_storage
 
 
 class Vault(LocalStorage):
