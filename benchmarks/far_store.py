@@ -27,7 +27,7 @@ T = TypeVar("T")
 PAGE_NAMES: Final = 1000
 # A line of a listing as S3 sends it, besides the name.
 _LINE_BYTES: Final = 250
-# Requests that the library makes at once where it makes many: in `Root.do_all`, `delete` and `existing`.
+# Requests that the library makes at once where it makes many: in `look_all`, `delete` and `existing`.
 _IN_FLIGHT: Final = 16
 
 

@@ -11,7 +11,8 @@ from racing import PATIENCE, Call
 from async_ckpt import Keep
 from async_ckpt.core.runs.manifest import Archive, Manifest, parse
 from async_ckpt.core.runs.run import Run
-from async_ckpt.core.runs.starts import Seen, Start, Tenure, split_starts
+from async_ckpt.core.runs.starts import Seen, Start, split_starts
+from async_ckpt.core.runs.tenure import Tenure
 from async_ckpt.core.storage.interface import Storage
 
 
@@ -199,9 +200,9 @@ class Process:
         archive = Archive(f"rank_00000.{attempt}.tar", 1, "0" * 32)
         run.storage.replace(run.root.archive_path(step, archive), b"x")
         made = run.commit(step, attempt, (archive,), replaces=replaces, retire=self._retire)
-        assert run._start is not None
+        assert run.root.own is not None
         self.acknowledged.append(made)
-        self.starts.append(run._start)
+        self.starts.append(run.root.own)
         run.announce(step)
         run.retain(step, replaced=replaces[0] if replaces else None, in_flight=[step])
 

@@ -206,7 +206,7 @@ class Agreement(Rendezvous):
         self.found = "; ".join(told[:_RANKS_TOLD]) + (
             f"; and {len(told) - _RANKS_TOLD} more ranks" * (len(told) > _RANKS_TOLD)
         )
-        comparison = Comparison(self._ranks, self._joint, self._run, self._exchange)
+        comparison = Comparison(self._ranks, self._joint, self._exchange)
         table, texts, of_ranks = await off_loop(partial(comparison.compare, ordered))
         self._compared = table, texts
         return of_ranks

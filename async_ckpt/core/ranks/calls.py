@@ -92,8 +92,6 @@ class AttemptPlace(Protocol):
 
     def look_again(self, manifest: Manifest) -> None: ...
 
-    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None: ...
-
 
 class OwnPart(NamedTuple):
     """This rank's part in a joint save, as `Divider.divided` plans it."""

@@ -17,12 +17,12 @@ from ..host.waits import SHARED_SECONDS
 from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import RankFiles, archive_name
-from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table, look_all
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
 from ..timing import TIMEKEEPER, monotonic
-from .calls import AttemptPlace, JointSave
+from .calls import JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
@@ -36,8 +36,8 @@ _log = logging.getLogger("async_ckpt")
 class Comparison:
     """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
-    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, exchange: Exchange) -> None:
-        self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
+    def __init__(self, ranks: Ranks, joint: JointSave, exchange: Exchange) -> None:
+        self._ranks, self._joint, self._exchange = ranks, joint, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
     def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, Mapping[str, str], RankFiles]:
@@ -156,7 +156,7 @@ class Comparison:
         def read(receipt: Receipt) -> None:
             copies[receipt.rank] = self._exchange.details_of(receipt).get("copies") or {}
 
-        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
+        look_all(self._exchange.storage, [partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(copies):
             for what, tensors in copies[rank].items():
                 for name, digest in tensors.items():
@@ -192,7 +192,7 @@ class Comparison:
             values[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
 
         chosen = list(ours.values())[:_MAX_COMPARED]
-        self._run.do_all([partial(read, one.rank) for one in chosen])
+        look_all(exchange.storage, [partial(read, one.rank) for one in chosen])
         by_structure: dict[str, list[Values]] = {}
         for one in chosen:
             by_structure.setdefault(one.structure, []).append(values[one.rank])

@@ -10,11 +10,9 @@ A later save to the same path replaces the manifest, and then deletes the archiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Final
 
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
-from ..host.threads import run_together
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, RankFiles, SaveTimes, archive_name, parse
 from ..runs.naming import JOURNAL, parse_step_name
@@ -25,7 +23,6 @@ from ..timing import wall_time
 
 # The number of the step in the manifest.
 STEP: Final = 0
-_REQUESTS_IN_FLIGHT: Final = 16
 
 
 class OneOffFolder:
@@ -49,10 +46,6 @@ class OneOffFolder:
 
     def look_again(self, manifest: Manifest) -> None:
         """Do nothing: a folder of its own has no starts."""
-
-    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run tasks that make requests. Raises the error of one of them."""
-        run_together("look", tasks, max_threads=_REQUESTS_IN_FLIGHT)
 
     def check(self) -> tuple[Manifest, str] | None:
         """The manifest that a save here replaces, and its version. Raises ValueError for a run, and a step of one."""

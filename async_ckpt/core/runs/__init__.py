@@ -1,10 +1,10 @@
 """Agreement: which steps of a run are committed.
 
 `roots.py` is a run at several roots, `run.py` at one. `root.py` lists a root, `manifest.py` is the commit of a step,
-and `starts.py` the right of one process to commit. `marks.py` says which steps are good or bad, `retention.py` chooses
-the steps to delete, `sweep.py` deletes. For people and other programs: `tiers_file.py`, `announce.py`, `journal.py`,
-`naming.py`, `record.py`, `foreign_entries.py`. For several ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is
-named here is for others than the core, by `plumbing.runs`.
+`tenure.py` the right of one process to commit, and `starts.py` tells which commits count. `marks.py` says which steps
+are good or bad, `retention.py` chooses the steps to delete, `sweep.py` deletes. For people and other programs:
+`tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several ranks:
+`receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others than the core, by `plumbing.runs`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from .retention import (
 from .root import formats_at as formats_at
 from .roots import Roots as Roots
 from .run import Run as Run
-from .starts import (
-    Start as Start, about_start as about_start, lives as lives, refuse_if_alive as refuse_if_alive,
-    split_starts as split_starts,
-)  # fmt: skip
+from .starts import Start as Start, about_start as about_start, split_starts as split_starts
 from .sweep import is_library_name as is_library_name
+from .tenure import lives as lives, refuse_if_alive as refuse_if_alive
 from .tiers_file import TiersFile as TiersFile
 
 MANIFEST_NAME = manifest.NAME

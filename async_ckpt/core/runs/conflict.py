@@ -15,7 +15,8 @@ from typing import NamedTuple
 from .manifest import seal
 from .roots import Roots
 from .run import Run
-from .starts import Start, about_start, refuse_if_alive
+from .starts import Start, about_start
+from .tenure import refuse_if_alive
 
 
 class Conflict(NamedTuple):

@@ -26,7 +26,7 @@ from .moving import NAME as MOVING
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits
-from .starts import Line, Seen, Start, StartsByName, later_than, split_starts
+from .starts import Line, Seen, Start, StartsByName, about_start, later_than, split_starts
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
@@ -75,8 +75,9 @@ class Root:
         self.outside: dict[int, str] = {}
         # Attempts, by step, that did not count when the commits were viewed last:
         self.out: dict[int, str] = {}
-        # The start of this process, once it has put what it has seen:
+        # The start of this process, from its first save on, and the tokens of the starts before it:
         self.own: Start | None = None
+        self.ancestors: frozenset[str] = frozenset()
         self._seen: dict[Start, Seen | None] = {}  # what other starts have seen, too; it never changes
         # Steps in a format that only a newer version of the library reads, as they were looked up last:
         self.newer_format: frozenset[int] = frozenset()
@@ -250,13 +251,10 @@ class Root:
             for step, path in paths.items():
                 if (content := contents.get(path)) is not None:
                     look(step, content)
-            self.do_all([partial(look, step, None) for step, path in paths.items() if path not in contents])
+            look_all(self.storage, [partial(look, step, None) for step, path in paths.items() if path not in contents])
         with self._lock:
             self.newer_format = self.newer_format.difference(steps) | newer_format
         return manifests
-
-    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        look_all(self.storage, tasks)
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these ascending steps, by default of all, that is committed and counts."""
@@ -307,6 +305,45 @@ class Root:
             self._seen[start] = Seen.read(self.storage, start)
         return self._seen[start]
 
+    def see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
+        """The starts that a new start sees, and the attempts that it goes on from.
+
+        A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
+        """
+        listing = self.relist()
+        for step, _ in listing.intents:
+            self.make_new_version(step, own.label)
+        if listing.intents:
+            listing = self.relist()
+        try:
+            commits = self.view(listing)
+        except StorageUnavailableError:  # perhaps one manifest alone
+            return listing.starts, dict.fromkeys(self.steps(), "")
+        return listing.starts, {step: attempt_of(manifest) or "" for step, manifest in commits.items()}
+
+    def make_new_version(self, step: int, mark: str) -> None:
+        """Give a manifest other bytes, and so another version: then the replacement of the one before is refused."""
+        path = self.manifest_path(step)
+        with suppress(FileNotFoundError, FileExistsError, ValueError):  # it has another one, or nobody can read it
+            data, version = self.storage.read(path)
+            fields = {**unseal(data), "seen_by": mark}
+            del fields["digest"]
+            self.storage.replace(path, seal(fields), version=version)
+
+    def descended(self, others: Sequence[Root], starts: Sequence[Start]) -> list[str]:
+        """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
+        and their own ancestors.
+        """
+        of_others = {start.token for other in others for start in other.starts} | self.ancestors
+        of_others.update(*(other.ancestors for other in others))
+        self.ancestors = frozenset(of_others.union(self.told_ancestors(starts), (start.token for start in starts)))
+        return sorted(self.ancestors)
+
+    def told_ancestors(self, starts: Sequence[Start]) -> set[str]:
+        """The ancestors that the file of the newest of these starts names."""
+        told = about_start(self.storage, max(starts)).get("ancestors") if starts else None
+        return {token for token in told if isinstance(token, str)} if isinstance(told, list) else set()
+
     def note_start(self, own: Start, seen: Seen | None) -> None:
         """Note the start of this process, and what it has seen."""
         self.own = own
@@ -337,15 +374,6 @@ class Root:
         """Whether a commit of another root is missing here: below those of the later starts that have not seen it."""
         by_steps = Line(listing.steps, listing.starts, self.find)
         return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
-
-    def make_new_version(self, step: int, mark: str) -> None:
-        """Give a manifest other bytes, and so another version: then the replacement of the one before is refused."""
-        path = self.manifest_path(step)
-        with suppress(FileNotFoundError, FileExistsError, ValueError):  # it has another one, or nobody can read it
-            data, version = self.storage.read(path)
-            fields = {**unseal(data), "seen_by": mark}
-            del fields["digest"]
-            self.storage.replace(path, seal(fields), version=version)
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""
@@ -389,7 +417,7 @@ class Root:
             if not self.have_seen(later, manifest):
                 continue
             retired = {commit.step: commit.attempt for commit in manifest.retires}
-            self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
+            look_all(self.storage, [partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
                 self.committed_here -= retired.keys()
             self.storage.delete(intent_name(step, attempt))

@@ -57,19 +57,13 @@ from .retention import (
     without_needed,
 )
 from .root import Listing, Root
-from .starts import (
-    NUM_KEPT,
-    Seen,
-    Start,
-    Tenure,
-    about_start,
-    has_ended_here,
-    later_than,
-    refuse_if_alive,
-    tenure_of,
-)
+from .starts import Seen, Start, about_start, later_than
 from .sweep import Sweeper, is_library_name
+from .tenure import Tenure, has_ended_here, refuse_if_alive, tenure_of
 
+# The number of starts that stay listed where nobody can tell which have ended. If a process sleeps through more of
+# them, its commits cannot be told from later ones.
+_NUM_KEPT: Final = 32
 # How often, and after which pauses, to look whether a later start has said what it has seen: it lists the commits and
 # reads manifests in between.
 _SEEN_TRIES: Final = 30
@@ -114,8 +108,6 @@ class Run:
         self.compresses = compresses
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
-        self._start: Start | None = None  # of this process, from the first save on
-        self._ancestors: frozenset[str] = frozenset()  # the tokens of the starts before it
         self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
         self._is_changing = False  # `changing` has taken the root, and not a save
         self._has_closed = False
@@ -145,12 +137,12 @@ class Run:
     @property
     def has_start(self) -> bool:
         """Whether this process has taken the root."""
-        return self._start is not None
+        return self.root.own is not None
 
     @property
     def token(self) -> str:
         """That of the start of this process at the root; empty before its first save."""
-        return self._start.token if self._start is not None else ""
+        return self.root.own.token if self.root.own is not None else ""
 
     def known_steps(self) -> list[int]:
         """The committed steps; at a store, without a request, those that this object has seen or committed."""
@@ -247,7 +239,7 @@ class Run:
         """
         listing = self.root.relist()
         self._refuse_step_folder(listing.is_one_step)
-        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
         steps = listing.steps
         above = bisect_right(steps, step)
         exists = step in elsewhere or self.root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
@@ -397,7 +389,7 @@ class Run:
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self.root.newest(listing, above) is not None:
             return before.start
-        return self._start.label if self._start else ""
+        return self.root.own.label if self.root.own else ""
 
     def join(self, token: str) -> None:
         """Note the token of the start of all ranks. Rank 0 makes that start at its first save."""
@@ -410,7 +402,7 @@ class Run:
         All ranks look: then none of them takes a save for committed that the other process has not seen. One that has
         not said yet what it has seen is waited for, but not for long.
         """
-        start = self._start
+        start = self.root.own
         try:
             for tries_left in reversed(range(_SEEN_TRIES)):
                 listing = self.root.relist()
@@ -446,7 +438,7 @@ class Run:
         was renamed. A start at several roots tells also of the commits at the others, so it stays.
         """
         before = [start for start in sorted(starts) if start.is_before(own)]
-        going = before[: 1 - NUM_KEPT]
+        going = before[: 1 - _NUM_KEPT]
         with suppress(CheckpointError):  # another start sweeps them
             if not self.storage.remote and own not in self._swept_for:
                 self._swept_for = {own}
@@ -479,7 +471,7 @@ class Run:
     def check_start(self) -> None:
         """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
         self._tenure.refuse_if_lost()
-        if self._start is None and not self.storage.remote:
+        if self.root.own is None and not self.storage.remote:
             refuse_if_alive(self.storage, (self.root.listing or self.root.relist()).starts)
 
     def take(self, step: int, others: Sequence[Run]) -> bool:
@@ -487,48 +479,18 @@ class Run:
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
-        if self._start is not None and self._start.first <= step:
+        if self.root.own is not None and self.root.own.first <= step:
             return False
         token = next((other.token for other in others if other.token), self._opening)
-        self._start, is_new = self._tenure.take(self, step, token, others)
-        self.root.note_start(self._start, Seen.parse(self._tenure.seen))
+        own, is_new = self._tenure.take(self.root, step, token, [other.root for other in others])
+        self.root.note_start(own, Seen.parse(self._tenure.seen))
         return is_new
-
-    def see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
-        """The starts that a new start sees, and the attempts that it goes on from.
-
-        A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
-        """
-        listing = self.root.relist()
-        for step, _ in listing.intents:
-            self.root.make_new_version(step, own.label)
-        if listing.intents:
-            listing = self.root.relist()
-        try:
-            commits = self.root.view(listing)
-        except StorageUnavailableError:  # perhaps one manifest alone
-            return listing.starts, dict.fromkeys(self.steps(), "")
-        return listing.starts, {step: manifest.attempt if manifest else "" for step, manifest in commits.items()}
-
-    def descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
-        """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
-        and their own ancestors.
-        """
-        of_others = {start.token for other in others for start in other.root.starts} | self._ancestors
-        of_others.update(*(other._ancestors for other in others))
-        self._ancestors = frozenset(of_others.union(self._told(starts), (start.token for start in starts)))
-        return sorted(self._ancestors)
-
-    def _told(self, starts: Sequence[Start]) -> set[str]:
-        """The ancestors that the file of the newest of these starts names."""
-        told = about_start(self.storage, max(starts)).get("ancestors") if starts else None
-        return {token for token in told if isinstance(token, str)} if isinstance(told, list) else set()
 
     def descent(self) -> set[str]:
         """The tokens of the starts that the run at this root has had, and of this process's own."""
-        own = {self._opening, *self._ancestors} | ({self._start.token} if self._start else set())
+        own = {*filter(None, (self._opening, self.token, *self.root.ancestors))}
         listed = self.root.starts or self.root.relist().starts
-        return own.union((start.token for start in listed), () if self._start else self._told(listed))
+        return own.union((one.token for one in listed), () if self.has_start else self.root.told_ancestors(listed))
 
     def refuse_strangers(self, known: Collection[str]) -> None:
         """Raise ConflictError if a commit here is of a listed start that is none of these."""
@@ -573,10 +535,10 @@ class Run:
         another root: this process brings its steps here.
         """
         if not (self.stands_in and self._opening == start.token):
-            self._tenure, self._start, self.root.own = Tenure(about), None, None
+            self._tenure, self.root.own = Tenure(about), None
             self.root.forget(list(self.root.known))
             self._opening = start.token
-        self._ancestors = frozenset(ancestors)
+        self.root.ancestors = frozenset(ancestors)
 
     @property
     def stands_in(self) -> bool:
@@ -586,9 +548,9 @@ class Run:
         """Before a commit or a deletion, raise RunTakenError if another process has taken the run since. `token` is
         that of this process's start at another root, if this one may have been taken in its name.
         """
-        if self._start is not None or token:
+        if self.root.own is not None or token:
             starts = self.root.relist().starts
-            own = self._start or max((start for start in starts if start.token == token), default=None)
+            own = self.root.own or max((start for start in starts if start.token == token), default=None)
             self._tenure.refuse_if_later(self.storage, own, starts)
 
     @contextmanager
@@ -604,16 +566,12 @@ class Run:
         try:
             self.take(steps[-1] + 1 if steps else 0, [])
             self.check_taken()
-            others = [start for start in self.root.starts if start != self._start]
+            others = [start for start in self.root.starts if start != self.root.own]
             refuse_if_alive(self.storage, others)  # it may have begun at the same moment
             yield
         finally:
-            self._start, self.root.own, self._is_changing = None, None, False
-            self._tenure.leave(self, self._withdraw_start)
-
-    def _withdraw_start(self, start: Start) -> None:
-        with suppress(CheckpointError):  # the next start follows it
-            self.storage.delete_many([start.name, start.seen_name])
+            self.root.own, self._is_changing = None, False
+            self._tenure.leave(self.root, withdraws=True)
 
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
@@ -621,7 +579,7 @@ class Run:
             self._has_closed = True
             self.events.note("closed", None)
         self.write_events(again=False)
-        self._tenure.leave(self)
+        self._tenure.leave(self.root)
 
     def write_events(self, *, again: bool = True) -> None:
         """Write the events noted so far, if this process has taken the root: one that only reads changes nothing."""
@@ -640,9 +598,9 @@ class Run:
         if retires:
             manifest = manifest._replace(retires=_in_order(manifest.retires, retires))
         listing = self.root.relist()
-        if self._start is None:
+        if self.root.own is None:
             refuse_if_alive(self.storage, listing.starts)
-        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
         self.root.finish_rollbacks(listing)
         if self.root.is_gap(listing, manifest):
             manifest = manifest._replace(start="")  # its order is unknown here
@@ -657,7 +615,7 @@ class Run:
             self.root.finish_rollbacks(listing._replace(intents=[(manifest.step, manifest.attempt)]))
         if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
             self.sweeper.delete_replaced(manifest.step, replaces[0])
-        if self._start is not None:
+        if self.root.own is not None:
             self.look_again(manifest)
 
     def committed(self, step: int) -> Manifest | None:
@@ -807,7 +765,7 @@ class Run:
         if self._is_changing:
             self.root.forget(list(self.root.known))
         listing = self.root.relist()
-        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
         view = self.root.view(listing._replace(steps=[step for step in listing.steps if step not in gone]))
         self.root.listing = None
         return {lent.step for manifest in view.borrowers.values() for lent in manifest.elsewhere if lent.step in gone}
@@ -871,10 +829,6 @@ class Run:
             return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
 
         self._announcer.announce(step, spared)
-
-    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
-        self.root.do_all(tasks)
 
     def learn(self) -> None:
         """Read the manifests for the journal ahead, while an archive is being sent."""

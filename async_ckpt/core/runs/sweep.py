@@ -18,7 +18,7 @@ from .manifest import NAME as MANIFEST
 from .manifest import Manifest, attempt_of, intent_name, is_retired_name
 from .manifest import parse as parse_manifest
 from .marks import Mark
-from .receipts import attempt_of_all, is_beside, is_receipt_folder
+from .receipts import attempt_of_all, is_beside, is_receipt_folder, look_all
 from .root import Root
 
 _ARCHIVE: Final = r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar"
@@ -148,7 +148,7 @@ class Sweeper:
         newest = self._root.newest(listing)
         swept_names: list[str] = []
         sweep_folder = partial(self._sweep_folder, newest=newest, swept=swept_names, delete=delete)
-        self._root.do_all([partial(sweep_folder, step) for step in (None, *listing.steps)])
+        look_all(self._storage, [partial(sweep_folder, step) for step in (None, *listing.steps)])
         dead = [intent_name(*intent) for intent in listing.intents if self._is_dead_intent(*intent)]
         dead += [mark.name for mark in self._root.marks if self._is_dead_mark(mark)]
         swept_names += dead
@@ -226,7 +226,7 @@ class Sweeper:
                 foreign.append(name)  # other archives may be of a living writer: the sweep finds out
         if whole_folder:
             others = [f"{folder}/{name}" for name in foreign]
-            self._root.do_all([partial(self._storage.delete_all, path) for path in others])
+            look_all(self._storage, [partial(self._storage.delete_all, path) for path in others])
             self._storage.remove_if_empty(folder)
         elif foreign:
             self._root.warn_once(

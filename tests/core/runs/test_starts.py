@@ -32,7 +32,8 @@ from async_ckpt import (
     StorageUnavailableError,
 )
 from async_ckpt.core.runs.manifest import Manifest, seal
-from async_ckpt.core.runs.starts import Line, Start, Tenure
+from async_ckpt.core.runs.starts import Line, Start
+from async_ckpt.core.runs.tenure import Tenure
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -371,7 +372,7 @@ def test_when_roots_meet_again_the_later_line_counts(tmp_path):
     with of_another_process(roots[0]) as zombie:
         tenure = zombie._roots.runs[0]._tenure
         tenure.start = next(iter(old_starts(roots[0])))  # the old process, for which that root alone is there
-        zombie._roots.runs[0]._start = tenure.start
+        zombie._roots.runs[0].root.own = tenure.start
         save(zombie, 10)
     with open_run(roots) as again:
         assert again.steps() == [2, 3, 4]

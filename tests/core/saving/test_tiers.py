@@ -19,7 +19,7 @@ import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExistsError, StorageUnavailableError
 from async_ckpt.core.host import waits
 from async_ckpt.core.host.pool import SegmentPool
-from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.runs.tenure import Tenure
 from async_ckpt.core.saving import mover as movers
 from async_ckpt.core.saving import story as save_story
 from async_ckpt.core.storage import bulk

@@ -22,7 +22,7 @@ import async_ckpt
 from async_ckpt.core.events.log import FOLDER, NAME, EventLog
 from async_ckpt.core.ranks.shared_root import SharedRoot
 from async_ckpt.core.ranks.world import World
-from async_ckpt.core.runs import starts
+from async_ckpt.core.runs import starts, tenure
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.storage.place import Place
 from async_ckpt.core.storage.url import parent_and_name, place_and_name, shown, split_bucket, without_secrets
@@ -160,7 +160,7 @@ def read_starts(data: bytes) -> None:
     folder = Scratch.emptied()
     start = starts.Start(8, "5f3a9c01", 500)
     (folder / start.name).write_bytes(sealed(data))
-    starts._taken_error(str(folder), start, starts.about_start(LocalStorage(folder), start), is_alive=True)
+    tenure._taken_error(str(folder), start, starts.about_start(LocalStorage(folder), start), is_alive=True)
 
 
 def read_history(data: bytes) -> None:

@@ -27,8 +27,8 @@ from async_ckpt.core.runs.announce import Announcer
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.root import Root
 from async_ckpt.core.runs.run import Run
-from async_ckpt.core.runs.starts import Tenure
 from async_ckpt.core.runs.sweep import Sweeper
+from async_ckpt.core.runs.tenure import Tenure
 from async_ckpt.core.storage.interface import Storage
 
 from .commit_state import Attempt, Configuration, Manifest, Rank, Seen, Start, State, Store, line_of, retired_by
@@ -38,7 +38,7 @@ STANDS_FOR: Final = {
     "check": Run.check,
     "list starts": Tenure.take,
     "put start": Tenure._put,
-    "list commits": Run.see,
+    "list commits": Root.see,
     "new version": Root.make_new_version,
     "help": Tenure._put_seen,
     "put seen": Tenure._put_seen,

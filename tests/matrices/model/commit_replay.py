@@ -23,7 +23,8 @@ from async_ckpt.core.runs import run as runs
 from async_ckpt.core.runs.manifest import Archive, parse, parse_intent
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.run import Run
-from async_ckpt.core.runs.starts import Tenure, split_starts
+from async_ckpt.core.runs.starts import split_starts
+from async_ckpt.core.runs.tenure import Tenure
 
 from .commit_model import Move
 from .commit_state import Attempt, Configuration, State
@@ -151,7 +152,7 @@ class Player:
             self.gate("look before deleting" if self._is_committing else "look")
             look()
 
-        see, renew = self.run.see, root.make_new_version
+        see, renew = root.see, root.make_new_version
 
         def gated_see(*arguments: Any) -> Any:
             self.gate("list commits")
@@ -166,7 +167,7 @@ class Player:
             renew(*arguments)
 
         root._retire, self.run.check_taken = gated_retire, gated_look  # type: ignore[method-assign]
-        root.make_new_version, self.run.see = gated_renew, gated_see  # type: ignore[method-assign]
+        root.make_new_version, root.see = gated_renew, gated_see  # type: ignore[method-assign]
 
     # --- the training ---
 
@@ -222,7 +223,7 @@ class Player:
         try:
             self.gate("check")
             run.check(step, **options)
-            if not (run._start is not None and run._start.first <= step):
+            if not (run.root.own is not None and run.root.own.first <= step):
                 self.gate("list starts")
                 run.take(step, [])
                 self.gate("check again")
