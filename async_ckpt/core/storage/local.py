@@ -16,7 +16,6 @@ import errno
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,10 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import StorageUnavailableError
-from ..host.process import in_forked_child
-from ..host.waits import REQUEST_SECONDS, growing_pauses
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
-from ..timing import TIMEKEEPER
+from . import locks
 from .disk import (
     address,
     close_quietly,
@@ -49,7 +46,6 @@ from .disk import (
     translated,
 )
 from .interface import MemoryLoan, Reader, Sink, Storage
-from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held, written_so_far
 from .store_facts import ORPHAN_SECONDS
 from .volatile import free_bytes_in, is_in_memory
 
@@ -98,7 +94,7 @@ class LocalStorage(Storage):
     ) -> LocalSink:
         target = self.root / path
         with translated(target):
-            delete_left(self.root)  # first, since it frees space
+            locks.delete_left(self.root)  # first, since it frees space
             refuse_special(target)
             free = free_bytes_in(target.parent)
             if exact and free is not None and free < num_bytes:
@@ -151,8 +147,8 @@ class LocalStorage(Storage):
                 if version is None:
                     os.replace(temp, target)
                 else:
-                    with _lock_version(target) as current:
-                        if current != version:
+                    with locks.replacing(target) as is_there:
+                        if version != (_version(os.stat(target)) if is_there else None):
                             raise FileExistsError(f"{target} was replaced by another writer")
                         os.replace(temp, target)
                 sync_folder(target.parent)
@@ -175,8 +171,8 @@ class LocalStorage(Storage):
                 os.close(fd)
 
     def under_way(self, folder: str) -> tuple[int, int]:
-        temps = [self.root / folder / name for name in self.names(folder) if name.endswith(TEMP_SUFFIX)]
-        found = [written_so_far(temp) for temp in temps if not is_dead(temp, delete=False)]
+        temps = [self.root / folder / name for name in self.names(folder) if name.endswith(locks.TEMP_SUFFIX)]
+        found = [locks.written_so_far(temp) for temp in temps if not locks.is_dead(temp, delete=False)]
         return sum(written for written, _ in found), sum(total for _, total in found)
 
     def free_bytes(self) -> int | None:
@@ -268,17 +264,17 @@ class LocalStorage(Storage):
     ) -> list[str]:
         if of_ranks:
             names = self._old(folder, names) if decided and names else []
-        return [name for name in names if is_dead(self.root / folder / name, delete=delete)]
+        return [name for name in names if locks.is_dead(self.root / folder / name, delete=delete)]
 
     def _old(self, folder: str, names: list[str]) -> list[str]:
         """The files that were last modified more than a day ago, by the clock of the file system."""
         with translated(self.root / folder):
-            temp, fd = create_locked(self.root / folder / "clock")
+            temp, fd = locks.create_locked(self.root / folder / "clock")
         try:
             limit = os.fstat(fd).st_mtime - ORPHAN_SECONDS
         finally:
-            delete_temp(temp)
-            forget(fd)
+            locks.delete_temp(temp)
+            locks.forget(fd)
         old = []
         for name in names:
             with suppress(OSError):
@@ -288,11 +284,11 @@ class LocalStorage(Storage):
 
     def hold(self, path: str) -> Callable[[], None]:
         with translated(self.root / path):
-            fd = hold(self.root / path)
-        return (lambda: None) if fd is None else partial(forget, fd)
+            fd = locks.hold(self.root / path)
+        return (lambda: None) if fd is None else partial(locks.forget, fd)
 
     def is_held(self, path: str) -> bool:
-        return is_held(self.root / path)
+        return locks.is_held(self.root / path)
 
     def sweep_uploads(self) -> list[str]:
         return []  # unfinished writes are files, which `sweep` finds
@@ -308,7 +304,7 @@ class LocalSink(Sink):
         self.num_bytes = num_bytes
         self._exact = exact
         self._remove_folder = remove_folder
-        self._temp, self._fd = create_locked(target)
+        self._temp, self._fd = locks.create_locked(target)
         self._direct = self._began_direct = False
         self._finished = False
         try:
@@ -357,7 +353,7 @@ class LocalSink(Sink):
 
     def abort(self) -> None:
         if self._fd >= 0 and not self._finished:
-            delete_temp(self._temp)
+            locks.delete_temp(self._temp)
             if self._remove_folder:
                 remove_if_empty(self._target.parent)
         self.close()
@@ -366,7 +362,7 @@ class LocalSink(Sink):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
-                forget(fd)
+                locks.forget(fd)
 
     def __repr__(self) -> str:
         mode = "direct" if self._direct else "buffered"
@@ -456,7 +452,7 @@ def _sizes(folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = 
             raise OSError(errno.ELOOP, "the link leads back to a folder above it")
         names = os.listdir(folder)
     for name in names:
-        if name.endswith(TEMP_SUFFIX):
+        if name.endswith(locks.TEMP_SUFFIX):
             continue
         with translated(folder / name):
             status = os.stat(folder / name)
@@ -472,58 +468,19 @@ def _sizes(folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = 
 def _temp_file(target: Path, data: bytes) -> Iterator[Path]:
     """A durable temp file beside the target, with this content. It is deleted at the end of the block."""
     make_folder(target.parent)
-    temp, fd = create_locked(target)
+    temp, fd = locks.create_locked(target)
     try:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(fd, rest) :]
         sync_file(fd)
         if fcntl is None:
-            forget(fd)
+            locks.forget(fd)
         yield temp
     finally:
-        delete_temp(temp)
+        locks.delete_temp(temp)
         if fcntl is not None:
-            forget(fd)
-
-
-_replacing = threading.Lock()
-
-
-@contextmanager
-def _lock_version(path: Path) -> Iterator[str | None]:
-    """Keep other writers from replacing a file within the block. Yields its version, or None if there is no file."""
-    with _replacing:  # record locks do not keep threads of one process apart
-        try:
-            fd = open_regular(path, os.O_RDWR)
-        except FileNotFoundError:
-            yield None
-            return
-        try:
-            if fcntl is not None:
-                _wait_for_lock(fd, path)
-            yield _version(os.stat(path))
-        finally:
-            close_quietly(fd)
-
-
-def _wait_for_lock(fd: int, path: Path) -> None:
-    """Lock a file, where locks work. Raises StorageUnavailableError: a process that is stopped may hold its lock."""
-    deadline = TIMEKEEPER.now() + REQUEST_SECONDS
-    for seconds in growing_pauses(0.001, 0.05):
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return
-            if TIMEKEEPER.now() > deadline:
-                raise StorageUnavailableError(
-                    f"{path}: for {REQUEST_SECONDS:.0f} s another process has been replacing it; "
-                    "see whether one is stopped",
-                    path=str(path),
-                ) from error
-        TIMEKEEPER.sleep(seconds)
+            locks.forget(fd)
 
 
 def _unlink(target: Path) -> bool:
@@ -536,10 +493,3 @@ def _unlink(target: Path) -> bool:
 
 def _version(stat: os.stat_result) -> str:
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
-
-
-@in_forked_child
-def _forget_parent() -> None:
-    """In a forked child: the thread that held the lock is not here to release it."""
-    global _replacing
-    _replacing = threading.Lock()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from ...errors import StorageUnavailableError
 from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
+from ..host.waits import REQUEST_SECONDS, growing_pauses
+from ..timing import TIMEKEEPER
 from .disk import (
     O_BINARY,
     O_CLOEXEC,
@@ -45,6 +48,7 @@ _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
 _ours_lock = threading.RLock()  # a finalizer forgets a file at any allocation, also of the thread that has the lock
 # Temp files that this process could not delete; under _ours_lock.
 _undeleted: set[Path] = set()
+_replacing = threading.Lock()  # held while a file is replaced by its version
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:
@@ -112,6 +116,17 @@ def _make_again(folder: Path) -> None:
         make_folder(folder)
 
 
+def _try_lock(fd: int) -> bool | None:
+    """Lock an open file, without waiting. False if another living process has locked it, None where locks do not work."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    return True
+
+
 def forget(fd: int) -> None:
     """Close a file of this process, which releases its lock."""
     with _ours_lock:  # before the close, after which its descriptor and inode may belong to a new file
@@ -171,18 +186,41 @@ def hold_if_free(path: Path) -> int | None:
                     return None
             fd = open_to_change(path, os.O_RDWR)
             key = _ours[fd] = identity(os.fstat(fd))
-        try:
-            if fcntl is not None:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                forget(fd)
-                return None
+        if _try_lock(fd) is False:
+            forget(fd)
+            return None
         with suppress(FileNotFoundError):
             if identity(os.stat(path)) == key:
                 return fd
         forget(fd)  # its holder has deleted it between open and lock
     return None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[bool]:
+    """Keep other writers from replacing a file within the block. Yields whether there is a file.
+
+    Raises StorageUnavailableError: a process that is stopped may hold its lock.
+    """
+    with _replacing:  # record locks do not keep threads of one process apart
+        try:
+            fd = open_regular(path, os.O_RDWR)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            deadline, pauses = TIMEKEEPER.now() + REQUEST_SECONDS, growing_pauses(0.001, 0.05)
+            while _try_lock(fd) is False:
+                if TIMEKEEPER.now() > deadline:
+                    raise StorageUnavailableError(
+                        f"{path}: for {REQUEST_SECONDS:.0f} s another process has been replacing it; "
+                        "see whether one is stopped",
+                        path=str(path),
+                    )
+                TIMEKEEPER.sleep(next(pauses))
+            yield True
+        finally:
+            close_quietly(fd)
 
 
 def read_held(path: Path) -> bytes:
@@ -211,15 +249,12 @@ def _opened(path: Path, flags: int) -> int | None:
 
 def is_held(path: Path) -> bool:
     """Whether another living process has locked a file, as far as that can be proved."""
-    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
+    if (fd := _opened(path, os.O_RDWR)) is None:
         return False
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
+        return _try_lock(fd) is False
     finally:
         close_quietly(fd)
-    return False
 
 
 def written_so_far(temp: Path) -> tuple[int, int]:
@@ -249,14 +284,15 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
     With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
     """
-    if fcntl is None or (fd := _opened(path, os.O_RDWR)) is None:
+    if (fd := _opened(path, os.O_RDWR)) is None:
         return False
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _try_lock(fd):
+            return False  # its writer is alive, or the file system has no locks
         if delete:
             os.unlink(path)
     except OSError:
-        return False  # its writer is alive, or the file system has no locks
+        return False
     finally:
         close_quietly(fd)
     return True
@@ -264,8 +300,8 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """In a forked child: the files are the parent's, and the thread that held the lock is not here to release it."""
-    global _ours_lock
+    """In a forked child: the files are the parent's, and the thread that held a lock is not here to release it."""
+    global _ours_lock, _replacing
     _ours.clear()
     _undeleted.clear()
-    _ours_lock = threading.RLock()
+    _ours_lock, _replacing = threading.RLock(), threading.Lock()

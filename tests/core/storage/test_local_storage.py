@@ -664,7 +664,7 @@ def test_a_writer_that_is_stopped_while_it_replaces_a_file_holds_up_others_only_
         tmp_path / "latest",
     )
     holder.wait_for_line("held")
-    monkeypatch.setattr(local, "REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "REQUEST_SECONDS", 0.0)
     with pytest.raises(StorageUnavailableError, match="another process has been replacing it"):
         storage.replace("latest", b"2", version=version)
     holder.send(signal.SIGKILL)
