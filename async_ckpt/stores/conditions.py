@@ -3,7 +3,8 @@
 In: a put that creates an object, or replaces one version of it only. Out: its result, or the fact that the store
 refuses, or ignores, all of them. Knows nothing of: clients.
 
-Some servers accept a condition and ignore it. Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for byte, so it refuses every quoted one.
+Some servers accept a condition and ignore it. Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for
+byte, so it refuses every quoted one.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _make_again(folder: Path) -> None:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Lock an open file, without waiting. False if another living process has locked it, None where locks do not work."""
+    """Lock an open file, without waiting. False if another living process has, None where locks do not work."""
     if fcntl is None:
         return None
     try:
