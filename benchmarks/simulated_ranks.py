@@ -23,6 +23,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -73,6 +74,8 @@ _FOLLOWER: Final = 1
 _WRITE_SECONDS: Final = 30.0
 _TICK_SECONDS: Final = 0.02
 _REST_BEATS: Final = 10
+# Of the rank that a task is of: its blocking calls take as long as their requests.
+_storage: ContextVar[FarStorage] = ContextVar("_storage")
 
 
 def state(num_tensors: int) -> dict[str, Any]:
@@ -202,6 +205,7 @@ class SimulatedWorld:
             patches.enter_context(patch.object(module, "get_loop", lambda: self._loop_of_ranks))
         for module in (word_log, rendezvous):
             patches.enter_context(patch.object(module, "_RANDOM", self._random))
+        patches.enter_context(patch.object(agreement, "off_loop", lambda fn: _storage.get().off_loop(fn)))
         patches.enter_context(patch.object(ranks_start, "Connection", lambda client: client.connection))
         return patches
 
@@ -500,12 +504,13 @@ class _Rank:
         )
 
     async def lead(self, durable_at: float, archive: Archive) -> None:
+        _storage.set(self.storage)
         await self._target.begin(_goes_on)
         await self.storage.off_loop(self._claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
         times = SaveTimes(self._loop.time(), 0.0)
-        await self._target.agree(archive, times, self.storage.off_loop, _goes_on)
+        await self._target.agree(archive, times, _goes_on)
         await self.storage.off_loop(partial(self._target.commit, archive, times))
         self.committed_at = self._loop.time()
         self.until_committed = replace(self.storage.traffic)
@@ -524,6 +529,7 @@ class _Rank:
         return agreed
 
     async def follow(self, durable_at: float, archive: Archive) -> None:
+        _storage.set(self.storage)
         await self._target.begin(_goes_on)
         await asyncio.sleep(durable_at - self._loop.time())
         await self._say(archive)
@@ -533,15 +539,16 @@ class _Rank:
 
     async def say_first(self, attempt: _Attempt) -> None:
         """Ahead of rank 0, whose claim is there."""
+        _storage.set(self.storage)
         await self._target.begin(_goes_on)
         self._agreement._root._is_seen = True
         await self._say(attempt.archive(_FOLLOWER))
 
     async def _say(self, archive: Archive) -> None:
-        await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0), self.storage.off_loop, _goes_on)
+        await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0), _goes_on)
 
     async def hear(self) -> None:
-        self._target._manifest = await self._agreement.hear(self.storage.off_loop, _goes_on)
+        self._target._manifest = await self._agreement.hear(_goes_on)
 
 
 def _goes_on() -> None: ...

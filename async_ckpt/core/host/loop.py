@@ -17,11 +17,11 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from ...errors import ClosedError
 from .process import in_forked_child, never_end
@@ -33,12 +33,6 @@ T = TypeVar("T")
 # Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times,
 # and with eight where the training left them little processor time.
 _NUM_WRITERS: Final = 16
-
-
-class OffLoop(Protocol):
-    """`Loop.off_loop`: makes a blocking call on a helper thread, and waits for it."""
-
-    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Loop:
@@ -114,21 +108,6 @@ class Loop:
         with self._lock:
             self._calls.discard(outcome)
 
-    async def off_loop(self, fn: Callable[[], T], /) -> T:
-        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
-        outcome: Future[T] = Future()
-        ended = self._loop.create_future()
-
-        def wake(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
-                self._loop.call_soon_threadsafe(ended.set_result, None)
-
-        self.note_call(outcome)
-        outcome.add_done_callback(wake)
-        self.callers.submit(partial(resolve, outcome, fn), outcome.set_exception)
-        await ended
-        return outcome.result()
-
     def soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
         if self.is_stopped:
@@ -193,6 +172,24 @@ class Loop:
         self.is_stopped = True
         self._soon.put(self._loop.stop)
         self._soon.put(None)
+
+
+async def off_loop(fn: Callable[[], T], /) -> T:
+    """Make a blocking call on a helper thread, from the loop; its result, or the exception that it raised."""
+    loop, running = existing_loop(), asyncio.get_running_loop()
+    assert loop is not None  # it runs this coroutine
+    outcome: Future[T] = Future()
+    ended = running.create_future()
+
+    def wake(_: Future[T]) -> None:
+        with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+            running.call_soon_threadsafe(ended.set_result, None)
+
+    loop.note_call(outcome)
+    outcome.add_done_callback(wake)
+    loop.callers.submit(partial(resolve, outcome, fn), outcome.set_exception)
+    await ended
+    return outcome.result()
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:

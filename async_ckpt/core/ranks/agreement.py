@@ -25,7 +25,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
-from ..host.loop import OffLoop
+from ..host.loop import off_loop
 from ..host.waits import PEER_SECONDS, SHARED_SECONDS, wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
@@ -120,7 +120,6 @@ class Agreement(Rendezvous):
         self,
         archive: Archive,
         times: SaveTimes,
-        off_loop: OffLoop,
         check: Callable[[], None],
         found: str = "",
         lent: Sequence[tuple[str, int]] = (),
@@ -136,7 +135,7 @@ class Agreement(Rendezvous):
         part = joint.part
         assert part is not None
         if not self.decides:
-            await self._see_that_it_is_shared(off_loop, check)
+            await self._see_that_it_is_shared(check)
         details = self._details(part)
         receipt = Receipt(
             self.rank,
@@ -156,7 +155,7 @@ class Agreement(Rendezvous):
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
         await off_loop(partial(self._put, receipt))
-        return await self._all_receipts(receipt, off_loop, check) if self.decides else None
+        return await self._all_receipts(receipt, check) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
         """Details for rank 0: a structure that it may not know, from its first rank, and digests of copies."""
@@ -166,7 +165,7 @@ class Agreement(Rendezvous):
             details["structure"] = structure.text
         return details if part.copies is None else {**details, "copies": part.copies}
 
-    async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+    async def _see_that_it_is_shared(self, check: Callable[[], None]) -> None:
         joint, begun, named_at = self._joint, monotonic(), 0.0
         for seconds in looks(self._run.storage.remote, self.world_size):
             sees = await off_loop(self._root.sees)
@@ -185,7 +184,7 @@ class Agreement(Rendezvous):
                 raise PeerFailedError(f"{joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
             await self._pause(seconds, check)
 
-    async def _all_receipts(self, own: Receipt, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
+    async def _all_receipts(self, own: Receipt, check: Callable[[], None]) -> RankFiles:
         """On rank 0: wait for the receipts of the others, and compare them. Raises as `agree`."""
 
         async def see_shared() -> None:
@@ -223,7 +222,7 @@ class Agreement(Rendezvous):
 
     # --- the decision, on another rank ------------------------------------------------------------------------
 
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
+    async def hear(self, check: Callable[[], None]) -> Manifest | None:
         """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
         says nothing.
         """
@@ -236,7 +235,7 @@ class Agreement(Rendezvous):
             manifest = parse(decision.manifest.encode(), path=self._exchange.folder)
             self._is_committed(await off_loop(partial(self._table_after, manifest)))
             return manifest
-        found = await self._manifest_there(off_loop, check)
+        found = await self._manifest_there(check)
         if found is None:
             raise PeerFailedError(
                 f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
@@ -251,7 +250,7 @@ class Agreement(Rendezvous):
         self._is_committed(await off_loop(partial(self._table_after, found)))
         return found
 
-    async def _manifest_there(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
+    async def _manifest_there(self, check: Callable[[], None]) -> Manifest | None:
         """The manifest at the root, as far as it answers."""
         for _ in range(_MANIFEST_LOOKS):
             with suppress(StorageUnavailableError):

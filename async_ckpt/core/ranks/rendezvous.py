@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 from ...errors import PeerFailedError
-from ..host.loop import ask_for_exception, get_loop
+from ..host.loop import ask_for_exception, get_loop, off_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
@@ -311,7 +311,7 @@ class RankCall(Rendezvous):
         await self.named(check)
         if self.world_size == 1:
             return [part]
-        await get_loop().off_loop(partial(self._put, part))
+        await off_loop(partial(self._put, part))
         if not self.decides:
             return None
         parts = await self._gathered(check)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import ClosedError, UsageError
-from ..host.loop import OffLoop, get_loop
+from ..host.loop import get_loop, off_loop
 from ..host.threads import is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..notebooks.markup import bars, paragraph
@@ -265,7 +265,7 @@ class Bars:
         self._bar = Bar
         self._is_widget = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
-    async def follow(self, handle: SaveHandle, off_loop: OffLoop) -> None:
+    async def follow(self, handle: SaveHandle) -> None:
         """Draw until the save has ended."""
         ended = asyncio.Event()
         Future.add_done_callback(handle, lambda _: ended.set())  # it is resolved on this very loop

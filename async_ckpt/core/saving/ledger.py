@@ -124,10 +124,10 @@ class Ledger:
         Then apply retention. A failure of either after the commit is logged.
         """
         global _saves
-        handle, off_loop = save.handle, get_loop().off_loop
-        drawing = asyncio.create_task(self._bars.follow(handle, off_loop)) if self._bars else None
+        handle = save.handle
+        drawing = asyncio.create_task(self._bars.follow(handle)) if self._bars else None
         try:
-            report = await save.tell(turn, off_loop)
+            report = await save.tell(turn)
         except BaseException as error:
             self._num_failed += 1
             operation.end(handle.step, error=error)
@@ -135,17 +135,17 @@ class Ledger:
             handle.committed.set_exception(error)
             handle.set_exception(error)
             with suppress(Exception):  # a convenience, which must not become another error
-                await save.after_failure(error, off_loop)
+                await save.after_failure(error)
         else:
             self._count(report)
             operation.end(report.step, report, written_bytes=save.written_bytes)
-            failed = await self._clean(handle, save.tidy(off_loop))
+            failed = await self._clean(handle, save.tidy())
             save.settled.set_result(None)
             handle.committed.set_result(report)
             promise = save.promise()
             if promise is None:
                 handle.set_result(report)
-            failed = await self._clean(handle, save.afterwards(off_loop)) or failed
+            failed = await self._clean(handle, save.afterwards()) or failed
             if failed is not None:
                 save.finished.set_exception(failed)
             elif promise is not None:

@@ -27,7 +27,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..host import waits
-from ..host.loop import ask_for_exception, get_loop
+from ..host.loop import ask_for_exception, get_loop, off_loop
 from ..host.threads import Crew, running_future
 from ..host.waits import LIVENESS_SECONDS, growing_pauses, wait_for
 from ..runs.moving import Told
@@ -484,7 +484,7 @@ class Mover:
         """Until the end, see whether the place answers."""
         while not (self.worker.ended.done() or self.worker.is_stopped):
             with suppress(CheckpointError, OSError):
-                await get_loop().off_loop(partial(self.run.storage.exists, TIERS))
+                await off_loop(partial(self.run.storage.exists, TIERS))
                 self._answered_at = monotonic()
             await asyncio.wait([asyncio.wrap_future(self.worker.ended)], timeout=_LOOK_AT_END_SECONDS)
 

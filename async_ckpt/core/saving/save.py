@@ -22,7 +22,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from ..host.loop import OffLoop
+from ..host.loop import off_loop
 from ..host.operations import Kind
 from ..host.threads import Life, running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
@@ -86,7 +86,7 @@ class Save(ABC):
         return "save", roots
 
     @abstractmethod
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    async def run(self, turn: Future[None] | None) -> SaveReport:
         """Make it durable and, once the save before it is settled (`turn`), visible. Raises the error if that fails."""
 
     @abstractmethod
@@ -105,19 +105,19 @@ class Save(ABC):
         """Whether the promise was kept after all, once the handle had failed."""
         return False
 
-    async def tidy(self, off_loop: OffLoop) -> None:  # noqa: B027 - most have no files but those that they commit
+    async def tidy(self) -> None:  # noqa: B027 - most have no files but those that they commit
         """After the commit, remove every file of the save that does not stay. The handle waits for this."""
 
-    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: B027 - only runs have retention
+    async def afterwards(self) -> None:  # noqa: B027 - only runs have retention
         """Do what follows the commit, when the handle is done: retention."""
 
-    async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:  # noqa: B027 - most tell nobody
+    async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most tell nobody
         """Tell people of the error. Nobody waits for this."""
 
-    async def tell(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    async def tell(self, turn: Future[None] | None) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
         try:
-            return await self.run(turn, off_loop)
+            return await self.run(turn)
         except BaseException as error:
             self.life.go(SaveState.FAILED)
             try:

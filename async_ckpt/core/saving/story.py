@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..host.loop import OffLoop, ask_for_exception
+from ..host.loop import ask_for_exception, off_loop
 from ..host.threads import Life, running_future
 from ..host.waits import END_SECONDS, OPEN_SECONDS, PROGRESS_SECONDS
 from ..report import Destination, SaveReport
@@ -38,12 +38,12 @@ _FOLLOW_SECONDS: Final = 0.05
 _LOOK_SECONDS: Final = 0.5
 
 
-async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]) -> None:
+async def story(attempt: Attempt, turn: Future[None] | None, life: Life[SaveState]) -> None:
     """Write, then commit once `turn` has come: the save before this one is settled.
 
     Raises the error if it fails, after every trace of the attempt is gone.
     """
-    async with attempt.running(off_loop):
+    async with attempt.running():
         with attempt.spans.span("write"):
             await attempt.open()  # from here on segments go to the sink, past the story
             await asyncio.wrap_future(attempt.snapshot.completion)
@@ -77,8 +77,6 @@ class Attempt:
     bring the loop all that it has to know.
     """
 
-    _off_loop: OffLoop
-
     def __init__(self, drain: Drain, target: Target, snapshot: Snapshot, spans: Spans, *, writers: Writers) -> None:
         self.drain, self.target, self.snapshot, self.spans = drain, target, snapshot, spans
         self._writers = writers
@@ -99,9 +97,8 @@ class Attempt:
         return self.drain.file_bytes + self.target.num_driver_bytes
 
     @asynccontextmanager
-    async def running(self, off_loop: OffLoop) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """The block in which the attempt is made."""
-        self._off_loop = off_loop
         try:
             yield
         except BaseException as error:
@@ -118,7 +115,7 @@ class Attempt:
         self.drain.fail(error)
         may_delete = False
         with suppress(CheckpointError, OSError):
-            may_delete = await self._off_loop(partial(self.target.refuse, error))
+            may_delete = await off_loop(partial(self.target.refuse, error))
         taking_back = asyncio.create_task(self._take_back(may_delete=may_delete))
         taking_back.add_done_callback(lambda _: self.over.set_result(None))
         is_open = self._opening is not None and not self._opening.done()
@@ -154,11 +151,11 @@ class Attempt:
         self._finishing.add_done_callback(ask_for_exception)
 
     async def _open(self) -> None:
-        self._sink = await self._off_loop(partial(self.target.open, self._size))
+        self._sink = await off_loop(partial(self.target.open, self._size))
 
     async def _open_follower(self) -> PassingCopy | None:
         """The copy to the next place, if that opens at once."""
-        opening = asyncio.ensure_future(self._off_loop(partial(self.target.follow, self._size)))
+        opening = asyncio.ensure_future(off_loop(partial(self.target.follow, self._size)))
         await asyncio.wait([opening], timeout=_FOLLOW_SECONDS)
         if not opening.done():
             self._following = asyncio.create_task(self._end_late(opening))
@@ -169,7 +166,7 @@ class Attempt:
         """End a copy that was not open when the save began to write."""
         with suppress(Exception):
             if (copy := await opening) is not None:
-                await self._off_loop(partial(copy.end, is_whole=False))
+                await off_loop(partial(copy.end, is_whole=False))
 
     async def _follow(self, copy: PassingCopy, lane: Lane) -> None:
         """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed.
@@ -189,15 +186,15 @@ class Attempt:
             self.drain.give_up(lane, error)
             await asyncio.wrap_future(lane.quiet)
         finally:
-            await self._off_loop(partial(copy.end, is_whole=is_whole))
+            await off_loop(partial(copy.end, is_whole=is_whole))
 
     async def _finish_copy(self, sink: Sink, lane: Lane) -> None:
         await asyncio.wrap_future(lane.written)
-        await self._off_loop(sink.finish)
+        await off_loop(sink.finish)
 
     async def _finish(self, sink: Sink, lane: Lane) -> None:
         """Return when the archive is durable; raise when it will not be."""
-        checked = asyncio.ensure_future(self._off_loop(self.target.check))
+        checked = asyncio.ensure_future(off_loop(self.target.check))
         arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
         failed = [] if sink.failed is None else [asyncio.wrap_future(sink.failed)]
         try:
@@ -205,7 +202,7 @@ class Attempt:
             for future in done:
                 future.result()
             self.state = ObjectState.FINISHING
-            await self._off_loop(self.spans.traced("finish", sink.finish, path=self.target.path))
+            await off_loop(self.spans.traced("finish", sink.finish, path=self.target.path))
         except BaseException as error:
             for future in (checked, arrived, *failed):  # nobody waits for them any more
                 future.add_done_callback(ask_for_exception)
@@ -238,12 +235,12 @@ class Attempt:
 
     async def agree(self) -> None:
         """Wait until all ranks have done their parts, as far as this one is to know."""
-        await self.target.agree(self._archive, self._times(), self._off_loop, self.drain.check)
+        await self.target.agree(self._archive, self._times(), self.drain.check)
 
     async def commit(self) -> None:
         """Make the object the checkpoint; raise the error that prevents it."""
         commit = partial(self.target.commit, self._archive, self._times())
-        await self._off_loop(self.spans.traced("commit", commit, path=self.target.path))
+        await off_loop(self.spans.traced("commit", commit, path=self.target.path))
         self.state = ObjectState.COMMITTED
 
     async def _take_back(self, *, may_delete: bool) -> None:
@@ -258,11 +255,11 @@ class Attempt:
         if self._sink is None:
             return
         if self.state is not ObjectState.COMMITTED:
-            await self._off_loop(self._sink.abort)
+            await off_loop(self._sink.abort)
             if self.state in (ObjectState.FINISHING, ObjectState.DURABLE) and may_delete:
                 with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
-                    await self._off_loop(self.target.discard)
-        await self._off_loop(self._sink.close)
+                    await off_loop(self.target.discard)
+        await off_loop(self._sink.close)
 
     def report(
         self,
@@ -328,9 +325,9 @@ class StateSave(Save):
         self.called = attempt.called
         self._num_tensors, self._groups = num_tensors, groups
 
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    async def run(self, turn: Future[None] | None) -> SaveReport:
         attempt = self.attempt
-        await story(attempt, turn, off_loop, self.life)
+        await story(attempt, turn, self.life)
         call_seconds = await asyncio.wrap_future(self.called)
         report = attempt.report(
             call_seconds,
@@ -351,7 +348,7 @@ class StateSave(Save):
     def failed(self, error: BaseException) -> None:
         """Nothing to do: the attempt leaves no trace."""
 
-    async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:
+    async def after_failure(self, error: BaseException) -> None:
         seconds = self.attempt.spans.total()
         await off_loop(partial(self.attempt.target.failed, error, seconds))
 
@@ -359,10 +356,10 @@ class StateSave(Save):
         super().give_up(error)
         self.attempt.drain.fail(error)
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self) -> None:
         await off_loop(self.attempt.target.tidy)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
+    async def afterwards(self) -> None:
         await off_loop(partial(self.attempt.target.afterwards, self._outcome))
 
 
@@ -442,7 +439,7 @@ class Target:
     def check(self) -> None:
         """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
-    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
+    async def agree(self, archive: Archive, times: SaveTimes, check: Callable[[], None]) -> None:
         """Tell the other ranks that the object is durable, after these `times`; on the rank that decides, wait for
         theirs, on another for the decision. Raises when that is a refusal.
 

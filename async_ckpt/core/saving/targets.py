@@ -25,7 +25,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
-from ..host.loop import OffLoop, get_loop
+from ..host.loop import get_loop, off_loop
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -96,9 +96,9 @@ class JointTarget(Target):
         """The groups of which this rank's archive refers to earlier steps, and the steps."""
         return ()
 
-    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
+    async def agree(self, archive: Archive, times: SaveTimes, check: Callable[[], None]) -> None:
         self._found = "" if self.finite is None else self.finite.found()
-        self._of_ranks = await self._agreement.agree(archive, times, off_loop, check, self._found, self._lent)
+        self._of_ranks = await self._agreement.agree(archive, times, check, self._found, self._lent)
         self._manifest = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from ...core.host.loop import OffLoop, get_loop
+from ...core.host.loop import get_loop, off_loop
 from ...core.host.waits import all_of
 from ...core.report import Destination, Progress, SaveReport
 from ...core.saving.default import files_saver, host_memory
@@ -82,13 +82,13 @@ class CopySave(Save):
         if self._out is not None:
             self._out.fail(error)
 
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    async def run(self, turn: Future[None] | None) -> SaveReport:
         await asyncio.wrap_future(self.staged)
         self.life.go(SaveState.WRITING)
         if turn is not None:
             await asyncio.wrap_future(turn)
         with self.spans.span("write"):
-            await self._write(off_loop)
+            await self._write()
         self._check()
         self.life.go(SaveState.DURABLE)
         with self.spans.span("commit"):
@@ -97,7 +97,7 @@ class CopySave(Save):
         return self._report(await asyncio.wrap_future(self._called))
 
     @abstractmethod
-    async def _write(self, off_loop: OffLoop) -> None:
+    async def _write(self) -> None:
         """Write everything, but nothing visible."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class CopySave(Save):
         """Remove or keep the scratch folder of a failed save."""
         scratch.remove()
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self) -> None:
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core.host.loop import OffLoop
+from ...core.host.loop import off_loop
 from ...core.report import Progress
 from ...core.staging.guard import Optimizers
 from ...core.state.captured import SnapshotView
@@ -78,7 +78,7 @@ class Export(CopySave):
         staged = self._total_bytes if self.staged.done() else 0
         return Progress(self._total_bytes, staged, self._num_bytes)
 
-    async def _write(self, off_loop: OffLoop) -> None:
+    async def _write(self) -> None:
         await off_loop(self._write_folder)
 
     def failed(self, error: BaseException) -> None:
@@ -86,9 +86,9 @@ class Export(CopySave):
         self._small_files.clear()
         super().failed(error)
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self) -> None:
         self._small_files.clear()
-        await super().tidy(off_loop)
+        await super().tidy()
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
-from ...core.host.loop import OffLoop
+from ...core.host.loop import off_loop
 from ...core.host.threads import conclude, running_future
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
@@ -185,7 +185,7 @@ class _PackSave(Save):
         if self._attempt is not None:
             self._attempt.drain.fail(error)
 
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    async def run(self, turn: Future[None] | None) -> SaveReport:
         if turn is not None:
             await asyncio.wrap_future(turn)
         attempt = await off_loop(self._set_up)
@@ -193,7 +193,7 @@ class _PackSave(Save):
         with self.saver.relieved_by(attempt.drain):
             attempt.snapshot.begin()
             try:
-                await story(attempt, None, off_loop, self.life)
+                await story(attempt, None, self.life)
             finally:  # the snapshot reads from the folder until then
                 await off_loop(attempt.snapshot.completion.exception)
         return attempt.report(await asyncio.wrap_future(self.called))
@@ -216,7 +216,7 @@ class _PackSave(Save):
         if self._scratch is not None:
             _keep(self._scratch, error)
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self) -> None:
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
 

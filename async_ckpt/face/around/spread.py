@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ...core.host.loop import OffLoop
+from ...core.host.loop import off_loop
 from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.merged_archives import opened_parts
@@ -222,7 +222,7 @@ class SpreadExport(Export):
         self._read: Part | None = None
         self._whole: Tensors = {}  # full tensors, if checkpoints of the model have others than its memory
 
-    async def _write(self, off_loop: OffLoop) -> None:
+    async def _write(self) -> None:
         watch = asyncio.create_task(self._others.watch())
         try:
             await asyncio.gather(asyncio.wrap_future(self._part), return_exceptions=True)
@@ -254,9 +254,9 @@ class SpreadExport(Export):
             self._file.delete()
             self._others.end()
 
-    async def tidy(self, off_loop: OffLoop) -> None:
+    async def tidy(self) -> None:
         self._others.end()
-        await super().tidy(off_loop)
+        await super().tidy()
 
     def _report(self, call_seconds: float) -> SaveReport:
         part = self._part.result()

@@ -25,7 +25,7 @@ import torch
 
 from ...core.backends import current_device, on_device
 from ...core.format.tarball import WholeFile
-from ...core.host.loop import OffLoop
+from ...core.host.loop import off_loop
 from ...core.host.process import in_forked_child
 from ...core.host.threads import running_future
 from ...core.report import Progress
@@ -297,11 +297,11 @@ class _Call(CopySave):
         if self._attempt is not None:
             self._attempt.drain.fail(error)
 
-    async def _write(self, off_loop: OffLoop) -> None:
+    async def _write(self) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
         self.copy.release()
         if self.output_path.storage.remote and not self._options.streams:
-            await self._upload(off_loop)
+            await self._upload()
 
     def failed(self, error: BaseException) -> None:
         self._arguments = None
@@ -379,15 +379,15 @@ class _Call(CopySave):
                 for path, target in targets.items():
                     publish(path, target, replaced=lambda _: self._options.whole_folder)
 
-    async def _upload(self, off_loop: OffLoop) -> None:
+    async def _upload(self) -> None:
         assert self._scratch is not None
         root = self._scratch.folder
         # Files that refer to others (config, index) are uploaded after these.
         names = await off_loop(lambda: [*LocalStorage(root).sizes("")])
         for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
-            await self._upload_file(root / name, name, off_loop)
+            await self._upload_file(root / name, name)
 
-    async def _upload_file(self, path: Path, name: str, off_loop: OffLoop) -> None:
+    async def _upload_file(self, path: Path, name: str) -> None:
         storage, source = self.output_path.storage, source_of(path)
         if source.num_bytes <= _SMALL_BYTES:
             await off_loop(lambda: storage.replace(name, path.read_bytes()))
@@ -398,7 +398,7 @@ class _Call(CopySave):
         self._check()
         with saver.relieved_by(attempt.drain):
             attempt.snapshot.begin()
-            await story(attempt, None, off_loop, new_life())
+            await story(attempt, None, new_life())
         self._num_retries += attempt.report(0.0).retries
 
 

@@ -144,7 +144,7 @@ class Publication(CopySave):
         try:
             await asyncio.wrap_future(self.readable)
             if self._call is not None and await self._call.all_done([], self._check_failed):
-                await loops.get_loop().off_loop(self._call.decide)
+                await loops.off_loop(self._call.decide)
             elif self._call is not None:
                 await self._call.hear(self._check_failed)
             self.readable_of_all.set_result(None)
@@ -156,12 +156,12 @@ class Publication(CopySave):
         if self.has_failed:
             raise ClosedError(f"{self.path} was not published")
 
-    async def _write(self, off_loop: loops.OffLoop) -> None:
+    async def _write(self) -> None:
         try:
-            await off_loop(self._write_version)
+            await loops.off_loop(self._write_version)
         except StorageUnavailableError:
             if self._scratch is not None and not self._scratch.is_there:
-                await off_loop(self._series.ownership.check)  # which says who has taken it away
+                await loops.off_loop(self._series.ownership.check)  # which says who has taken it away
             raise
 
     def failed(self, error: BaseException) -> None:
@@ -180,10 +180,10 @@ class Publication(CopySave):
         super().failed(error)
         self._series.base.crew.stop()
 
-    async def tidy(self, off_loop: loops.OffLoop) -> None:
+    async def tidy(self) -> None:
         """Old versions go, too: on a disk, each has a hidden name while it is being deleted."""
-        await super().tidy(off_loop)
-        await off_loop(self._series.retain)
+        await super().tidy()
+        await loops.off_loop(self._series.retain)
 
     def _report(self, call_seconds: float) -> SaveReport:
         return replace(super()._report(call_seconds), step=self.version)
