@@ -510,7 +510,7 @@ class _Rank:
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
         times = SaveTimes(self._loop.time(), 0.0)
-        await self._target.agree(archive, times, _goes_on)
+        await self._target.agree(archive, times)
         await self.storage.off_loop(partial(self._target.commit, archive, times))
         self.committed_at = self._loop.time()
         self.until_committed = replace(self.storage.traffic)
@@ -545,10 +545,10 @@ class _Rank:
         await self._say(attempt.archive(_FOLLOWER))
 
     async def _say(self, archive: Archive) -> None:
-        await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0), _goes_on)
+        await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0))
 
     async def hear(self) -> None:
-        self._target._manifest = await self._agreement.hear(_goes_on)
+        self._target._manifest = await self._agreement.hear()
 
 
 def _goes_on() -> None: ...

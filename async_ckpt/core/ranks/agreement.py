@@ -11,7 +11,7 @@ more, since rank 0 or the store is gone, goes by the manifest, and without one d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -102,7 +102,7 @@ class Agreement(Rendezvous):
         if self.decides:
             self._root.claim()
 
-    async def has_room(self, check: Callable[[], None]) -> None:
+    async def has_room(self) -> None:
         """On another rank: wait until rank 0 has deleted what must make room for this save, if it does. Raises
         PeerFailedError.
         """
@@ -110,7 +110,7 @@ class Agreement(Rendezvous):
             self._raise_if_failed(self._joint.heard)
             if why := self._lost_rank_0():
                 raise PeerFailedError(f"{self._joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
-            await self._bell(check)
+            await self._bell()
 
     def made_room(self) -> None:
         """On rank 0: the other ranks may write."""
@@ -120,14 +120,13 @@ class Agreement(Rendezvous):
         self,
         archive: Archive,
         times: SaveTimes,
-        check: Callable[[], None],
         found: str = "",
         lent: Sequence[tuple[str, int]] = (),
     ) -> RankFiles | None:
         """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
 
         `found` tells what a check has found in its values, `lent` of which groups its archive refers to which steps.
-        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError.
+        Raises PeerFailedError.
         """
         joint = self._joint
         if self._root.is_apart:
@@ -135,7 +134,7 @@ class Agreement(Rendezvous):
         part = joint.part
         assert part is not None
         if not self.decides:
-            await self._see_that_it_is_shared(check)
+            await self._see_that_it_is_shared()
         details = self._details(part)
         receipt = Receipt(
             self.rank,
@@ -155,7 +154,7 @@ class Agreement(Rendezvous):
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
         await off_loop(partial(self._put, receipt))
-        return await self._all_receipts(receipt, check) if self.decides else None
+        return await self._all_receipts(receipt) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
         """Details for rank 0: a structure that it may not know, from its first rank, and digests of copies."""
@@ -165,7 +164,7 @@ class Agreement(Rendezvous):
             details["structure"] = structure.text
         return details if part.copies is None else {**details, "copies": part.copies}
 
-    async def _see_that_it_is_shared(self, check: Callable[[], None]) -> None:
+    async def _see_that_it_is_shared(self) -> None:
         joint, begun, named_at = self._joint, monotonic(), 0.0
         for seconds in looks(self._run.storage.remote, self.world_size):
             sees = await off_loop(self._root.sees)
@@ -182,9 +181,9 @@ class Agreement(Rendezvous):
                 why = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {self._root.where}"
             if why:
                 raise PeerFailedError(f"{joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
-            await self._pause(seconds, check)
+            await self._pause(seconds)
 
-    async def _all_receipts(self, own: Receipt, check: Callable[[], None]) -> RankFiles:
+    async def _all_receipts(self, own: Receipt) -> RankFiles:
         """On rank 0: wait for the receipts of the others, and compare them. Raises as `agree`."""
 
         async def see_shared() -> None:
@@ -192,7 +191,6 @@ class Agreement(Rendezvous):
                 self._raise_apart()
 
         receipts = await self._gathered(
-            check,
             see_shared,
             hint=lambda: "" if self._root.is_shared else f"; {self._root.where} must be shared by all ranks",
         )
@@ -222,20 +220,20 @@ class Agreement(Rendezvous):
 
     # --- the decision, on another rank ------------------------------------------------------------------------
 
-    async def hear(self, check: Callable[[], None]) -> Manifest | None:
+    async def hear(self) -> Manifest | None:
         """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
         says nothing.
         """
         if self.decides:
             return None
         joint = self._joint
-        decision, silence = await self._decision(check)
+        decision, silence = await self._decision()
         self._raise_if_failed(decision)
         if decision is not None and decision.kind == "committed":
             manifest = parse(decision.manifest.encode(), path=self._exchange.folder)
             self._is_committed(await off_loop(partial(self._table_after, manifest)))
             return manifest
-        found = await self._manifest_there(check)
+        found = await self._manifest_there()
         if found is None:
             raise PeerFailedError(
                 f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
@@ -250,12 +248,12 @@ class Agreement(Rendezvous):
         self._is_committed(await off_loop(partial(self._table_after, found)))
         return found
 
-    async def _manifest_there(self, check: Callable[[], None]) -> Manifest | None:
+    async def _manifest_there(self) -> Manifest | None:
         """The manifest at the root, as far as it answers."""
         for _ in range(_MANIFEST_LOOKS):
             with suppress(StorageUnavailableError):
                 return await off_loop(self._exchange.manifest)
-            await self._pause(LOOK_SECONDS[self._run.storage.remote], check)
+            await self._pause(LOOK_SECONDS[self._run.storage.remote])
         return None
 
     def _table_after(self, manifest: Manifest) -> Table:

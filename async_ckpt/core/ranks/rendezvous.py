@@ -68,6 +68,7 @@ class Rendezvous:
     def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
         self._meeting, self._calls, self._joint = meeting, calls, joint
         self._has_said_yes = self._is_refused = False
+        self._check: Check = _nothing_to_check  # called in every wait, and may raise
         self._begun_at = monotonic()
 
     @property
@@ -98,11 +99,12 @@ class Rendezvous:
         return self.attempt
 
     async def named(self, check: Check) -> None:
-        """Wait until the call has its name, since rank 0 has made it, too. `check` is called meanwhile, and may raise.
+        """Wait until the call has its name, since rank 0 has made it, too. `check` is called meanwhile, as in all later
+        waits for this call, and may raise.
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
-        joint, is_told, since = self._joint, False, monotonic()
+        joint, is_told, since, self._check = self._joint, False, monotonic(), check
         begun = asyncio.wrap_future(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
@@ -147,7 +149,7 @@ class Rendezvous:
             TIMEKEEPER.sleep(next(pauses))
 
     async def _gathered(
-        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing, *, hint: Callable[[], str] = str
+        self, goes_on: Callable[[], Awaitable[None]] = _nothing, *, hint: Callable[[], str] = str
     ) -> dict[int, list[Any]]:
         """On rank 0: what each other rank has said of its part, once all have. `goes_on` is called between looks, and
         may raise; `hint` is what else may be wrong where a rank is missing.
@@ -157,24 +159,24 @@ class Rendezvous:
         start, size, begun = self._meeting.start, self.world_size, monotonic()
         looked, deadline, tells_at = begun, begun + PEER_SECONDS, begun + _SAID_SECONDS
         for seconds in looks(is_remote=False):
-            count, refusal = await self._ask(self._look, check) or (0, None)
+            count, refusal = await self._ask(self._look) or (0, None)
             if refusal is not None:
                 self._joint.causes.append(refusal)
                 raise peers_failed(self._joint, [refusal])
             if count >= size - 1:
-                parts = await self._ask(self._read, check) or {}
+                parts = await self._ask(self._read) or {}
                 if len(parts) == size - 1:
                     start.note_all_here()
                     return parts
             await goes_on()
             if monotonic() > min(looked + _LOOK_AROUND_SECONDS, deadline):
                 looked = monotonic()
-                there = await self._ask(self._there, check)
+                there = await self._ask(self._there)
                 missing = [rank for rank in range(1, size) if there is not None and rank not in there]
-                closed = await self._ask(partial(self._calls.closed, missing), check) or ()
+                closed = await self._ask(partial(self._calls.closed, missing)) or ()
                 lost = start.heartbeats.lost(missing) or dict.fromkeys(closed, "it has closed its checkpointer")
                 if lost:
-                    self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
+                    self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost])) or {})
                 if looked > deadline:
                     self._raise_missing(missing, hint())
                 if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
@@ -185,7 +187,7 @@ class Rendezvous:
                         _named(late),
                         looked - begun,
                     )
-            await self._pause(seconds, check)
+            await self._pause(seconds)
         raise AssertionError("looks never end")
 
     def _look(self, store: Any) -> tuple[int, Cause | None]:
@@ -213,7 +215,7 @@ class Rendezvous:
                 parts[rank] = part
         return parts
 
-    async def _ask(self, call: Callable[[Any], T], check: Check) -> T | None:
+    async def _ask(self, call: Callable[[Any], T]) -> T | None:
         """The answer of the ranks' store; None if it is away at this moment.
 
         Raises PeerFailedError if it has been away for SILENCE_SECONDS.
@@ -222,15 +224,15 @@ class Rendezvous:
         answer.add_done_callback(ask_for_exception)
         while not answer.done():
             await asyncio.wait([answer], timeout=LOOK_SECONDS[False])
-            check()
+            self._check()
             self._raise_silent_store()
         if isinstance(answer.exception(), RuntimeError):
             self._raise_silent_store()
             return None
         return answer.result()
 
-    async def _pause(self, seconds: float, check: Check) -> None:
-        check()
+    async def _pause(self, seconds: float) -> None:
+        self._check()
         await asyncio.sleep(seconds)
 
     # --- who is lost ------------------------------------------------------------------------------------------
@@ -268,13 +270,13 @@ class Rendezvous:
 
     # --- the decision -----------------------------------------------------------------------------------------
 
-    async def _decision(self, check: Check, *, seconds: float = DECISION_SECONDS) -> tuple[Decision | None, str]:
+    async def _decision(self, seconds: float = DECISION_SECONDS) -> tuple[Decision | None, str]:
         """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
             if (decision := joint.heard) is not None:
                 return decision, "rank 0 cannot say whether it is committed"
-            await self._bell(check)
+            await self._bell()
             if monotonic() < looked + _LOOK_AROUND_SECONDS:
                 continue
             looked = monotonic()
@@ -283,12 +285,12 @@ class Rendezvous:
             if monotonic() > deadline:
                 return None, f"rank 0 has not said in {seconds:.0f} s whether it is committed"
 
-    async def _bell(self, check: Check) -> None:
+    async def _bell(self) -> None:
         """Wait until something is heard of the call, but not for long."""
         self._joint.bell.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._joint.bell.wait(), LOOK_SECONDS[False])
-        check()
+        self._check()
 
     def _raise_if_failed(self, decision: Decision | None) -> None:
         if decision is not None and decision.kind == "failed":
@@ -314,16 +316,16 @@ class RankCall(Rendezvous):
         await off_loop(partial(self._put, part))
         if not self.decides:
             return None
-        parts = await self._gathered(check)
+        parts = await self._gathered()
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
 
-    async def hear(self, check: Check) -> None:
+    async def hear(self) -> None:
         """On another rank: wait until rank 0 has done what follows, which may take long where it has heartbeats.
 
         Raises PeerFailedError if it has not, and with `undecided` if that is not known.
         """
         has_heartbeats = self._meeting.start.connection.has_server
-        decision, silence = await self._decision(check, seconds=math.inf if has_heartbeats else DECISION_SECONDS)
+        decision, silence = await self._decision(math.inf if has_heartbeats else DECISION_SECONDS)
         self._raise_if_failed(decision)
         if decision is None or decision.kind != "committed":
             raise PeerFailedError(f"{self._joint.what}: {silence}. It may be complete", rank=0, undecided=True)
@@ -344,7 +346,7 @@ class RankCall(Rendezvous):
         async def met() -> bool:
             if await self.all_done([], _nothing_to_check) is not None:
                 return True
-            await self.hear(_nothing_to_check)
+            await self.hear()
             return False
 
         if _waited(met()):

@@ -235,7 +235,7 @@ class Attempt:
 
     async def agree(self) -> None:
         """Wait until all ranks have done their parts, as far as this one is to know."""
-        await self.target.agree(self._archive, self._times(), self.drain.check)
+        await self.target.agree(self._archive, self._times())
 
     async def commit(self) -> None:
         """Make the object the checkpoint; raise the error that prevents it."""
@@ -439,11 +439,9 @@ class Target:
     def check(self) -> None:
         """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
-    async def agree(self, archive: Archive, times: SaveTimes, check: Callable[[], None]) -> None:
+    async def agree(self, archive: Archive, times: SaveTimes) -> None:
         """Tell the other ranks that the object is durable, after these `times`; on the rank that decides, wait for
-        theirs, on another for the decision. Raises when that is a refusal.
-
-        `check` is called in between, and raises when nobody waits any more.
+        theirs, on another for the decision. Raises when that is a refusal, and what the check of `begin` raises.
         """
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002

@@ -25,7 +25,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
-from ..host.loop import get_loop, off_loop
+from ..host.loop import get_loop
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -96,10 +96,10 @@ class JointTarget(Target):
         """The groups of which this rank's archive refers to earlier steps, and the steps."""
         return ()
 
-    async def agree(self, archive: Archive, times: SaveTimes, check: Callable[[], None]) -> None:
+    async def agree(self, archive: Archive, times: SaveTimes) -> None:
         self._found = "" if self.finite is None else self.finite.found()
-        self._of_ranks = await self._agreement.agree(archive, times, check, self._found, self._lent)
-        self._manifest = await self._agreement.hear(off_loop, check)
+        self._of_ranks = await self._agreement.agree(archive, times, self._found, self._lent)
+        self._manifest = await self._agreement.hear()
 
     def refuse(self, error: BaseException) -> bool:
         return self._agreement.refuse(error)
@@ -234,7 +234,7 @@ class StepTarget(JointTarget):
 
     async def begin(self, check: Callable[[], None]) -> None:
         await super().begin(check)
-        await self._agreement.has_room(check)
+        await self._agreement.has_room()
         self.storage = self.run.storage
         self.path = self.storage.locate(self.run.folder(self._call.step) if self._agreement.has_others else self._name)
 

@@ -229,7 +229,7 @@ class SpreadExport(Export):
             self._part.result()
             parts = await self._call.all_done([self._file.name], self._goes_on)
             if parts is None:
-                await self._call.hear(self._goes_on)
+                await self._call.hear()
             else:
                 self._files = [name for (name,) in parts]
                 await off_loop(self._write_folder)

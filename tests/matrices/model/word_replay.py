@@ -70,7 +70,7 @@ class StillLoop(asyncio.SelectorEventLoop):
 class _Comparison:
     """All ranks have equal states."""
 
-    def __init__(self, ranks: Any, joint: JointSave, run: Any, exchange: Exchange) -> None:
+    def __init__(self, ranks: Any, joint: JointSave, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def compare(self, receipts: Sequence[Receipt]) -> tuple[Any, dict[str, str], RankFiles]:
@@ -245,8 +245,8 @@ class _Task:
             if await self.gate("write") == "cannot write":
                 raise OSError("it cannot write")
             if self.player.number:
-                await made.agree(_ARCHIVE, _TIMES, _at_once, _nothing)
-                await made.hear(_at_once, _nothing)
+                await made.agree(_ARCHIVE, _TIMES)
+                await made.hear()
             else:
                 await self._lead(made)
             self.outcome = "committed"
@@ -261,7 +261,7 @@ class _Task:
 
     async def _lead(self, made: Agreement) -> None:
         await self.gate("collect")
-        of_ranks = await made.agree(_ARCHIVE, _TIMES, _at_once, _nothing)
+        of_ranks = await made.agree(_ARCHIVE, _TIMES)
         what = await self.gate("put")
         step, attempt = self.call.step, self.joint.attempt
         manifest = Manifest(step, attempt, self.player.size, 0.0, (), ranks=of_ranks)
@@ -441,7 +441,7 @@ async def _at_once(call: Callable[[], Any]) -> Any:
     return call()
 
 
-async def _pause(_: Rendezvous, seconds: float, check: Callable[[], None]) -> None:
+async def _pause(_: Rendezvous, seconds: float) -> None:
     task = _task.get()
     assert task.pause_seconds, "rank 0 waits for what the model has"
     task.clock += task.pause_seconds
@@ -460,6 +460,7 @@ def _without_waiting(loop: StillLoop) -> Iterator[None]:
     with (
         mock.patch.object(agreement, "Comparison", _Comparison),
         mock.patch.object(Agreement, "_pause", _pause),
+        mock.patch.object(agreement, "off_loop", _at_once),
         mock.patch.object(agreement, "monotonic", _now),
         mock.patch.object(rendezvous, "monotonic", _now),
         mock.patch.object(calls, "monotonic", _now),
