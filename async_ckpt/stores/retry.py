@@ -8,6 +8,7 @@ random, so that a thousand ranks that a store has turned away together do not co
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 _FIRST_WAIT_SECONDS: Final = 0.2
 _LONGEST_WAIT_SECONDS: Final = 30.0
+# tenacity's own random waits draw from Python's generator, whose next numbers are the training's.
+_RANDOM: Final = random.SystemRandom()
 
 
 def is_transient(error: BaseException) -> bool:
@@ -55,6 +58,10 @@ def persist(
             began.append(since() if since else begin)
         return timer.now() + state.upcoming_sleep - began[0] >= deadline_seconds
 
+    def wait(state: RetryCallState) -> float:
+        longest = _FIRST_WAIT_SECONDS * 2.0 ** min(state.attempt_number - 1, 16)
+        return _RANDOM.uniform(0.0, min(longest, _LONGEST_WAIT_SECONDS))
+
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None
@@ -62,7 +69,7 @@ def persist(
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_SECONDS, max=_LONGEST_WAIT_SECONDS),
+        wait=wait,
         stop=is_over,
         before_sleep=tell,
         sleep=sleep or timer.sleep,

@@ -8,6 +8,8 @@ import gc
 import itertools
 import json
 import logging
+import math
+import random
 import textwrap
 import traceback
 from typing import Any
@@ -34,6 +36,7 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
+from async_ckpt.stores import retry
 from async_ckpt.testing import FaultyProxy
 
 MULTIPART = ["create_multipart_upload", "upload_part", "complete_multipart_upload"]
@@ -306,6 +309,24 @@ def test_trouble_that_passes_is_only_seen_in_the_report(obstore, trouble, kind):
         assert_is_state(ckpt.load(2), 2, mib)
         no_memory_is_lent(ckpt)
         assert len(obstore.direct.names()) == 6
+
+
+def test_the_waits_between_tries_grow_up_to_a_limit_and_take_no_number_from_the_training():
+    waits: list[float] = []
+    away = StorageUnavailableError("away", path="s3://bucket", transient=True)
+    tries = iter([away] * 200)
+
+    def attempt() -> str:
+        if (error := next(tries, None)) is not None:
+            raise error
+        return "answered"
+
+    before = random.getstate()
+    assert retry.persist(attempt, deadline_seconds=math.inf, sleep=waits.append) == "answered"
+    assert random.getstate() == before  # its numbers are the training's
+    assert len(waits) == 200
+    assert all(0 <= seconds <= min(0.2 * 2**number, 30.0) for number, seconds in enumerate(waits))
+    assert max(waits) > 20.0
 
 
 @pytest.mark.parametrize(
