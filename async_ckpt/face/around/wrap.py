@@ -17,7 +17,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, overload
 
@@ -27,7 +26,6 @@ from ...core.backends import current_device, on_device
 from ...core.format.tarball import WholeFile
 from ...core.host.loop import OffLoop
 from ...core.host.process import in_forked_child
-from ...core.host.threads import running_future
 from ...core.report import Progress
 from ...core.saving.default import files_saver
 from ...core.saving.file_target import FileTarget
@@ -203,7 +201,6 @@ class _Reservation:
     def __init__(self, output: OutputPath) -> None:
         self.output = output
         self.spans = Spans()
-        self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self.handle: SaveHandle | None = None
         self._key = output.path if output.storage.remote else os.path.realpath(output.path)
         with _busy_lock:
@@ -221,7 +218,7 @@ class _Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.called.set_result(self.spans.called())
+        self.spans.called()
         with _busy_lock:
             if self.handle is None:
                 del _busy[self._key]
@@ -264,7 +261,6 @@ class _Call(CopySave):
             num_tensors=len(tensors) + len(in_held),
             optimizers=optimizers,
             spans=reservation.spans,
-            called=reservation.called,
         )
         self.output_path, self._options = reservation.output, options
         self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
