@@ -1,6 +1,6 @@
 """Segments from files: what `filler` does by copies of tensors, this module does by reading.
 
-In: a folder or a file, and the plan of its image. Out: segments, handed on one by one as they are filled.
+In: a folder, and the plan of its image. Out: segments, handed on one by one as they are filled.
 Knows nothing of: the archive's destination.
 """
 
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from ..format.layout import SegmentPlan
-from ..format.tarball import Tarball, TarEntry, WholeFile, stays_inside
+from ..format.tarball import Tarball, TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
@@ -54,11 +54,6 @@ def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
         entries.append(_entry(path, name, status, first_names))
         sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
-
-
-def source_of(file: Path) -> FileSource:
-    status = os.stat(file)
-    return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, str, os.stat_result]]:
@@ -127,7 +122,7 @@ def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
 class FilesImage(NamedTuple):
     """Files, and the image of the archive that is made of them: its pieces are parts of runs, and these of files."""
 
-    image: Tarball | WholeFile
+    image: Tarball
     sources: Sequence[FileSource]
 
 
