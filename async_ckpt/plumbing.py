@@ -24,7 +24,7 @@ are loaded when they are first asked for. They may change with each minor versio
   geometry of shards; `backends` and `device` know tensors of devices.
 - Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
 - Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
-  `CopySave` is one that writes no archive; `run_movers` bring steps to further places.
+  `WeightsSave` is one that writes a model's weights; `run_movers` bring steps to further places.
 - Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests` notes and
   compares the digests of a framework's files.
 """
@@ -35,7 +35,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "Reader", "Sink", "Storage", "another_kind", "backends",
+    "Appender", "LocalStorage", "MemoryLoan", "Reader", "Sink", "Storage", "WeightsSave", "another_kind", "backends",
     "boxes", "bulk", "capture", "captured", "compressed", "contents", "copy_step", "device", "disk", "events", "fields",
     "file_digests", "fill", "find", "guards", "hf_shards", "hf_weights", "kept_memory", "leaf_names", "ledger",
     "limits", "loaders", "locks", "loops", "memory", "operations", "optimizer_parts", "pack", "places", "process",
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from .face.around import file_digests, hf_weights, pack
     from .face.around import scratch as scratches
     from .face.around import shards as hf_shards
-    from .face.around.copy_save import CopySave
+    from .face.around.copy_save import WeightsSave
     from .face.around.torch_file import write_by_torch
     from .face.oneoff import save_within
 else:
@@ -91,7 +91,7 @@ else:
         ".core.loading.live.optimizer_forms": "another_kind",
         ".core.ranks": "rendezvous worlds=world",
         ".core.saving": "kept_memory=default ledger",
-        ".face.around.copy_save": "CopySave",
+        ".face.around.copy_save": "WeightsSave",
         ".core.slicing": "boxes sharded",
         ".core.staging": "device guards=guard",
         ".core.state": "capture captured leaf_names=names loaders optimizer_parts=optimizers wrappers",

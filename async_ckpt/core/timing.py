@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, TypeVar
@@ -155,6 +156,8 @@ class Spans:
         self.begin = clock()
         self.seconds: dict[str, float] = {}
         self.phases: dict[str, Interval] = {}
+        self.call: Future[float] = Future()  # the seconds of the call, once the caller has its handle
+        self.call.set_running_or_notify_cancel()  # nobody can cancel it
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -172,9 +175,9 @@ class Spans:
         self.seconds[name] = self.seconds.get(name, 0.0) + end - begin
         return end - begin
 
-    def called(self) -> float:
-        """Add the span of the call, which began with this object. Returns its seconds."""
-        return self.add("call", self.begin)
+    def called(self) -> None:
+        """Add the span of the call, which began with this object, and ends now."""
+        self.call.set_result(self.add("call", self.begin))
 
     def traced(self, name: str, fn: Callable[[], T], **facts: Any) -> Callable[[], T]:
         """The same function, with its calls in the trace."""

@@ -1,4 +1,4 @@
-"""The plan of a tar of existing files, or of one file as it is: every byte position before a byte is read.
+"""The plan of a tar of existing files: every byte position before a byte is read.
 
 In: names, sizes and modes. Out: an image with pieces of numbered files. Knows nothing of: the disk.
 """
@@ -75,21 +75,6 @@ class Tarball:
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
         pieces = cut(self._extents, segment_bytes)
         return slices(self.file_bytes, segment_bytes, pieces, self._literals)
-
-
-class WholeFile:
-    """One file as it is."""
-
-    digests = None
-
-    def __init__(self, num_bytes: int) -> None:
-        if num_bytes < 1:
-            raise ValueError("an empty file has no segments; write it as a small object")
-        self.file_bytes = num_bytes
-        self.runs = [(0, 0)]  # as in a tarball
-
-    def segments(self, segment_bytes: int) -> list[SegmentPlan]:
-        return slices(self.file_bytes, segment_bytes, cut([(0, self.file_bytes, 0)], segment_bytes), ())
 
 
 def stays_inside(name: str, target: str) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import math
 import queue
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 
 from ..backends import backend_of, device_of, has_plain_bytes, is_dense
+from ..collector import no_collection
+from ..format.index import Slice
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
@@ -82,10 +84,12 @@ class Plan(NamedTuple):
     wanted: Sequence[Wanted]
     files: Sequence[_FilePlan]
 
+    @no_collection()
     def reads(self, *, keep_parts: bool = False) -> list[Read]:
         return [read for file in self.files for read in file.reads(keep_parts=keep_parts)]
 
 
+@no_collection()
 def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
     """Plan the reads for all requests, and check the headers of the members that they touch.
 
@@ -93,9 +97,15 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
     """
     requests: list[Wanted] = []
     files: dict[int, _FilePlan] = {}
+    copies = functools.cache(_copies)  # the layers of a model are alike
     for archive, items in wanted:
         for item in items:
-            _plan(archive, item, len(requests), files)
+            tensor = archive.index.tensors[item.number]
+            box = Box(item.offsets or (0,) * len(tensor.shape), tuple(item.into.shape))
+            for file, piece, held in archive.sources(item.number, box):
+                runs = copies(held, piece.box, box, DTYPES[tensor.dtype][0])
+                if runs and piece.extent.length:
+                    files.setdefault(id(file), _FilePlan(file, [], set())).add(len(requests), piece, runs)
             requests.append(item)
     checks = [functools.partial(file.file.check_members, file.members) for file in files.values()]
     run_together("check", checks, max_threads=_MAX_READERS)
@@ -356,17 +366,15 @@ def _dense_copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
 
-def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePlan]) -> None:
-    """Find out where what is wanted lies."""
-    tensor = archive.index.tensors[item.number]
-    box = Box(item.offsets or (0,) * len(tensor.shape), tuple(item.into.shape))
-    for file, piece, held in archive.sources(item.number, box):
-        common = held if box.sizes == tensor.shape else held.common(box)
-        if common is not None and piece.extent.length:
-            file_plan = plan.setdefault(id(file), _FilePlan(file, [], set()))
-            file_plan.members.add(piece.member)
-            for run in strided_copies(common, piece.box, box, DTYPES[tensor.dtype][0]):
-                file_plan.add(number, run._replace(source=piece.extent.offset + run.source))
+def _copies(held: Box, piece: Box, target: Box, item_bytes: int) -> Sequence[StridedCopy]:
+    """The copies that bring what is `held` of a piece to a target, counted from the begin of the piece.
+
+    Bytes between two of them are read with them, unless that would be a read of its own.
+    """
+    common = held.common(target)
+    runs = () if common is None else strided_copies(common, piece, target, item_bytes)
+    apart = (run.apart() if run.source_step - run.length >= BLOCK_BYTES else (run,) for run in runs)
+    return [*itertools.chain.from_iterable(apart)]
 
 
 class _FilePlan(NamedTuple):
@@ -376,21 +384,21 @@ class _FilePlan(NamedTuple):
     stretches: list[_Stretch]
     members: set[int]
 
-    def add(self, wanted: int, run: StridedCopy) -> None:
-        """Bytes between two runs are read with them, unless that would be a read of its own."""
-        is_far = run.source_step - run.length >= BLOCK_BYTES
-        self.stretches.extend(_Stretch(wanted, copied) for copied in (run.apart() if is_far else (run,)))
+    def add(self, wanted: int, piece: Slice, runs: Sequence[StridedCopy]) -> None:
+        """Add these runs of bytes of a piece."""
+        self.members.add(piece.member)
+        self.stretches.extend(_Stretch(wanted, run.moved(piece.extent.offset)) for run in runs)
 
     def reads(self, *, keep_parts: bool) -> list[Read]:
         """Whole digest blocks (or pages), neighbours together, up to the size of a read; no byte is read twice."""
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
         at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES
         file_bytes = self.file.index.file_bytes
-        extents = [Extent(run.source, run.source_bytes) for _, run in self.stretches]
+        extents = [(run.source, run.source_end) for _, run in self.stretches]
+        extents += [(header.offset, header.end) for header in self.file.headers(self.members)]
         spans: list[list[int]] = []
-        for extent in sorted([*extents, *self.file.headers(self.members)], key=lambda extent: extent.offset):
-            begin = extent.offset // granule * granule
-            end = min(align_up(extent.end, granule), file_bytes)
+        for first, last in sorted(extents):
+            begin, end = first // granule * granule, min(align_up(last, granule), file_bytes)
             if spans and begin <= spans[-1][1]:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
@@ -408,12 +416,7 @@ class _FilePlan(NamedTuple):
         """Give each read the stretches that lie in it, counted from its begin."""
         begins = [read.extent.offset for read in reads]
         for wanted, run in self.stretches:
-            end = run.source + run.source_bytes
-            for read in itertools.islice(reads, bisect_right(begins, run.source) - 1, None):
-                begin = read.extent.offset
-                if begin >= end:
-                    break
-                read.parts += [
-                    _Stretch(wanted, copied._replace(source=copied.source - begin))
-                    for copied in run.within(begin, read.extent.end)
-                ]
+            for number in range(bisect_right(begins, run.source) - 1, bisect_left(begins, run.source_end)):
+                begin, end = begins[number], reads[number].extent.end
+                parts = (run,) if begin <= run.source and run.source_end <= end else run.within(begin, end)
+                reads[number].parts += [_Stretch(wanted, part.moved(-begin)) for part in parts]

@@ -61,15 +61,7 @@ class OneOffFolder:
         return replaced
 
     def _manifest(self) -> tuple[Manifest, str] | None:
-        path = self._named(MANIFEST)
-        try:
-            data, version = self.storage.read(path)
-        except FileNotFoundError:
-            return None
-        try:
-            return parse(data, path=path), version
-        except CheckpointError:  # a damaged one may be replaced
-            return Manifest(STEP, "", 1, 0.0, ()), version
+        return replaceable(self.storage, self._named(MANIFEST), STEP)
 
     def commit(
         self,
@@ -83,22 +75,14 @@ class OneOffFolder:
         """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer has been
         faster.
         """
-        before = () if replaces is None else (replaces[0].attempt, *replaces[0].replaces)
-        manifest = Manifest(
-            STEP, attempt, world_size, wall_time(), (), tuple(filter(None, before)), ranks=ranks, times=times
-        )
-        path = self._named(MANIFEST)
+        manifest = Manifest(STEP, attempt, world_size, wall_time(), (), ranks=ranks, times=times)
         try:
-            if replaces is None:
-                self.storage.put_new(path, manifest.dump())
-            else:
-                self.storage.replace(path, manifest.dump(), version=replaces[1])
+            return put_in_place(self.storage, self._named(MANIFEST), manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
                 f"{self.path}: another writer has meanwhile committed a checkpoint there, which was kept; save again",
                 step=STEP,
             ) from error
-        return manifest
 
     def discard(self, attempt: str, rank: int) -> None:
         """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
@@ -122,3 +106,29 @@ class OneOffFolder:
         for name in filter(is_receipt_folder, left):
             if name.split(".")[1] in attempts:
                 self.storage.delete_all(self._named(name))
+
+
+def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] | None:
+    """The manifest at a path, and its version; None if there is none. A damaged one may be replaced, too."""
+    try:
+        data, version = storage.read(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return parse(data, path=storage.locate(path)), version
+    except CheckpointError:
+        return Manifest(step, "", 1, 0.0, ()), version
+
+
+def put_in_place(storage: Storage, path: str, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest:
+    """Put a manifest in the place of the one that it `replaces`, and return it with the attempts of those before it.
+
+    Raises FileExistsError if another one is there by now.
+    """
+    if replaces is None:
+        storage.put_new(path, manifest.dump())
+        return manifest
+    before, version = replaces
+    manifest = manifest._replace(replaces=tuple(filter(None, (before.attempt, *before.replaces))))
+    storage.replace(path, manifest.dump(), version=version)
+    return manifest

@@ -55,10 +55,6 @@ _GOES: Final[Mapping[SaveState, Collection[SaveState]]] = {
 }
 
 
-def new_life() -> Life[SaveState]:
-    return Life(_GOES)
-
-
 class Save(ABC):
     """One save of any kind: of a state, of files, or by a function of the user's. Subclasses carry it out."""
 
@@ -75,7 +71,7 @@ class Save(ABC):
         self.staged, self.spans, self.context = staged, spans, copy_context()
         begin = spans.clock()
         staged.add_done_callback(lambda _: spans.add("stage", begin))
-        self.life = new_life()
+        self.life = Life(_GOES)
         self.settled = running_future()  # committed or failed, and tidied: the next save may commit
         self.finished = running_future()  # retention has ended, too; of a save that promises nothing, also the bar
         self.given_up: BaseException | None = None

@@ -122,7 +122,7 @@ class Saver:
                 save.snapshot.begin()
             if is_short:
                 get_loop().soon(begin)
-            save.called.set_result(spans.called())
+            spans.called()
             return save.handle
         except BaseException as error:
             if save is None:
@@ -214,8 +214,8 @@ class Saver:
                 save.handle.looked_at = True  # the caller of `save` knows
             save.attempt.drain.fail(error)
             save.life.go(SaveState.ABANDONED)
-            if not save.called.done():
-                save.called.set_result(0.0)
+            if not save.spans.call.done():
+                save.spans.call.set_result(0.0)
 
         with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
             get_loop().soon(end)

@@ -80,8 +80,6 @@ class Attempt:
     def __init__(self, drain: Drain, target: Target, snapshot: Snapshot, spans: Spans, *, writers: Writers) -> None:
         self.drain, self.target, self.snapshot, self.spans = drain, target, snapshot, spans
         self._writers = writers
-        # The seconds of the call, once the caller has its handle.
-        self.called: Future[float] = running_future()
         self.state = ObjectState.OPENING
         self._sink: Sink | None = None
         self._lane: Lane | None = None
@@ -303,8 +301,8 @@ class Attempt:
 
     def _times(self) -> SaveTimes:
         """How long the save has taken so far."""
-        seconds = self.spans.total()
-        call_seconds = self.called.result() if self.called.done() else seconds
+        seconds, call = self.spans.total(), self.spans.call
+        call_seconds = call.result() if call.done() else seconds
         return SaveTimes(seconds, call_seconds + self.snapshot.stall_seconds)
 
     @property
@@ -322,13 +320,12 @@ class StateSave(Save):
         drain, snapshot = attempt.drain, attempt.snapshot
         super().__init__(step, attempt.target.path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
-        self.called = attempt.called
         self._num_tensors, self._groups = num_tensors, groups
 
     async def run(self, turn: Future[None] | None) -> SaveReport:
         attempt = self.attempt
         await story(attempt, turn, self.life)
-        call_seconds = await asyncio.wrap_future(self.called)
+        call_seconds = await asyncio.wrap_future(self.spans.call)
         report = attempt.report(
             call_seconds,
             step=self.handle.step,

@@ -128,6 +128,14 @@ class StridedCopy(NamedTuple):
         """The bytes of the source from the first copy to the last."""
         return (self.times - 1) * self.source_step + self.length
 
+    @property
+    def source_end(self) -> int:
+        return self.source + self.source_bytes
+
+    def moved(self, num_bytes: int) -> StridedCopy:
+        """The same copies from a source that begins so many bytes before this one."""
+        return StridedCopy(self.source + num_bytes, *self[1:])
+
     def within(self, begin: int, end: int) -> Iterator[StridedCopy]:
         """The part of the copies that reads bytes [begin, end) of the source."""
         if self.times == 1:
@@ -147,7 +155,7 @@ class StridedCopy(NamedTuple):
             last -= 1
         if first < last:
             head = self._one(first)
-            yield self._replace(source=head.source, target=head.target, times=last - first)
+            yield StridedCopy(head.source, head.target, self.length, last - first, *self[4:])
         yield from cut
 
     def apart(self) -> Iterator[StridedCopy]:

@@ -1,7 +1,6 @@
 """Files in the place of tensors: what they are when a save of them begins, and their bytes in segments.
 
-In: a folder or a file, and the plan of its image. Out: a source for a snapshot. Knows nothing of: the archive's
-destination.
+In: a folder, and the plan of its image. Out: a source for a snapshot. Knows nothing of: the archive's destination.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from ..format.layout import Piece
-from ..format.tarball import Tarball, TarEntry, WholeFile, stays_inside
+from ..format.tarball import Tarball, TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..spec import BLOCK_BYTES, GIB
@@ -51,11 +50,6 @@ def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
         entries.append(_entry(path, name, status, first_names))
         sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
-
-
-def source_of(file: Path) -> FileSource:
-    status = os.stat(file)
-    return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, str, os.stat_result]]:
@@ -124,7 +118,7 @@ def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
 class FilesImage(NamedTuple):
     """Files, and the image of the archive that is made of them: its pieces are parts of runs, and these of files."""
 
-    image: Tarball | WholeFile
+    image: Tarball
     sources: Sequence[FileSource]
 
 

@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -23,10 +23,14 @@ from ...core.saving.save import Save, SaveState
 from ...core.staging.guard import Optimizers
 from ...core.staging.host_copy import HostCopy
 from ...core.staging.tensors import Wording
+from ...core.state.captured import SnapshotView
 from ...core.storage.interface import Storage
 from ...core.storage.sequential import Appender
 from ...core.timing import Spans
 from .scratch import Scratch
+
+if TYPE_CHECKING:  # a wrapped function needs no names of weights
+    from .hf_weights import Weights
 
 
 class CopySave(Save):
@@ -42,10 +46,8 @@ class CopySave(Save):
         num_tensors: int,
         optimizers: Optimizers,
         spans: Spans,
-        called: Future[float],
     ) -> None:
         self.path = path
-        self._called = called  # resolves when the caller has its handle
         # From now on the copy alone keeps the tensors alive.
         self.copy: Final = HostCopy(
             tensors,
@@ -94,7 +96,7 @@ class CopySave(Save):
         with self.spans.span("commit"):
             await off_loop(self._commit)
         self.life.go(SaveState.COMMITTED)
-        return self._report(await asyncio.wrap_future(self._called))
+        return self._report(await asyncio.wrap_future(self.spans.call))
 
     @abstractmethod
     async def _write(self) -> None:
@@ -151,3 +153,42 @@ class CopySave(Save):
             retries=self._num_retries,
             destinations=(Destination(self.path, self._num_bytes, total, self._num_retries),),
         )
+
+
+class WeightsSave(CopySave):
+    """A save of a model's weights, of which those of a held snapshot are not copied again."""
+
+    def __init__(
+        self,
+        path: str,
+        weights: Weights,
+        *,
+        held: SnapshotView | None,
+        optimizers: Optimizers,
+        spans: Spans,
+        after: Sequence[Future[None]] = (),
+    ) -> None:
+        """`after` are other copies, which must be complete before this one counts as staged."""
+        live = weights.tensors if held is None else {}
+        super().__init__(
+            path,
+            list(live.values()),
+            list(live),
+            after=[*after, *([] if held is None else [held.completion])],
+            num_tensors=len(weights.tensors),
+            optimizers=optimizers,
+            spans=spans,
+        )
+        self._total_bytes = sum(tensor.nbytes for tensor in weights.tensors.values())
+        copies = dict(zip(live, self.copy.tensors, strict=True))
+        self._weights = weights._replace(tensors=weights.tensors | copies)
+
+    @property
+    def progress(self) -> Progress:
+        staged = self._total_bytes if self.staged.done() else 0
+        return Progress(self._total_bytes, staged, self._num_bytes)
+
+    def _release_weights(self) -> None:
+        """Release the copies, and the optimizers that wait for them."""
+        self._weights = self._weights._replace(tensors={}, files={}, as_published=dict)
+        self.copy.release()

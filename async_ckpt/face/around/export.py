@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...core.host.threads import running_future
 from ...core.saving.handle import SaveHandle
 from ...core.staging.guard import refuse_guard, unwrapped
 from ...core.state.captured import SnapshotView
@@ -79,7 +78,7 @@ def export_hf(
     """
     place = written_at(destination)
     storage: Storage = place.storage()
-    spans, called = Spans(), running_future()
+    spans = Spans()
     others = OtherRanks(storage)
     try:  # the other ranks learn of an error on this one
         refuse_archive_name(place.shown)
@@ -91,7 +90,7 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, config_files)
-        request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
+        request = ExportRequest(storage, config_files, max_shard_bytes, spans)
         if not weights.is_spread:
             others.say_whole()
             request = request._replace(check=others.check_whole)
@@ -105,7 +104,7 @@ def export_hf(
     else:
         return begin_spread(request, weights, others, held=held, guard=guard)
     finally:
-        called.set_result(spans.called())
+        spans.called()
 
 
 def _replaceable(folder: str) -> str:

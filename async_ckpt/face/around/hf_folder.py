@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.host.loop import off_loop
-from ...core.report import Progress
 from ...core.staging.guard import Optimizers
 from ...core.state.captured import SnapshotView
 from ...core.storage.disk import free_bytes_at, full, translated
@@ -21,7 +20,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
 from ...core.timing import Spans
 from ...errors import OccupiedError
-from .copy_save import CopySave
+from .copy_save import WeightsSave
 from .hf_weights import ADAPTER_CONFIG, Weights
 from .scratch import Scratch, publish
 from .shards import INDEX, Shard, index_of, shards_of
@@ -34,11 +33,10 @@ class ExportRequest(NamedTuple):
     config_files: Mapping[str, bytes]
     max_shard_bytes: int
     spans: Spans
-    called: Future[float]  # resolves when the caller has its handle
     check: Callable[[], None] = lambda: None  # called before anything is replaced; raises if it must not be
 
 
-class Export(CopySave):
+class Export(WeightsSave):
     """The save of one export, made on the caller's thread, and run on the library's loop.
 
     Its blocking methods run on helper threads.
@@ -53,30 +51,14 @@ class Export(CopySave):
         optimizers: Optimizers = (),
         after: Sequence[Future[None]] = (),
     ) -> None:
-        """`after` are other copies, which must be complete before this one counts as staged."""
-        names, tensors = list(weights.tensors), list(weights.tensors.values())
         super().__init__(
-            request.storage.locate(""),
-            [] if held is not None else tensors,
-            [] if held is not None else names,
-            after=[*after, *([] if held is None else [held.completion])],
-            num_tensors=len(tensors),
-            optimizers=optimizers,
-            spans=request.spans,
-            called=request.called,
+            request.storage.locate(""), weights, held=held, optimizers=optimizers, spans=request.spans, after=after
         )
         self._storage, self._max_shard_bytes = request.storage, request.max_shard_bytes
         self._check_others = request.check
         self._small_files = {**weights.files, **request.config_files}
-        self._total_bytes = sum(map(len, self._small_files.values())) + sum(t.nbytes for t in tensors)
+        self._total_bytes += sum(map(len, self._small_files.values()))
         self._shard_names: set[str] = set()  # of the shards that were written
-        copies = tensors if held is not None else self.copy.tensors
-        self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
-
-    @property
-    def progress(self) -> Progress:
-        staged = self._total_bytes if self.staged.done() else 0
-        return Progress(self._total_bytes, staged, self._num_bytes)
 
     async def _write(self) -> None:
         await off_loop(self._write_folder)
@@ -143,11 +125,6 @@ class Export(CopySave):
     def _pieces(self, shard: Shard) -> Iterator[memoryview]:
         """The bytes of a shard, from front to back; each piece may be overwritten by the next."""
         return shard.pieces()
-
-    def _release_weights(self) -> None:
-        """Release the copies, and the optimizers that wait for them."""
-        self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self.copy.release()
 
     def _commit(self) -> None:
         self._check_others()

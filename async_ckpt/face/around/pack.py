@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
 from ...core.host.loop import off_loop
-from ...core.host.threads import conclude, running_future
+from ...core.host.threads import conclude
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
 from ...core.saving.default import files_saver
@@ -158,7 +158,7 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
         if scratch is not None:
             _keep(scratch, error)
         raise
-    packing.called.set_result(packing.spans.called())
+    packing.spans.called()
     return handle
 
 
@@ -173,7 +173,6 @@ class _PackSave(Save):
         self.path = target.path
         staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
         super().__init__(None, target.path, staged, lambda: self.progress, Spans())
-        self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self._attempt: Attempt | None = None
 
     @property
@@ -196,7 +195,7 @@ class _PackSave(Save):
                 await story(attempt, None, self.life)
             finally:  # the snapshot reads from the folder until then
                 await off_loop(attempt.snapshot.completion.exception)
-        return attempt.report(await asyncio.wrap_future(self.called))
+        return attempt.report(await asyncio.wrap_future(self.spans.call))
 
     def _set_up(self) -> Attempt:
         attempt = self._attempt = self.saver.files_attempt(self._scan(), self._target, self.spans)

@@ -17,28 +17,23 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, overload
 
 import torch
 
 from ...core.backends import current_device, on_device
-from ...core.format.tarball import WholeFile
 from ...core.host.loop import off_loop
 from ...core.host.process import in_forked_child
-from ...core.host.threads import running_future
 from ...core.report import Progress
-from ...core.saving.default import files_saver
-from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
-from ...core.saving.save import new_life
-from ...core.saving.story import Attempt, story
 from ...core.spec import GIB, MIB, with_article
-from ...core.staging.file_segments import FilesImage, source_of
 from ...core.staging.guard import Optimizers, refuse_guard, unwrapped
 from ...core.state.captured import tree_of
+from ...core.storage.bulk import Parcel, copy
 from ...core.storage.disk import translated
+from ...core.storage.interface import Sink
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import local_place, place_of
 from ...core.storage.sequential import Appender, AppenderFile
@@ -65,6 +60,8 @@ P = ParamSpec("P")
 _LIMIT_BYTES: Final = GIB
 # The largest file that is uploaded in one request.
 _SMALL_BYTES: Final = MIB
+# Most of the threads wait for the store.
+_NUM_WRITERS: Final = 8
 
 
 class _ToDecorate:
@@ -150,7 +147,7 @@ def wrap(
     over tensors, and the errors of `save` for a destination that cannot be written to.
     """
     if fn is _TO_DECORATE:
-        return functools.partial(
+        return partial(
             wrap,
             destination=destination,
             guard=guard,
@@ -203,7 +200,6 @@ class _Reservation:
     def __init__(self, output: OutputPath) -> None:
         self.output = output
         self.spans = Spans()
-        self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self.handle: SaveHandle | None = None
         self._key = output.path if output.storage.remote else os.path.realpath(output.path)
         with _busy_lock:
@@ -221,7 +217,7 @@ class _Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.called.set_result(self.spans.called())
+        self.spans.called()
         with _busy_lock:
             if self.handle is None:
                 del _busy[self._key]
@@ -264,7 +260,6 @@ class _Call(CopySave):
             num_tensors=len(tensors) + len(in_held),
             optimizers=optimizers,
             spans=reservation.spans,
-            called=reservation.called,
         )
         self.output_path, self._options = reservation.output, options
         self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
@@ -283,7 +278,6 @@ class _Call(CopySave):
         self._grad_mode = torch.is_grad_enabled()
         # The background thread works on the caller's device.
         self._device = current_device()
-        self._attempt: Attempt | None = None
         self._written: list[Path] = []  # complete files in the scratch folder, durable on this disk
 
     @property
@@ -292,16 +286,11 @@ class _Call(CopySave):
         total = max(self._host_bytes, done)  # a function's output may exceed its tensors
         return Progress(total, self._host_bytes if self.staged.done() else 0, done)
 
-    def give_up(self, error: BaseException) -> None:
-        super().give_up(error)
-        if self._attempt is not None:
-            self._attempt.drain.fail(error)
-
     async def _write(self) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
         self.copy.release()
         if self.output_path.storage.remote and not self._options.streams:
-            await self._upload()
+            await off_loop(self._upload)
 
     def failed(self, error: BaseException) -> None:
         self._arguments = None
@@ -379,27 +368,29 @@ class _Call(CopySave):
                 for path, target in targets.items():
                     publish(path, target, replaced=lambda _: self._options.whole_folder)
 
-    async def _upload(self) -> None:
+    def _upload(self) -> None:
+        """Copy the files to the store. Those that refer to others (config, index) come after these."""
         assert self._scratch is not None
-        root = self._scratch.folder
-        # Files that refer to others (config, index) are uploaded after these.
-        names = await off_loop(lambda: [*LocalStorage(root).sizes("")])
-        for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
-            await self._upload_file(root / name, name)
+        written, storage = LocalStorage(self._scratch.folder), self.output_path.storage
+        sizes = written.sizes("")
+        for are_last in (False, True):
+            names = sorted(name for name in sizes if name.endswith(".json") is are_last)
+            large = [name for name in names if sizes[name] > _SMALL_BYTES]
+            copy(
+                [Parcel(partial(written.open, name), name, sizes[name]) for name in large],
+                storage,
+                background=True,
+                num_threads=_NUM_WRITERS,
+                check=self._check,
+                finished=self._uploaded,
+            )
+            for name in sorted({*names} - {*large}):
+                self._check()
+                storage.replace(name, written.read(name)[0])
 
-    async def _upload_file(self, path: Path, name: str) -> None:
-        storage, source = self.output_path.storage, source_of(path)
-        if source.num_bytes <= _SMALL_BYTES:
-            await off_loop(lambda: storage.replace(name, path.read_bytes()))
-            return
-        files, target = FilesImage(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
-        saver = files_saver()
-        attempt = self._attempt = await off_loop(lambda: saver.files_attempt(files, target, Spans()))
-        self._check()
-        with saver.relieved_by(attempt.drain):
-            attempt.snapshot.begin()
-            await story(attempt, None, new_life())
-        self._num_retries += attempt.report(0.0).retries
+    def _uploaded(self, sink: Sink) -> None:
+        self._num_retries += sink.num_retries
+        sink.close()
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
@@ -30,6 +30,9 @@ from ...core.slicing.locator import StepItem, StepLayout, name_of
 from ...core.spec import Json
 from ...core.state.names import Path, dtype_name, dtype_named
 from ...core.state.tree import Encoder, StoredLeaf, decode
+
+# One encoder for all lines: `json.dumps` makes one for each call that names separators.
+_as_line: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 Pieces = dict[str, list[tuple[Sequence[int], Sequence[int]]]]
 
@@ -129,7 +132,7 @@ def _item(name: str, metadata: Metadata) -> StepItem:
 
 def _line(item: StepItem, held: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
     facts = (item.dtype, item.shape, {"held": held}) if item.dtype else (None, None, None)
-    return json.dumps([name_of(item.path), *facts], separators=(",", ":"))
+    return _as_line([name_of(item.path), *facts])
 
 
 def _is_tensor(value: object) -> bool:

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ...core.collector import no_collection
 from ...core.loading.archives.contents import CPU, Contents, Part
 from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import check_from_ranks
-from ...core.loading.fill import Wanted, fill, planned
+from ...core.loading.fill import Plan, Wanted, fill, planned
 from ...core.slicing.boxes import Box
 from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.slicing.slices import Rectangle
@@ -101,6 +102,7 @@ class TarStorageReader(StorageReader):
             self._place = replace(self._place, url=checkpoint_id)
         self._load_id = os.urandom(8).hex()
 
+    @no_collection()
     def read_metadata(self, *_: Any) -> Metadata:
         """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
         # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
@@ -211,6 +213,17 @@ class _PlanReader:
         self._after: list[Callable[[], object]] = []  # called once all bytes are read
 
     def run(self) -> None:
+        makers, plan = self._planned()
+        fill(plan)
+        for action in self._after:
+            action()
+        for item, make in makers:
+            blob = io.BytesIO(make())
+            self._planner.load_bytes(item, blob)
+
+    @no_collection()
+    def _planned(self) -> tuple[list[tuple[ReadItem, Callable[[], bytes]]], Plan]:
+        """The reads of the tensors, and for each other value the function that makes it of what is read."""
         misplaced = self._misplaced_targets()
         values = []
         for item in self._items:
@@ -227,12 +240,7 @@ class _PlanReader:
         for file, wanted in self._wanted.values():  # all before the first read: other files may have to be opened
             file.need((read.number, read.box) for read in wanted)
         makers = [(item, self._value(item)) for item in values]
-        fill(planned(self._wanted.values()))
-        for action in self._after:
-            action()
-        for item, make in makers:
-            blob = io.BytesIO(make())
-            self._planner.load_bytes(item, blob)
+        return makers, planned(self._wanted.values())
 
     def _misplaced_targets(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
         """The sharded targets of which torch's plan does not name exactly what this rank holds, with what it holds.

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ...core.ranks.one_off import put_in_place, replaceable
 from ...core.runs import layouts
 from ...core.runs.foreign_entries import OF_DCP
 from ...core.runs.manifest import NAME as MANIFEST
@@ -233,19 +234,13 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                 f"{save.place.shown}: torch.distributed.checkpoint has written a checkpoint there; give another folder",
                 step=save.step,
             )
-        try:
-            data, version = storage.read(MANIFEST)
-        except FileNotFoundError:
-            return None
-        if not self._overwrite:
+        existing = replaceable(storage, MANIFEST, save.step)
+        if existing is not None and not self._overwrite:
             raise StepExistsError(
                 f"{save.place.shown}: a checkpoint is committed there; give another folder, or overwrite=True",
                 step=save.step,
             )
-        try:
-            return parse(data, path=storage.locate(MANIFEST)), version
-        except CheckpointError:  # a damaged manifest may be overwritten, too
-            return Manifest(save.step, "", 1, 0.0, ()), version
+        return existing
 
     def _clean_up(self) -> None:
         """Delete this rank's archives of saves that have ended without a commit, because other ranks failed."""
@@ -289,23 +284,10 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     ) -> None:
         storage = save.place.storage()
         while True:
-            before = save.replaces
-            earlier = (before[0].attempt, *before[0].replaces) if before else ()
-            manifest = Manifest(
-                save.step,
-                attempt,
-                save.world_size,
-                wall_time(),
-                archives,
-                tuple(filter(None, earlier)),
-                record,
-            )
+            manifest = Manifest(save.step, attempt, save.world_size, wall_time(), archives, record=record)
             self._attempts[attempt] = save.number
             try:
-                if before is None:
-                    storage.put_new(MANIFEST, manifest.dump())
-                else:
-                    storage.replace(MANIFEST, manifest.dump(), version=before[1])
+                put_in_place(storage, MANIFEST, manifest, save.replaces)
                 break
             except FileExistsError as error:
                 save.replaces = self._existing_manifest(save) if self._overwrite else None
@@ -319,8 +301,8 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                 if number > save.number:  # a later save was faster, and would have replaced this one
                     storage.delete_many([*(archive.name for archive in archives), layout_name(attempt)])
                     return
-        if before is not None:
-            _delete_replaced(save, before[0])
+        if save.replaces is not None:
+            _delete_replaced(save, save.replaces[0])
 
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = {"_written": [], "_attempts": {}, "_local": None, "_numbers": None}

@@ -25,10 +25,10 @@ import xxhash
 from ... import SaveHandle, SaveReport
 from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
 from ...plumbing import (
-    CopySave,
     LocalStorage,
     Sink,
     Storage,
+    WeightsSave,
     bulk,
     captured,
     disk,
@@ -39,7 +39,6 @@ from ...plumbing import (
     loops,
     operations,
     rendezvous,
-    reports,
     safetensors,
     scratches,
     spec,
@@ -87,36 +86,27 @@ class PublicationRequest(NamedTuple):
     held: captured.SnapshotView | None
     optimizers: guards.Optimizers
     spans: clock.Spans
-    called: Future[float]  # resolves when the caller has its handle
 
 
-class Publication(CopySave):
+class Publication(WeightsSave):
     """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
 
     Its blocking methods run on helper threads, and only while it is this publication's turn.
     """
 
     def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
-        weights, held = request.weights, request.held
-        names, tensors = list(weights.tensors), list(weights.tensors.values())
         # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         super().__init__(
             series.storage.locate(folder_of(request.version)),
-            [] if held is not None else tensors,
-            [] if held is not None else names,
-            after=[] if held is None else [held.completion],
-            num_tensors=len(tensors),
+            request.weights,
+            held=request.held,
             optimizers=request.optimizers,
             spans=request.spans,
-            called=request.called,
         )
         self._series, self.version, self._acknowledged = series, request.version, request.acknowledged
         self._slices, self._call = request.slices, request.call
         self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
-        self._total_bytes = sum(tensor.nbytes for tensor in tensors)
-        copies = tensors if held is not None else self.copy.tensors
-        self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
         self.readable: Future[None] = threads.running_future()  # resolves once it is lent or durable, or has failed
@@ -128,11 +118,6 @@ class Publication(CopySave):
     @property
     def _folder(self) -> str:
         return folder_of(self.version)
-
-    @property
-    def progress(self) -> reports.Progress:
-        staged = self._total_bytes if self.staged.done() else 0
-        return reports.Progress(self._total_bytes, staged, self._num_bytes)
 
     def begin(self) -> SaveHandle:
         handle = super().begin()
@@ -422,11 +407,6 @@ class Publication(CopySave):
                     f"{self.path} already exists and is kept; give a higher version", step=self.version
                 ) from error
             raise
-
-    def _release_weights(self) -> None:
-        """Release the copies, and the optimizers that wait for them."""
-        self._weights = self._weights._replace(tensors={}, files={}, as_published=dict)
-        self.copy.release()
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

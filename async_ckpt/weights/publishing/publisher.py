@@ -28,7 +28,6 @@ from ...plumbing import (
     rendezvous,
     shared_memory,
     spec,
-    threads,
     waits,
     worlds,
 )
@@ -171,7 +170,7 @@ class Publisher:
         self._refuse_if_forked()
         if self._is_closed:
             raise ClosedError(f"{self!r}: create a new one")
-        spans, called = clock.Spans(), threads.running_future()
+        spans = clock.Spans()
         number: int | None = None
         call: rendezvous.RankCall | None = None
         try:
@@ -198,9 +197,7 @@ class Publisher:
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else spec.whole_step(base, what="what acknowledged() returns")
             weights = weights._replace(files={**weights.files, **config_files})
-            request = PublicationRequest(
-                number, weights, slices, call, base, held, guards.unwrapped(guard), spans, called
-            )
+            request = PublicationRequest(number, weights, slices, call, base, held, guards.unwrapped(guard), spans)
             publication = Publication(series, request)
             handle = publication.begin()
         except BaseException as error:  # the other ranks learn of it
@@ -210,7 +207,7 @@ class Publisher:
                 self._channel.fail(error, number)
             raise
         finally:
-            called.set_result(spans.called())
+            spans.called()
         with self._lock:
             running = [other for other in self._pending if not other.handle.done()]
             self._pending = [*running, publication]

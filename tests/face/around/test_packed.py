@@ -33,7 +33,7 @@ from async_ckpt import (
     pack,
     unpack,
 )
-from async_ckpt.core.format.tarball import Tarball, TarEntry, WholeFile, stays_inside
+from async_ckpt.core.format.tarball import Tarball, TarEntry, stays_inside
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew
 from async_ckpt.core.staging.file_segments import FilesImage, FileSource, SourceFiles, scan
@@ -242,7 +242,7 @@ def test_a_large_sparse_file_goes_through_whole(tmp_path):
 # --- the plan --------------------------------------------------------------------------------------------------
 
 
-def image_of(image: Tarball | WholeFile, files: dict[int, bytes], segment_bytes: int) -> bytes:
+def image_of(image: Tarball, files: dict[int, bytes], segment_bytes: int) -> bytes:
     """The whole file as its segments say; every byte of it must be told of exactly once."""
     whole = bytearray()
     for number, plan in enumerate(image.segments(segment_bytes)):
@@ -319,18 +319,6 @@ def test_whatever_the_segments_the_image_is_the_same_and_what_tarfile_reads_from
                 content = archive.extractfile(member)
                 assert content is not None
                 assert content.read() == files[number]
-
-
-@given(st.integers(1, 100_000), st.integers(1, 40).map(lambda blocks: blocks * 512))
-def test_a_single_file_is_its_own_image(num_bytes, segment_bytes):
-    data = random.Random(num_bytes).randbytes(num_bytes)
-
-    assert image_of(WholeFile(num_bytes), {0: data}, segment_bytes) == data
-
-
-def test_an_empty_file_has_no_image():
-    with pytest.raises(ValueError, match="small object"):
-        WholeFile(0)
 
 
 small_trees = st.recursive(

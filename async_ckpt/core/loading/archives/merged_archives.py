@@ -273,6 +273,8 @@ class MergedArchives(Contents):
         Raises CorruptCheckpointError if an element is in none of the archives, and ValueError if each rank has a
         separate value, of which this rank has only a part.
         """
+        if not self._missing(number):
+            return self._sources[number][0]
         gaps = _gaps(self._missing(number), within)
         if gaps and number in self._parts:
             (rank,) = self._merged.tensors[number]
