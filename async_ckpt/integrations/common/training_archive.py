@@ -22,14 +22,19 @@ from ... import Place, save
 from ...errors import StateMismatchError
 from ...plumbing import contents, disk, find, places, runs
 
-ARCHIVE: Final = "training.tar"
-"""The name of the archive in the folder: of a file, or of a folder if several ranks have written it."""
+# The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
+_NAME: Final = "training.tar"
 # The archive in a folder into which one rank alone has saved.
 ONE_ARCHIVE: Final = "rank_00000.tar"
 
 
 class TrainingArchive:
-    """An archive that is being written."""
+    """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder.
+
+    It has slots, in which `wrap` looks for no tensors: other threads are at work on what the handle refers to.
+    """
+
+    __slots__ = ("_written", "handle", "parts")
 
     is_part: ClassVar = True
     """Whether it becomes a part of the checkpoint."""
@@ -39,6 +44,9 @@ class TrainingArchive:
         self.parts = (*state,)
         self._written = where
         self.handle = save(state, where)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
+        return self
 
     def durable(self) -> Path | str:
         """Wait until the archive is durable. Returns its path or URL. Raises the error of its save."""
@@ -54,7 +62,7 @@ class TrainingArchive:
         source = self.durable()
         if isinstance(source, Path):
             with disk.translated(source):
-                _take(source, Path(folder, ARCHIVE))
+                _take(source, Path(folder, _NAME))
 
 
 def _take(source: Path, target: Path) -> None:
@@ -82,8 +90,8 @@ def archives_in(folder: places.Anywhere) -> tuple[Place, int] | None:
     if storage.exists(ONE_ARCHIVE):
         return below(place, ONE_ARCHIVE), 1
     with suppress(FileNotFoundError):
-        manifest = storage.read(runs.MANIFESTARCHIVE)[0]
-        return place, runs.parse_manifest(manifest, path=storage.locate(runs.MANIFESTARCHIVE)).world_size
+        manifest = storage.read(runs.MANIFEST_NAME)[0]
+        return place, runs.parse_manifest(manifest, path=storage.locate(runs.MANIFEST_NAME)).world_size
     return None
 
 
@@ -93,7 +101,18 @@ def below(place: Place, name: str) -> Place:
 
 def url_in(folder: str) -> str:
     """The URL of the archive in the folder at a URL."""
-    return f"{folder}/{ARCHIVE}"
+    return f"{folder}/{_NAME}"
+
+
+def url_beside(folder: str) -> str:
+    """The URL at which the archive for the folder at a URL is written if it does not become a part of it."""
+    parent, _, name = folder.rpartition("/")
+    return f"{parent}/.{name}.{_NAME}"
+
+
+def path_beside(folder: Path) -> Path:
+    """The path at which the archive for a folder is written."""
+    return folder.with_name(f".{folder.name}.{_NAME}")
 
 
 def num_items_in(archive: places.Anywhere) -> dict[str, int]:
@@ -133,5 +152,5 @@ def refuse_missing(checkpoint: places.Anywhere, names: Collection[str]) -> None:
 
 def archive_in(folder: str | os.PathLike[str] | None) -> Path | None:
     """The archive in the folder of a checkpoint; None if there is none."""
-    archive = None if folder is None else Path(folder, ARCHIVE)
+    archive = None if folder is None else Path(folder, _NAME)
     return archive if archive is not None and archive.exists() else None

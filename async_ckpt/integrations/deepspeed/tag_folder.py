@@ -25,6 +25,7 @@ from ..common.training_archive import ONE_ARCHIVE, archive_of, below
 
 LATEST: Final = "latest"
 _FILES: Final = "files"
+_ADVICE: Final = "call save_checkpoint on every rank"
 
 
 class TagFolder:
@@ -36,6 +37,7 @@ class TagFolder:
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
         self._scratch: scratches.Scratch | None = None
         self._hidden = Path()
+        self._call: rendezvous.RankCall | None = None
 
     def make(self) -> str | None:
         """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""
@@ -51,6 +53,10 @@ class TagFolder:
         assert hidden is not None
         self._hidden = Path(hidden)
 
+    def begin(self) -> None:
+        """All ranks have begun their parts."""
+        self._call = rendezvous.Channel.of_group("deepspeed", _ADVICE, is_of_paths=True).call(path=str(self.target))
+
     @property
     def of_rank(self) -> Path:
         """Where this rank writes files of DeepSpeed."""
@@ -61,17 +67,16 @@ class TagFolder:
         """Where all ranks save one state."""
         return archive_of(self._hidden / _FILES, self._world_size)
 
-    def done(self, call: rendezvous.RankCall) -> None:
+    def done(self) -> None:
         """The files of this rank, if it has any, are durable: wait until the files of all ranks are published.
 
         Raises PeerFailedError if another rank has failed, or does not end.
         """
+        assert self._call is not None
         if self.of_rank.is_dir():
             for path in self.of_rank.iterdir():
                 os.replace(path, self._hidden / _FILES / path.name)
-        call.conclude(self._publish)
-        with suppress(Exception):  # it is published; what is left goes at the next save
-            self.remove()
+        self._call.conclude(self._publish)
 
     def _publish(self) -> None:
         files = self._hidden / _FILES
@@ -79,6 +84,11 @@ class TagFolder:
         scratches.publish(files, self.target, replaced=_is_of_library)
         if self._save_latest:
             name_latest(self.save_dir / LATEST, self.tag)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed."""
+        if self._call is not None:
+            self._call.fail(error)
 
     def remove(self) -> None:
         """On rank 0, remove the hidden folder with whatever is left in it."""
@@ -89,11 +99,11 @@ class TagFolder:
 class StoredFolder:
     """The same in a store, for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
 
-    def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, world_size: int) -> None:
+    def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
         self.save_dir, self.tag = save_dir, tag
         self.archive = below(save_dir, tag if world_size > 1 else f"{tag}/{ONE_ARCHIVE}")
         self.target = below(save_dir, tag).shown
-        self._save_latest = save_latest
+        self._names_latest = save_latest and rank == 0
 
     def make(self) -> str | None:
         """None: this layout writes straight into the tag's folder."""
@@ -101,13 +111,16 @@ class StoredFolder:
     def enter(self, hidden: str | None) -> None:
         """Nothing to do: this layout writes straight into the tag's folder."""
 
-    def done(self, call: rendezvous.RankCall) -> None:
-        """The archives of all ranks are committed."""
-        call.conclude(self._name_latest)
+    def begin(self) -> None:
+        """Nothing to do: the archives are saved by all ranks together."""
 
-    def _name_latest(self) -> None:
-        if self._save_latest:
+    def done(self) -> None:
+        """The archives of all ranks are committed."""
+        if self._names_latest:
             self.save_dir.storage().replace(LATEST, self.tag.encode())
+
+    def failed(self, error: BaseException) -> None:
+        """The ranks have told each other."""
 
     def remove(self) -> None:
         """Nothing to do: this layout writes straight into the tag's folder."""

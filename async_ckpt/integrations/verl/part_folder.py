@@ -28,9 +28,10 @@ from typing import Final
 
 from ...plumbing import LocalStorage, disk, file_digests, runs, waits
 from ..common.folders import name_latest
-from ..common.training_archive import ARCHIVE, archive_in
+from ..common.training_archive import archive_in
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
+ARCHIVE: Final = "training.tar"
 _STEP: Final = re.compile(r"global_step_(\d+)")
 _MARK: Final = ".async_ckpt.saving"
 _OF_TRAINER: Final = "data.pt"

@@ -27,7 +27,7 @@ from async_ckpt import StateMismatchError
 from async_ckpt.errors import CorruptCheckpointError
 from async_ckpt.face.around import wrap as wrapping
 from async_ckpt.integrations.accelerate import AsyncState
-from async_ckpt.integrations.common.run_folders import number_of
+from async_ckpt.integrations.common.folders import number_of
 from async_ckpt.integrations.common.training_archive import TrainingArchive
 
 LAYOUTS = ["archive", "accelerate"]
