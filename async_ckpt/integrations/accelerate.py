@@ -13,32 +13,27 @@ import logging
 import math
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from .. import HeldSnapshot, SaveHandle, SaveReport, load, snapshot, wrap
+from .. import SaveHandle, load, snapshot
 from ..errors import StateMismatchError
-from ..plumbing import disk, file_digests, runs, write_by_torch
-from .common.checkpoint_history import note_when_done
-from .common.folders import number_of, remove_leftovers, remove_retired, retire
-from .common.frameworks import LOGGED_AS, name_in, require, require_names
-from .common.fsdp1_state import as_dtensors, optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
+from ..plumbing import runs, timing, write_by_torch
+from .common.checkpoint_history import HistoryEntry
+from .common.folder_saves import FolderSave, FolderSaves, noted_on
+from .common.frameworks import name_in, require, require_names
+from .common.fsdp1_state import optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet
 from .common.loader_order import ORDER, order_file, warn_of_order
-from .common.run_folders import LocalRun
-from .common.small_files import room_for, write_files, written_by
+from .common.run_folders import LocalRun, StoredRun, number_of
+from .common.small_files import write_files, written_by
 from .common.sound_folders import sound_folder
-from .common.step_guard import StepGuard
-from .common.training_archive import TrainingArchive, archive_in, num_items_in, path_beside
+from .common.training_archive import TrainingArchive, archive_in, num_items_in
 from .dcp import restore
 
 checkpointing: Any = name_in("accelerate", "checkpointing")
@@ -95,11 +90,7 @@ class AsyncState:
         if plugin is not None:
             refuse(plugin)
         self._accelerator, self._layout = accelerator, layout
-        self._guard = StepGuard()
-        self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None
-        self._noted: Future[None] | None = None  # done when the history has the newest save
-        self._beside: Path | None = None  # where the archive of the newest save was written
-        self._engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
+        self._saves = FolderSaves("accelerate")
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -109,19 +100,22 @@ class AsyncState:
         Returns when training may go on: a handle, or None on a rank that writes nothing. Raises the error of the save
         before, and ValueError if the project's next folder exists.
         """
+        began = timing.monotonic()
         folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
-        snap: HeldSnapshot | None = None
+        save: FolderSave | None = None
 
         def take() -> dict[str, bytes]:
             """Take this rank's snapshot. Returns its small files, by name."""
-            nonlocal snap
+            nonlocal save
             accelerator = self._accelerator
             models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
             files = written_by(lambda folder: self._write_small_files(models, folder), in_memory=True)
             files |= order_file(accelerator._dataloaders)
             if self._writes or self._is_sharded:  # under DeepSpeed, of registered objects alone
                 optimizers = [] if self._is_deepspeed else accelerator._optimizers
-                snap = snapshot(self._parts(models), guard=self._guard(optimizers) or None)
+                run = self._enter(folder)
+                snap = snapshot(self._parts(models), guard=self._saves.guard(optimizers) or None)
+                save = FolderSave(run, folder.name, snap, began)
             return files
 
         # All ranks meet when the save before is behind them, since they may make their slices together; when each has
@@ -132,9 +126,9 @@ class AsyncState:
         files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
         self._accelerator.project_configuration.iteration += 1
         meet(lambda: self._begin_folder(folder))
-        of_engine = self._files_of_engine() if self._is_deepspeed else None
-        meet(lambda: self._begin(snap, files, folder, of_engine))
-        return None if self._pending is None else self._pending[1]
+        of_engine = self._files_of_engine(folder.name) if self._is_deepspeed else None
+        meet(lambda: self._begin(save, files, folder, of_engine))
+        return None if save is None else save.handle
 
     def wait(self) -> None:
         """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
@@ -145,50 +139,34 @@ class AsyncState:
         finally:
             self._clear()
 
+    def _enter(self, folder: Path) -> LocalRun | StoredRun:
+        """The run with a checkpoint's folder. In that of the project, leftovers of killed trainings are removed."""
+        return self._saves.enter(LocalRun(folder.parent), writes=self._writes, clear=self._is_named)
+
     def _begin_folder(self, folder: Path) -> None:
         """Remove what no rank looks at any more, and before the first save leftovers. No rank writes meanwhile."""
-        if self._writes and self._is_named and self._beside is None:
-            remove_leftovers(self._project)
-        if self._writes and self._beside is not None:
-            shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside = path_beside(folder)
+        run = self._enter(folder)
+        if self._writes:
+            run.begin(folder.name)
 
     def _clear(self) -> None:
         """Leave nothing but checkpoints. No save is under way, and no rank looks at an archive any more."""
-        if self._writes and self._is_named:
-            remove_retired(self._project)
-        if self._writes and self._beside is not None:
-            shutil.rmtree(self._beside, ignore_errors=True)
-            with suppress(OSError):  # it is gone, or was a folder
-                self._beside.unlink()
+        if self._writes and self._saves.run is not None:
+            self._saves.run.end()
 
-    def _files_of_engine(self) -> TrainingArchive:
+    def _files_of_engine(self, name: str) -> TrainingArchive:
         """The files of DeepSpeed's engine, which all ranks begin to write."""
-        from .deepspeed.trainer_files import EngineFiles, for_trainer  # it imports DeepSpeed
+        from .deepspeed.trainer_files import begin_files  # it imports DeepSpeed
 
-        if self._engine is None:
-            self._engine = for_trainer(self._accelerator._models[0])
-        assert self._beside is not None
-        return EngineFiles(self._engine, self._beside, utils.MODEL_NAME)
+        return begin_files(self._saves, self._accelerator._models[0], name, utils.MODEL_NAME)
 
     def _settle(self) -> None:
-        pending, error = self._pending, None
-        if pending is not None:
-            error = pending[1].exception()
-            if self._noted is not None:
-                self._noted.result()
-            self._pending = None
-        if self._engine is not None:
-            error = self._engine.finish() or error
-        if error is not None:
-            raise error
-        if pending is None:
+        done = self._saves.wait()
+        if done is None:
             return
-        folder, handle, snap = pending
-        figures = _report(handle, snap).as_dict(LOGGED_AS)
-        self._accelerator.log({key: value for key, value in figures.items() if math.isfinite(value)})
+        self._accelerator.log({key: value for key, value in done.figures().items() if math.isfinite(value)})
         if self._writes and self._is_named:
-            retire(folder, self._accelerator.project_configuration.total_limit)
+            done.run.retire(done.name, self._accelerator.project_configuration.total_limit, None)
 
     def _parts(self, models: list[Any]) -> dict[str, Any]:
         """The state to copy, in the structure of an archive. `models` are whole state dicts."""
@@ -197,7 +175,7 @@ class AsyncState:
         if self._layout == "archive":
             optimizers = [optimizer_of(*pair) for pair in self._pairs()]
             models = [*map(weights_of, accelerator._models)]
-            return {**parts, "models": as_dtensors(models), "optimizers": as_dtensors(optimizers)}
+            return {**parts, "models": models, "optimizers": optimizers}
         if self._is_deepspeed:
             return {"custom": accelerator._custom_objects}
         if not self._is_sharded:
@@ -224,34 +202,26 @@ class AsyncState:
         return kind_for(self._accelerator.state.fsdp_plugin), [part for part in parts if part != "custom"]
 
     def _begin(
-        self, snap: HeldSnapshot | None, files: dict[str, bytes], folder: Path, archive: TrainingArchive | None
+        self, save: FolderSave | None, files: dict[str, bytes], folder: Path, archive: TrainingArchive | None
     ) -> None:
         """Have this rank's part of a save written. `archive` is what is being written already."""
-        if snap is None:
+        if save is None:
             return
-        with snap:
+        with save.snap as snap:
             kind, names = self._archived(snap.keys())
             in_archive, in_files = {name: snap[name] for name in names}, {n: snap[n] for n in snap.keys() - {*names}}
             if self._layout == "archive":
                 in_archive, files = {**in_archive, "files": files}, {}
             if kind is not None:
-                archive = kind(in_archive, path_beside(folder))
-                handle = archive.handle
-                handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+                archive = save.begin_archive(in_archive, kind)
             if self._writes:
-                handle = _write(in_files, files, archive, str(folder))
-            self._pending = folder, handle, snap
-            if self._writes:
-                self._note(handle, snap, folder)
-
-    def _note(self, handle: SaveHandle, snap: HeldSnapshot, folder: Path) -> None:
-        """Have the history get the save: beside `checkpoints`, in which accelerate takes each name for a checkpoint."""
+                save.begin_folder(in_files, partial(_write_parts, files), archive)
+        # Beside `checkpoints`, in which accelerate takes each name for a checkpoint.
         beside = folder.parent.parent if self._is_named else folder.parent
-        name = folder.relative_to(beside).as_posix()
-
         number = runs.parse_step_name(folder.name)
         step = self._accelerator.project_configuration.iteration - 1 if number is None else number.step
-        self._noted = note_when_done(handle, beside, name, step, partial(_report, handle, snap))
+        entry = HistoryEntry(beside, folder.relative_to(beside).as_posix(), step)
+        self._saves.begun(save, entry if self._writes else None)
 
     def _write_small_files(self, models: list[Any], folder: str) -> None:
         """Write the files of hooks, schedulers, samplers, scaler and this rank's random states."""
@@ -317,12 +287,12 @@ class AsyncState:
         self.wait()
         folder: Any = input_dir
         if input_dir is None and self._is_named:
-            folder = next(iter(LocalRun(str(self._project)).newest_first()), None)
+            folder = next(iter(LocalRun(self._project).newest_first()), None)
             if folder is not None:
                 self._accelerator.project_configuration.iteration = number_of(Path(folder)) + 1
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
-        newest_first = LocalRun(str(Path(folder).parent)).newest_first
+        newest_first = LocalRun(Path(folder).parent).newest_first
         with sound_folder(True if input_dir is None else str(folder), newest_first) as sound:
             archive = archive_in(sound)
             if archive is not None:
@@ -394,8 +364,8 @@ class AsyncState:
 
     def _load_archive(self, archive: Path) -> None:
         accelerator = self._accelerator
-        models, optimizers = accelerator._models, as_dtensors([optimizer_to_fill(*pair) for pair in self._pairs()])
-        weights = as_dtensors([*map(weights_of, models)])
+        models, optimizers = accelerator._models, [optimizer_to_fill(*pair) for pair in self._pairs()]
+        weights = [*map(weights_of, models)]
         live = {"models": weights, "optimizers": optimizers, "custom": accelerator._custom_objects}
         live = {name: objects for name, objects in live.items() if objects}
         files: dict[str, bytes] = {}
@@ -434,35 +404,21 @@ class AsyncState:
         if error is None:
             self.wait()
             return
-        try:
+        with noted_on(error):
             self._settle()
-        except Exception as failed:
-            error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
         if not self._is_sharded and not self._is_deepspeed:  # other ranks may still use what is beside the folder
             self._clear()
 
 
-def _report(handle: SaveHandle, snap: HeldSnapshot) -> SaveReport:
-    done = handle.result()
-    return replace(done, stall_seconds=done.stall_seconds + snap.stall_seconds)
-
-
-def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:
-    """Fill a folder with accelerate's files, and with an archive, once that is durable. Runs in the background."""
-    with disk.translated(Path(folder)):
-        os.makedirs(folder, exist_ok=True)
-        remove_retired(Path(folder).parents[2])  # `wrap` gives a path in a scratch folder beside the checkpoints
-    with room_for(parts, folder):
-        write_files(files, folder)
-        for number, weights in enumerate(parts.get("models", ())):
-            utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
-        for number, state in enumerate(parts.get("optimizers", ())):
-            write_by_torch(state, Path(_numbered(folder, "optimizer", number, "bin")))
-        for number, state in enumerate(parts.get("custom", ())):
-            write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
-    if archive is not None:
-        archive.take_into(folder)
-    file_digests.note_digests(folder)
+def _write_parts(files: dict[str, bytes], parts: Any, folder: str) -> None:
+    """Write accelerate's files. Runs in the background."""
+    write_files(files, folder)
+    for number, weights in enumerate(parts.get("models", ())):
+        utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
+    for number, state in enumerate(parts.get("optimizers", ())):
+        write_by_torch(state, Path(_numbered(folder, "optimizer", number, "bin")))
+    for number, state in enumerate(parts.get("custom", ())):
+        write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
 
 
 def _object(kind: str, number: int) -> str:
@@ -471,6 +427,3 @@ def _object(kind: str, number: int) -> str:
 
 def _numbered(folder: str, name: str, number: int, ending: str) -> str:
     return os.path.join(folder, f"{name}_{number}.{ending}" if number else f"{name}.{ending}")
-
-
-_write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)

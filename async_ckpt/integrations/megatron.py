@@ -31,6 +31,7 @@ import torch.distributed as dist
 from .. import SaveHandle, SaveReport, inspect, load, save
 from ..errors import StateMismatchError, UntrustedObjectError
 from ..plumbing import locks, places, threads
+from .common.folders import latest_in
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.training_archive import url_in
@@ -271,14 +272,11 @@ def _archive_in(checkpoint_dir: str | os.PathLike[str]) -> str | None:
 
 def _tracked(load_dir: str | os.PathLike[str]) -> int | None:
     """The iteration that the tracker names; None if there is no tracker. Raises ValueError for another content."""
-    storage = places.storage_at(load_dir)
-    try:
-        text = storage.read(TRACKER)[0].decode()
-    except FileNotFoundError:
-        return None
-    if not text.strip().isdecimal():
-        raise ValueError(f"{storage.locate(TRACKER)} names no iteration, but has {text!r:.100}; give iteration=")
-    return int(text)
+    text = latest_in(load_dir, TRACKER)
+    if text is not None and not text.isdecimal():
+        where = places.storage_at(load_dir).locate(TRACKER)
+        raise ValueError(f"{where} names no iteration, but has {text!r:.100}; give iteration=")
+    return None if text is None else int(text)
 
 
 def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None = None) -> dict[str, Any]:

@@ -118,9 +118,14 @@ class quiet(warnings.catch_warnings):  # noqa: N801
         return entered
 
 
+def names_in(folder: Any) -> list[str]:
+    """The names in a folder of checkpoints, without the history beside them."""
+    return sorted(name for name in os.listdir(folder) if name != "history.jsonl")
+
+
 def files_in(folder: Any) -> list[str]:
-    """The checkpoints in a folder, without the history beside them."""
-    return sorted(name for name in os.listdir(folder) if not name.startswith(".") and name != "history.jsonl")
+    """The checkpoints in a folder: what has no hidden name."""
+    return [name for name in names_in(folder) if not name.startswith(".")]
 
 
 def loaded(path: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Folders of checkpoints, guarded optimizers and versions of frameworks, for all integrations of trainers."""
+"""Folders of checkpoints, saves under way, guarded optimizers and versions of frameworks, for all integrations."""

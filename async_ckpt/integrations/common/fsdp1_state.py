@@ -44,7 +44,7 @@ def weights_of(model: Any) -> Any:
     if not is_fsdp1(model):
         return model
     with as_slices(model):
-        return model.state_dict()
+        return as_dtensors(model.state_dict())
 
 
 def take_back(model: Any, weights: Any, *, strict: bool = True) -> None:
@@ -61,7 +61,7 @@ def optimizer_of(model: Any, optimizer: Any) -> Any:
     optimizer = getattr(optimizer, "optimizer", optimizer)  # below a trainer's wrapper
     if not optimizer.state:  # torch's function would take a step to make it
         with as_slices(model):
-            return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            return as_dtensors(FullyShardedDataParallel.optim_state_dict(model, optimizer))
     return optimizer_to_fill(model, optimizer)
 
 
@@ -70,7 +70,7 @@ def optimizer_to_fill(model: Any, optimizer: Any) -> Any:
     if not is_fsdp1(model):
         return optimizer
     with _quietly():
-        return get_optimizer_state_dict(model, optimizer)
+        return as_dtensors(get_optimizer_state_dict(model, optimizer))
 
 
 def take_back_optimizer(model: Any, optimizer: Any, state: Any) -> None:

@@ -34,7 +34,6 @@ _FILES: Final = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"
 class FsdpArchive(TrainingArchive):
     """An archive of these parts that does not become a part of the checkpoint itself, but files or folders in it."""
 
-    __slots__ = ()
     is_part = False
 
     @classmethod
@@ -46,11 +45,7 @@ class FsdpArchive(TrainingArchive):
 class FsdpFiles(FsdpArchive):
     """An archive that becomes files of whole tensors. `save_model`, if it is set, is called with folder and weights."""
 
-    __slots__ = ("save_model",)
-
-    def __init__(self, state: Any, where: Path | str) -> None:
-        super().__init__(state, where)
-        self.save_model: Callable[..., object] | None = None
+    save_model: Callable[..., object] | None = None
 
     @classmethod
     def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
@@ -68,8 +63,6 @@ class FsdpFiles(FsdpArchive):
 
 class FsdpFolders(FsdpArchive):
     """An archive that becomes folders of torch.distributed.checkpoint."""
-
-    __slots__ = ()
 
     @classmethod
     def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:

@@ -3,29 +3,40 @@
 In: a path or URL, and the names of checkpoints. Out: where a checkpoint and its archive are written, and which are
 whole; old checkpoints are gone. Knows nothing of: the contents of a checkpoint, and frameworks.
 
-On a disk, a checkpoint has its name when it is whole. A store has no folders, and puts objects one by one: there, one
-of them is put last and deleted first, the mark. A folder without a mark is none.
+On a disk, a checkpoint has its name when it is whole. One that is to go is renamed first, in no time and as a whole,
+and removed later: no reader finds half of one. A store has no folders, and puts objects one by one: there, one of them
+is put last and deleted first, the mark. A folder without a mark is none.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import CheckpointError
-from ...plumbing import places
-from .folders import archives_among, names_in_order, remove_archives, remove_leftovers, remove_retired, retire
-from .training_archive import TrainingArchive, path_beside, url_beside, url_in
+from ...plumbing import places, scratches
+from .training_archive import ARCHIVE, TrainingArchive, url_in
+
+_RETIRED: Final = ".retired"
+# The archive for the folder of a checkpoint, beside it.
+_BESIDE: Final = ".checkpoint*.tar"
+# The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
+_NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
 
 
 class LocalRun:
     """A folder on a disk."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path: Final = Path(path).absolute()
         self._given: Final = path
+        self._beside: Path | None = None  # the archive of the newest save, beside its checkpoint
 
     def place(self, name: str) -> str:
         """The path of a checkpoint."""
@@ -41,43 +52,65 @@ class LocalRun:
 
     def newest_first(self) -> list[str]:
         """The paths of its checkpoints."""
-        names = os.listdir(self.path) if self.path.is_dir() else []
-        return [self.named(name) for name in reversed(names_in_order(names)) if self.has(name)]
+        return [self.named(name) for name in reversed(self._names())]
 
     def clear(self) -> None:
         """Before the first save: remove what a killed trainer has left."""
+        self.make_room()
+        for archive in self.path.glob(_BESIDE):
+            _remove(archive)
         if self.path.is_dir():
-            remove_leftovers(self.path)
+            scratches.sweep(self.path)
 
     def begin(self, name: str) -> None:  # noqa: ARG002
         """Before a save, when no other is under way."""
-        remove_archives(self.path)
+        if self._beside is not None:
+            _remove(self._beside)
+
+    def beside(self, name: str) -> Path:
+        """The path at which that is written which is taken into a checkpoint."""
+        self._beside = self.path / f".{name}.{ARCHIVE}"
+        return self._beside
 
     def archive(self, state: Any, name: str, kind: type[TrainingArchive] = TrainingArchive) -> TrainingArchive:
         """Begin to write the archive of a checkpoint."""
-        return kind(state, path_beside(self.path / name))
+        return kind(state, self.beside(name))
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
-        """Have the oldest checkpoints beside the newest one, which is durable, removed until `limit` are left."""
-        if self.has(newest):
-            retire(self.path / newest, limit, keep=best)
+        """Have the oldest checkpoints beside the newest one, which is durable, removed until `limit` are left.
+
+        That at the path `best` stays. None, and less than 1, is no limit.
+        """
+        if limit is None or limit < 1 or not self.has(newest):
+            return
+        is_here = best is not None and Path(best).absolute().parent == self.path
+        # A training that was taken back to an earlier step writes smaller numbers later.
+        found = sorted(self._names(), key=lambda name: (self.path / name).stat().st_mtime_ns)
+        for name in surplus(found, {newest, os.path.basename(best)} if best and is_here else {newest}, limit):
+            with suppress(FileNotFoundError):  # somebody else has removed it
+                os.rename(self.path / name, self.path / f".{name}{_RETIRED}")
 
     def make_room(self) -> None:
         """Remove what was retired. No other thread uses this run meanwhile."""
-        remove_retired(self.path)
+        for hidden in self.path.glob(f".checkpoint*{_RETIRED}"):
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def end(self) -> None:
         """Leave nothing but checkpoints."""
         self.make_room()
-        remove_archives(self.path)
+        self.begin("")
+
+    def _names(self) -> list[str]:
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        return [name for name in names_in_order(names) if self.has(name)]
 
 
 class StoredRun:
-    """A folder in a store. Its checkpoints are those that have the mark."""
+    """A folder in a store. Its checkpoints are those that have the mark, an object of this name."""
 
     def __init__(self, url: str, mark: str) -> None:
         self.url: Final = url.rstrip("/")
-        self._mark: Final = mark
+        self.mark: Final = mark
         self._storage: Final = places.storage_at(self.url)
         self._old: set[str] = set()  # checkpoints from before the first save
         self._beside: set[str] = set()  # archives beside checkpoints, by name
@@ -90,14 +123,20 @@ class StoredRun:
     named = place
 
     def has(self, name: str) -> bool:
-        return self._storage.exists(f"{name}/{self._mark}")
+        return self._storage.exists(f"{name}/{self.mark}")
+
+    def newest_first(self) -> list[str]:
+        """The URLs of its whole checkpoints."""
+        names = names_in_order(self._storage.names(""))
+        whole = {*self._storage.existing([f"{name}/{self.mark}" for name in names])}
+        return [self.place(name) for name in reversed(names) if f"{name}/{self.mark}" in whole]
 
     def clear(self) -> None:
         names = self._storage.names("")
         self._old = {*names_in_order(names)}
         for name in [name for name in self._old if not self.has(name)]:
             self._delete(name)
-        self._beside = archives_among(names)
+        self._beside = {*fnmatch.filter(names, _BESIDE)}
 
     def begin(self, name: str) -> None:
         self._delete_archives()
@@ -107,9 +146,9 @@ class StoredRun:
     def archive(self, state: Any, name: str, kind: type[TrainingArchive] = TrainingArchive) -> TrainingArchive:
         if kind.is_part:
             return kind(state, url_in(self.place(name)))
-        where = url_beside(self.place(name))
-        self._beside.add(where.rpartition("/")[2])
-        return kind(state, where)
+        beside = f".{name}.{ARCHIVE}"
+        self._beside.add(beside)
+        return kind(state, self.place(beside))
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
         self._retired = None if limit is None or limit < 1 else (newest, limit, best)
@@ -121,20 +160,12 @@ class StoredRun:
         newest, limit, best = self._retired
         kept = {newest} | ({best.rpartition("/")[2]} if best is not None else set())
         with suppress(CheckpointError):
-            found = names_in_order(self._storage.names(""))
-            num_surplus = len(found) - max(limit, len(kept.intersection(found)))
-            for name in [name for name in found if name not in kept][: max(0, num_surplus)]:
+            for name in surplus(names_in_order(self._storage.names("")), kept, limit):
                 self._delete(name)
 
     def end(self) -> None:
         self.make_room()
         self._delete_archives()
-
-    def newest_first(self) -> list[str]:
-        """The URLs of its whole checkpoints."""
-        names = names_in_order(self._storage.names(""))
-        whole = {*self._storage.existing([f"{name}/{self._mark}" for name in names])}
-        return [self.place(name) for name in reversed(names) if f"{name}/{self._mark}" in whole]
 
     def _delete_archives(self) -> None:
         for name in self._beside:
@@ -142,10 +173,34 @@ class StoredRun:
         self._beside.clear()
 
     def _delete(self, name: str) -> None:
-        self._storage.delete(f"{name}/{self._mark}")  # first: from now on it is no checkpoint
+        self._storage.delete(f"{name}/{self.mark}")  # first: from now on it is no checkpoint
         self._storage.delete_all(name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_url(path: object) -> bool:
     """Whether this is the URL of something that is not on this machine."""
     return isinstance(path, str | os.PathLike) and not places.place_of(path).is_local
+
+
+def number_of(folder: Path) -> int:
+    """The number in the name of a checkpoint's folder; -1 for another name."""
+    found = _NUMBER.fullmatch(folder.name)
+    return -1 if found is None else int(found[1])
+
+
+def names_in_order(names: Iterable[str]) -> list[str]:
+    """The names of checkpoints among these, by their numbers."""
+    return sorted((name for name in names if _NUMBER.fullmatch(name)), key=lambda name: number_of(Path(name)))
+
+
+def surplus(found: Sequence[str], kept: set[str], limit: int) -> list[str]:
+    """The first of these checkpoints, without which `limit` are left. Those that are kept count, too."""
+    num_surplus = len(found) - max(limit, len(kept.intersection(found)))
+    return [name for name in found if name not in kept][: max(0, num_surplus)]

@@ -22,19 +22,14 @@ from ... import Place, save
 from ...errors import StateMismatchError
 from ...plumbing import contents, disk, find, places, runs
 
-# The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
-_NAME: Final = "training.tar"
+ARCHIVE: Final = "training.tar"
+"""The name of the archive in the folder: of a file, or of a folder if several ranks have written it."""
 # The archive in a folder into which one rank alone has saved.
 ONE_ARCHIVE: Final = "rank_00000.tar"
 
 
 class TrainingArchive:
-    """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder.
-
-    It has slots, in which `wrap` looks for no tensors: other threads are at work on what the handle refers to.
-    """
-
-    __slots__ = ("_written", "handle", "parts")
+    """An archive that is being written."""
 
     is_part: ClassVar = True
     """Whether it becomes a part of the checkpoint."""
@@ -44,9 +39,6 @@ class TrainingArchive:
         self.parts = (*state,)
         self._written = where
         self.handle = save(state, where)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
-        return self
 
     def durable(self) -> Path | str:
         """Wait until the archive is durable. Returns its path or URL. Raises the error of its save."""
@@ -62,7 +54,7 @@ class TrainingArchive:
         source = self.durable()
         if isinstance(source, Path):
             with disk.translated(source):
-                _take(source, Path(folder, _NAME))
+                _take(source, Path(folder, ARCHIVE))
 
 
 def _take(source: Path, target: Path) -> None:
@@ -101,18 +93,7 @@ def below(place: Place, name: str) -> Place:
 
 def url_in(folder: str) -> str:
     """The URL of the archive in the folder at a URL."""
-    return f"{folder}/{_NAME}"
-
-
-def url_beside(folder: str) -> str:
-    """The URL at which the archive for the folder at a URL is written if it does not become a part of it."""
-    parent, _, name = folder.rpartition("/")
-    return f"{parent}/.{name}.{_NAME}"
-
-
-def path_beside(folder: Path) -> Path:
-    """The path at which the archive for a folder is written."""
-    return folder.with_name(f".{folder.name}.{_NAME}")
+    return f"{folder}/{ARCHIVE}"
 
 
 def num_items_in(archive: places.Anywhere) -> dict[str, int]:
@@ -152,5 +133,5 @@ def refuse_missing(checkpoint: places.Anywhere, names: Collection[str]) -> None:
 
 def archive_in(folder: str | os.PathLike[str] | None) -> Path | None:
     """The archive in the folder of a checkpoint; None if there is none."""
-    archive = None if folder is None else Path(folder, _NAME)
+    archive = None if folder is None else Path(folder, ARCHIVE)
     return archive if archive is not None and archive.exists() else None

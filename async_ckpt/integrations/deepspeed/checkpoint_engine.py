@@ -10,12 +10,10 @@ told of a commit that is due, for which it would hold each step of the optimizer
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,16 +23,17 @@ import torch
 
 from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
-from ...plumbing import disk, file_digests, ledger, places, threads, timing, waits, write_by_torch
-from ..common.checkpoint_history import note_closed, note_failed, note_saved
-from ..common.folders import hold_for, let_go
+from ...plumbing import disk, file_digests, places, rendezvous, timing, waits, write_by_torch
+from ..common.checkpoint_history import HistoryEntry, note_closed
+from ..common.folders import hold_for, latest_in, let_go
 from ..common.frameworks import name_in, require, require_names
 from ..common.joint_errors import meet
+from ..common.save_queue import SaveQueue
 from ..common.small_files import room_for
 from ..common.sound_folders import check
 from ..common.training_archive import archives_in, below
 from . import zero_archive
-from .tag_folder import StoredFolder, TagFolder, latest_in
+from .tag_folder import LATEST, StoredFolder, TagFolder
 from .zero_guard import ZeroGuard
 
 _ENGINES: Final = "deepspeed.runtime.checkpoint_engine"
@@ -42,13 +41,12 @@ CheckpointEngine: Any = name_in(f"{_ENGINES}.checkpoint_engine", "CheckpointEngi
 TorchCheckpointEngine: Any = name_in(f"{_ENGINES}.torch_checkpoint_engine", "TorchCheckpointEngine")
 Layout = Literal["deepspeed", "archive"]
 
+_ADVICE: Final = "call save_checkpoint on every rank"
 # The methods of the engine that are called or replaced here.
 _USED: Final = (
     "save_checkpoint", "load_checkpoint", "checkpoint_engine", "zero_nvme_offload_optimizer",
     "use_node_local_storage", "global_steps", "global_rank", "zero_optimization_stage", "destroy",
 )  # fmt: skip
-
-_log = logging.getLogger("async_ckpt")
 
 
 def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
@@ -99,26 +97,6 @@ def _refuse(engine: Any) -> None:
         raise NotImplementedError("ZenFlow steps behind the training, and is not supported; use plain DeepSpeed there")
 
 
-@dataclass(frozen=True)
-class _TagSave:
-    """One save under way. The training thread reads and drops it. `handle` is None on a rank without files."""
-
-    folder: TagFolder | StoredFolder
-    handle: SaveHandle | None
-    step: int
-    call_seconds: float
-    ended: Future[None]
-
-    def report(self) -> SaveReport | None:
-        if self.handle is None:
-            return None
-        report = self.handle.result()
-        behind = report.stall_seconds
-        return replace(
-            report, path=str(self.folder.target), step=self.step, stall_seconds=max(self.call_seconds, behind)
-        )
-
-
 class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     """The checkpoints of one engine of DeepSpeed, as its checkpoint engine. `use` makes it; see there.
 
@@ -131,17 +109,16 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, engine: Any, layout: Layout, *, is_part: bool = False) -> None:
         super().__init__()
-        self._is_part = is_part
+        self.is_part = is_part
         self.name = "async_ckpt"
         self._engine, self._layout, self._guard = engine, layout, ZeroGuard()
         self._plain = SimpleNamespace(
             engine=engine.checkpoint_engine, save=engine.save_checkpoint, load=engine.load_checkpoint
         )
         self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
-        self._pending: _TagSave | None = None
-        self._left: list[TagFolder | StoredFolder] = []  # of saves that have failed
-        self._reports: list[SaveReport] = []
-        self._follower = threads.Crew("deepspeed", 1)
+        self._saves = SaveQueue("deepspeed")
+        self._folder: TagFolder | StoredFolder | None = None  # of the last save, until the ranks meet again
+        self.ended: Future[None] | None = None  # done when the files of all ranks of the newest save are durable
         engine.checkpoint_engine = self
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
 
@@ -177,18 +154,28 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             else:
                 files = self._collect(folder, client_state or {}, save_latest, exclude_frozen_parameters)
             meet(begin)
-            folder.begin()
+            call = rendezvous.Channel.of_group("deepspeed", _ADVICE, is_of_paths=True).call(path=str(folder.target))
         except BaseException:
             if handle is not None:
                 waits.wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its part
-            self._left.append(folder)
-            self._remove_left()
+            with suppress(Exception):  # another rank writes there at this moment: it goes at the next meeting
+                folder.remove()
             raise
-        ended: Future[None] = threads.running_future()
-        self._pending = _TagSave(folder, handle, engine.global_steps, timing.monotonic() - began, ended)
-        follow = partial(_follow, self._pending, notes=engine.global_rank == 0 and not self._is_part)
-        self._follower.submit(follow, ended.set_exception)
+        finally:
+            self._folder = folder
+        entry = HistoryEntry(
+            folder.save_dir, folder.tag, engine.global_steps, world_size=torch.distributed.get_world_size()
+        )
+        self.ended = self._saves.add(
+            folder.target,
+            [] if handle is None else [handle],
+            partial(folder.done, call),
+            step=engine.global_steps,
+            held_seconds=timing.monotonic() - began,
+            failed=call.fail,
+            entry=entry if engine.global_rank == 0 and not self.is_part else None,
+        )
         return True
 
     def load_checkpoint(
@@ -208,7 +195,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """
         self.wait()
         place = places.place_of(load_dir)
-        named = latest_in(place) if tag is None else str(tag)
+        named = latest_in(place, LATEST) if tag is None else str(tag)
         found = None if named is None else archives_in(below(place, named))
         if found is None and not place.is_local:
             if named is None:
@@ -221,7 +208,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             )
         if found is None:
             folder = places.local_place(place)
-            if named is not None and not self._is_part:  # the trainer of a part compares its whole checkpoint
+            if named is not None and not self.is_part:  # the trainer of a part compares its whole checkpoint
                 check(folder / named)
             return self._plain.load(
                 str(folder),
@@ -256,16 +243,9 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
         for report in checkpoints.reports(): wandb.log(report.as_dict("async_ckpt/"), step=report.step)
         """
-        reports, self._reports = self._reports, []
-        return reports
+        return self._saves.take_reports()
 
     # --- what trainers call -----------------------------------------------------------------------------------
-
-    def begin(self, save_dir: Path, tag: str | None, **options: Any) -> Future[None]:
-        """Save, and return what is done when the files of all ranks are durable. Every rank calls it."""
-        self.save_checkpoint(save_dir, tag, **options)
-        assert self._pending is not None
-        return self._pending.ended
 
     def guards(self) -> list[Any]:
         """The optimizers for a snapshot of this moment."""
@@ -275,11 +255,11 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """Wait for this rank's part of the save under way. Returns its error. One rank may call it."""
         try:
             with self._removing_last():
-                self._after_last()
+                self._saves.finish()
         except Exception as error:
             return error
         finally:
-            self._reports.clear()
+            self._saves.take_reports()  # the trainer has one of its own
         return None
 
     # --- what DeepSpeed calls ---------------------------------------------------------------------------------
@@ -314,13 +294,13 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def cleanup(self) -> None:
         """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
-        last = self._pending
+        last = self._folder
         try:
             with self._removing_last():
-                self._after_last()
+                self._saves.finish()
         finally:
-            if last is not None and self._engine.global_rank == 0 and not self._is_part:
-                note_closed(last.folder.save_dir)
+            if last is not None and self._engine.global_rank == 0 and not self.is_part:
+                note_closed(last.save_dir)
             let_go(self)
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -328,34 +308,18 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> list[Any]:
         """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
         with self._removing_last():
-            return meet(partial(self._after_last, then))
+            return self._saves.meet(then)
 
     @contextmanager
     def _removing_last(self) -> Iterator[None]:
         """Behind the block, remove what a failed save has left: until the ranks meet, others may still write to it."""
-        if self._pending is not None:
-            self._left.append(self._pending.folder)
+        folder, self._folder = self._folder, None
         try:
             yield
         finally:
-            self._remove_left()
-            self._left.clear()
-
-    def _remove_left(self) -> None:
-        for folder in self._left:
-            with suppress(Exception):  # another rank writes there at this moment: it goes at the next meeting
-                folder.remove()
-
-    def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
-        """Wait for the save before on this rank, raise its error, and do something."""
-        pending = self._pending
-        if pending is not None:
-            ledger.wait_in_training(pending.ended, [] if pending.handle is None else [pending.handle])
-            self._pending = None
-            pending.ended.result()
-            if (report := pending.report()) is not None:
-                self._reports.append(report)
-        return then()
+            if folder is not None:
+                with suppress(Exception):  # it goes when a later save begins
+                    folder.remove()
 
     def _folder_of(self, save_dir: places.Anywhere, tag: Any, save_latest: bool) -> TagFolder | StoredFolder:
         if not save_dir:
@@ -364,7 +328,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         rank, world_size = engine.global_rank, torch.distributed.get_world_size()
         if not place.is_local and self._layout == "archive":
-            return StoredFolder(place, tag, save_latest=save_latest, rank=rank, world_size=world_size)
+            return StoredFolder(place, tag, save_latest=save_latest, world_size=world_size)
         path = places.local_place(
             place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder'
         )
@@ -372,7 +336,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def _make(self, folder: TagFolder | StoredFolder) -> str | None:
         """On rank 0, take the folder for this process, and make the hidden folder of a save."""
-        if isinstance(folder, TagFolder) and self._engine.global_rank == 0 and not self._is_part:
+        if isinstance(folder, TagFolder) and self._engine.global_rank == 0 and not self.is_part:
             hold_for(self, folder.save_dir)
         return folder.make()
 
@@ -399,18 +363,14 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             _write_files, destination="folder", guard=self._guard(self._engine) or None
         )
         in_zip = bool(self._plain.engine.zipfile_serialization)
-        handle = write(files, in_zip, self._engine.global_rank, str(folder.of_rank))
-        ledger.leave_warning(handle)
-        return handle
+        return write(files, in_zip, self._engine.global_rank, str(folder.of_rank))
 
     def _begin_archive(self, folder: Any, rests: list[bytes]) -> SaveHandle:
         """Copy this rank's slices, and begin to write its archive. All ranks have the same `rests`, one of each."""
         engine = self._engine
         tensors = zero_archive.tensors_of(engine)
         guard = self._guard(engine, zero_archive.parts_of(tensors))
-        handle = save({**tensors, zero_archive.RESTS: rests}, folder.archive, guard=guard or None)
-        ledger.leave_warning(handle)
-        return handle
+        return save({**tensors, zero_archive.RESTS: rests}, folder.archive, guard=guard or None)
 
 
 def _write_files(files: Mapping[str, Any], in_zip: bool, rank: int, folder: str) -> None:
@@ -421,27 +381,3 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, rank: int, folder: str)
         for name, content in files.items():
             write_by_torch(content, Path(folder, name), in_zip=in_zip)
     file_digests.note_digests(folder, rank=rank)
-
-
-def _follow(save: _TagSave, *, notes: bool) -> None:
-    """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread.
-
-    The rank that `notes` tells the history.
-    """
-    folder = save.folder
-    try:
-        ledger.wait_for_ends([] if save.handle is None else [save.handle])
-        folder.done()
-    except BaseException as error:
-        folder.failed(error)
-        _log.error("%s was not saved: %s: %s", folder.target, type(error).__name__, error)
-        if notes:
-            note_failed(folder.save_dir, save.step, error)
-        save.ended.set_exception(error)
-    else:
-        with suppress(Exception):
-            folder.remove()
-        if notes:
-            size = torch.distributed.get_world_size()
-            note_saved(folder.save_dir, folder.tag, save.step, save.report() or {}, world_size=size)
-        save.ended.set_result(None)

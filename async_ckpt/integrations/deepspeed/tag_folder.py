@@ -25,7 +25,6 @@ from ..common.training_archive import ONE_ARCHIVE, archive_of, below
 
 LATEST: Final = "latest"
 _FILES: Final = "files"
-_ADVICE: Final = "call save_checkpoint on every rank"
 
 
 class TagFolder:
@@ -37,7 +36,6 @@ class TagFolder:
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
         self._scratch: scratches.Scratch | None = None
         self._hidden = Path()
-        self._call: rendezvous.RankCall | None = None
 
     def make(self) -> str | None:
         """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""
@@ -53,10 +51,6 @@ class TagFolder:
         assert hidden is not None
         self._hidden = Path(hidden)
 
-    def begin(self) -> None:
-        """All ranks have begun their parts."""
-        self._call = rendezvous.Channel.of_group("deepspeed", _ADVICE, is_of_paths=True).call(path=str(self.target))
-
     @property
     def of_rank(self) -> Path:
         """Where this rank writes files of DeepSpeed."""
@@ -67,16 +61,17 @@ class TagFolder:
         """Where all ranks save one state."""
         return archive_of(self._hidden / _FILES, self._world_size)
 
-    def done(self) -> None:
+    def done(self, call: rendezvous.RankCall) -> None:
         """The files of this rank, if it has any, are durable: wait until the files of all ranks are published.
 
         Raises PeerFailedError if another rank has failed, or does not end.
         """
-        assert self._call is not None
         if self.of_rank.is_dir():
             for path in self.of_rank.iterdir():
                 os.replace(path, self._hidden / _FILES / path.name)
-        self._call.conclude(self._publish)
+        call.conclude(self._publish)
+        with suppress(Exception):  # it is published; what is left goes at the next save
+            self.remove()
 
     def _publish(self) -> None:
         files = self._hidden / _FILES
@@ -84,11 +79,6 @@ class TagFolder:
         scratches.publish(files, self.target, replaced=_is_of_library)
         if self._save_latest:
             name_latest(self.save_dir / LATEST, self.tag)
-
-    def failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed."""
-        if self._call is not None:
-            self._call.fail(error)
 
     def remove(self) -> None:
         """On rank 0, remove the hidden folder with whatever is left in it."""
@@ -99,11 +89,11 @@ class TagFolder:
 class StoredFolder:
     """The same in a store, for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
 
-    def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+    def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, world_size: int) -> None:
         self.save_dir, self.tag = save_dir, tag
         self.archive = below(save_dir, tag if world_size > 1 else f"{tag}/{ONE_ARCHIVE}")
         self.target = below(save_dir, tag).shown
-        self._names_latest = save_latest and rank == 0
+        self._save_latest = save_latest
 
     def make(self) -> str | None:
         """None: this layout writes straight into the tag's folder."""
@@ -111,27 +101,16 @@ class StoredFolder:
     def enter(self, hidden: str | None) -> None:
         """Nothing to do: this layout writes straight into the tag's folder."""
 
-    def begin(self) -> None:
-        """Nothing to do: the archives are saved by all ranks together."""
-
-    def done(self) -> None:
+    def done(self, call: rendezvous.RankCall) -> None:
         """The archives of all ranks are committed."""
-        if self._names_latest:
-            self.save_dir.storage().replace(LATEST, self.tag.encode())
+        call.conclude(self._name_latest)
 
-    def failed(self, error: BaseException) -> None:
-        """The ranks have told each other."""
+    def _name_latest(self) -> None:
+        if self._save_latest:
+            self.save_dir.storage().replace(LATEST, self.tag.encode())
 
     def remove(self) -> None:
         """Nothing to do: this layout writes straight into the tag's folder."""
-
-
-def latest_in(load_dir: Place) -> str | None:
-    """The tag that `latest` names; None if there is no such file."""
-    try:
-        return load_dir.storage().read(LATEST)[0].decode().strip()
-    except FileNotFoundError:
-        return None
 
 
 def _is_of_library(path: str) -> bool:

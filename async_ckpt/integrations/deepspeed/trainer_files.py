@@ -7,31 +7,46 @@ checkpoint when those of all ranks are durable. Knows nothing of: trainers.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from ...plumbing import disk
+from ..common.folder_saves import FolderSaves
+from ..common.run_folders import LocalRun
 from ..common.training_archive import TrainingArchive
 from .checkpoint_engine import DeepSpeedCheckpoints, checked
 
 
 def for_trainer(engine: Any) -> DeepSpeedCheckpoints:
-    """Have an engine write its files in the background, as parts of checkpoints. Raises what `use` raises."""
+    """Have an engine write its files in the background, as parts of checkpoints. Raises what `use` raises.
+
+    The same saves are returned for the same engine.
+    """
+    made = engine.checkpoint_engine
+    if isinstance(made, DeepSpeedCheckpoints) and made.is_part:
+        return made
     return DeepSpeedCheckpoints(checked(engine, "deepspeed"), "deepspeed", is_part=True)
+
+
+def begin_files(saves: FolderSaves, engine: Any, name: str, tag: str | None = None, **options: Any) -> EngineFiles:
+    """Begin to write the files of an engine for a checkpoint of this name. Every rank calls it."""
+    assert isinstance(saves.run, LocalRun), "DeepSpeed's own files are not written to a store"
+    saves.of_engine = for_trainer(engine)
+    return EngineFiles(saves.of_engine, saves.run.beside(name), tag, **options)
 
 
 class EngineFiles(TrainingArchive):
     """The files of all ranks, in place of an archive. Every rank makes this: all raise the error of any."""
 
-    __slots__ = ("_ended",)
     is_part = False
 
     def __init__(self, saves: DeepSpeedCheckpoints, where: Path, tag: str | None = None, **options: Any) -> None:
         self.parts, self._written = (), where
-        self._ended: Future[None] = saves.begin(where, tag, **options)
+        saves.save_checkpoint(where, tag, **options)
+        self._ended = saves.ended
 
     def durable(self) -> Path | str:
+        assert self._ended is not None
         self._ended.result()
         return self._written
 

@@ -5,7 +5,7 @@ folders of archives, each whole and durable as soon as it has its name; figures 
 Knows nothing of: what is in a checkpoint.
 
 - `plugin.py`: `AsyncTarCheckpointIO`, which is all that users see.
-- `background_saves.py`: the saves, links and removals of one plugin, in order; `save_queue.py`: that order.
+- `background_saves.py`: the saves, links and removals of one plugin, in order.
 - `trainer_hooks.py`: the callback; `sharded_strategies.py`: strategies whose ranks save shards.
 - `checkpoint_paths.py`: names, links, locks; `packages.py`: Lightning under its two names.
 """

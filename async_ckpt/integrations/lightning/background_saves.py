@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 
 from ... import SaveReport, save, wrap
-from ...plumbing import process
-from ..common.checkpoint_history import note_closed
+from ...plumbing import process, rendezvous
+from ..common.checkpoint_history import HistoryEntry, note_closed
 from ..common.joint_errors import meet
+from ..common.save_queue import Action, SaveQueue, path_key
 from ..common.step_guard import StepGuard
 from ..common.training_archive import archive_of
 from .checkpoint_paths import (
@@ -33,15 +34,13 @@ from .checkpoint_paths import (
     forget_listing,
     hidden_beside,
     is_link,
-    path_key,
-    publish_when_heard,
+    publish_shards,
     remove,
     rename,
     rename_both,
-    tell_heard,
 )
-from .save_queue import Action, SaveQueue
 
+_ADVICE: Final = "save on every rank"
 _log = logging.getLogger("async_ckpt")
 
 
@@ -53,7 +52,7 @@ class BackgroundSaves:
     """
 
     def __init__(self, max_in_flight: int, remove_file: Callable[[Any], None]) -> None:
-        self._queue = SaveQueue(max_in_flight)
+        self._queue = SaveQueue("lightning", max_in_flight)
         self._remove_file = remove_file
         self._removals: list[str] = []  # asked for, and not in the queue yet
         self._twin: str | None = None  # the second name that saves get now
@@ -82,7 +81,7 @@ class BackgroundSaves:
             return
         waited_seconds = self._begin(path)
         written, twin = path, self._second_name(path, step)
-        then: Action = _nothing
+        then: Action | None = None
         if twin is not None:
             written = hidden_beside(path)
             then = partial(rename_both, written, Path(path), Path(twin))
@@ -90,8 +89,8 @@ class BackgroundSaves:
             written = hidden_beside(path)
             then = partial(rename, written, Path(path))
         handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
-        record = self._told_of(path, checkpoint)
-        self._queue.add(path, [handle], step=step, waited_seconds=waited_seconds, then=then, twin=twin, record=record)
+        entry = self._entry(path, step, checkpoint)
+        self._queue.add(path, [handle], then, step=step, waited_seconds=waited_seconds, twin=twin, entry=entry)
         self._wait_if_last(path)
 
     def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -114,13 +113,23 @@ class BackgroundSaves:
         path, waited_seconds = of_ranks[0][0], of_ranks[rank][1]
         hidden, twin = hidden_beside(path), self._second_name(path, step)
         handles = [save(parts, archive_of(hidden, strategy.world_size), guard=self._guard or None)]
-        then = partial(tell_heard, hidden, rank)
+        entry = None
         if rank == 0:
             handles.append(wrap(torch.save)(rest, hidden / REST))
-            second = None if twin is None else Path(twin)
-            then = partial(publish_when_heard, hidden, Path(path), strategy.world_size, second)
-        record = self._told_of(path, rest) if rank == 0 else None
-        self._queue.add(path, handles, step=step, waited_seconds=waited_seconds, then=then, twin=twin, record=record)
+            entry = self._entry(path, step, rest)
+        call = rendezvous.Channel.of_group("lightning", _ADVICE, is_of_paths=True).call(path=path)
+        second = None if twin is None else Path(twin)
+        publish = partial(publish_shards, hidden, Path(path), strategy.world_size, second)
+        self._queue.add(
+            path,
+            handles,
+            partial(call.conclude, publish),
+            step=step,
+            waited_seconds=waited_seconds,
+            twin=twin,
+            failed=call.fail,
+            entry=entry,
+        )
         self._wait_if_last(path)
 
     @contextmanager
@@ -148,10 +157,11 @@ class BackgroundSaves:
         saved, self._saved_twin = self._saved_twin, None
         return saved == (path_key(path), step)
 
-    def _told_of(self, path: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The numbers of a checkpoint for the history of its folder, which is told of the end of the training, too."""
-        self._folders.add(path_key(path).rpartition("/")[0])
-        return _record_of(checkpoint)
+    def _entry(self, path: Any, step: int | None, checkpoint: Mapping[str, Any]) -> HistoryEntry:
+        """The entry for the history of a checkpoint's folder, which is told of the end of the training, too."""
+        folder, _, name = path_key(path).rpartition("/")
+        self._folders.add(folder)
+        return HistoryEntry(folder, name, step, _record_of(checkpoint))
 
     def _begin(self, path: Any) -> float:
         """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
@@ -279,10 +289,6 @@ def _end_all() -> None:
 
 process.in_forked_child(_running.clear)
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _step_in(checkpoint: Mapping[str, Any]) -> int | None:

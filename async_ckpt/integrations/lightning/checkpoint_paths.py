@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import disk, locks, scratches, timing
+from ...plumbing import disk, locks, scratches
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.
 REST: Final = "meta.pt"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
-# For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
-_HEARD_SECONDS: Final = 60.0
-_LOOK_SECONDS: Final = 0.02
-
-
-def path_key(path: Any) -> str:
-    """One key for every spelling of a local path, and a URL as it is."""
-    text = str(path)
-    return text if "://" in text else os.path.abspath(text)
 
 
 def is_link(path: Any) -> bool:
@@ -90,28 +80,12 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def tell_heard(hidden: Path, rank: int) -> None:
-    """Say that this rank has heard of the commit, and does not look into the hidden folder again."""
-    with suppress(FileNotFoundError):  # rank 0 has waited for it in vain
-        _heard_mark(hidden, rank).touch()
-
-
-def _heard_mark(hidden: Path, rank: int) -> Path:
-    return hidden / f"heard-{rank}"
-
-
-def publish_when_heard(hidden: Path, path: Path, world_size: int, twin: Path | None = None) -> None:
-    """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit.
+def publish_shards(hidden: Path, path: Path, world_size: int, twin: Path | None = None) -> None:
+    """Give a complete folder its name, in place of an older one, when no rank looks into the hidden one any more.
 
     With a `twin`, the folder gets two names. Raises StorageUnavailableError if it is not complete: somebody has deleted
     it before the commit made it anew.
     """
-    marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
-    deadline, pause = timing.monotonic() + _HEARD_SECONDS, threading.Event()
-    while not all(mark.exists() for mark in marks) and timing.monotonic() < deadline:
-        pause.wait(_LOOK_SECONDS)
-    for mark in marks:
-        mark.unlink(missing_ok=True)
     if not (hidden / REST).exists() or len([*hidden.glob("rank_*.tar")]) < world_size:
         raise StorageUnavailableError(f"{path}: files of it were deleted while it was saved")
     disk.sync_folder(hidden)

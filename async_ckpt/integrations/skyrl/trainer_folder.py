@@ -13,21 +13,21 @@ go on after the call.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ...plumbing import file_digests, ledger, places, scratches, threads, timing, waits
-from ..common.checkpoint_history import note_failed, note_saved
+from ...plumbing import file_digests, places, scratches, timing, waits
+from ..common.checkpoint_history import HistoryEntry
 from ..common.folders import name_latest
+from ..common.run_folders import surplus
+from ..common.save_queue import SaveQueue
 from .worker_calls import WorkerCalls
 
 _LATEST: Final = "latest_ckpt_global_step.txt"
@@ -36,8 +36,6 @@ _NUMBERED: Final = re.compile(r"global_step_(\d+)")
 # How long the follower pauses between two looks at the workers.
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
-
-_log = logging.getLogger("async_ckpt")
 
 
 class TrainerCheckpoints:
@@ -55,8 +53,9 @@ class TrainerCheckpoints:
     nodes share; a save to a URL raises NotImplementedError.
     """
 
-    _saving: Future[None] | None = None
-    _follower: threads.Crew | None = None
+    @cached_property
+    def _saves(self) -> SaveQueue:
+        return SaveQueue("skyrl")
 
     def save_checkpoints(self) -> str:
         """Save as the trainer of reinforcement learning does. Returns the folder, which appears when it is durable."""
@@ -86,11 +85,7 @@ class TrainerCheckpoints:
 
     def wait_for_checkpoints(self) -> None:
         """Return when the save under way is durable, and named. Raises its error."""
-        saving = self._saving
-        if saving is not None:
-            ledger.wait_in_training(saving)
-            self._saving = None
-            saving.result()
+        self._saves.finish()
 
     async def _wait_after(self, training: Awaitable[Any]) -> Any:
         result = await training
@@ -111,8 +106,8 @@ class TrainerCheckpoints:
         os.makedirs(root, exist_ok=True)
         scratches.sweep(root)
         dispatch: Any = self.dispatch  # type: ignore[attr-defined]
-        save = _FolderSave(root, f"global_step_{self.global_step}", WorkerCalls(dispatch))  # type: ignore[attr-defined]
-        save.limit = settings.max_ckpts_to_keep
+        began, step = timing.monotonic(), self.global_step  # type: ignore[attr-defined]
+        save = _HiddenSave(root, step, WorkerCalls(dispatch), settings.max_ckpts_to_keep)
         try:
             settings.ckpt_path = str(save.hidden)
             try:
@@ -123,26 +118,27 @@ class TrainerCheckpoints:
         except BaseException:
             save.give_up()
             raise
-        save.note_call()
-        ended = self._saving = threads.running_future()
-        self._follower = self._follower or threads.Crew("skyrl", 1)
-        self._follower.submit(partial(save.follow, ended), ended.set_exception)
+        self._saves.add(
+            save.target,
+            [],
+            save.finish,
+            step=step,
+            held_seconds=timing.monotonic() - began,
+            failed=save.failed,
+            entry=HistoryEntry(root, save.target.name, step),
+        )
         return os.path.join(given, save.target.name)
 
 
-class _FolderSave:
+class _HiddenSave:
     """One checkpoint that is being saved. Used by the trainer's thread in the call, and then by the follower's."""
 
-    def __init__(self, root: Path, name: str, workers: WorkerCalls) -> None:
+    def __init__(self, root: Path, step: int, workers: WorkerCalls, limit: int) -> None:
+        name = f"global_step_{step}"
         self.target: Final = root / name
-        self.limit, self._began = -1, timing.monotonic()
-        self._workers, self._call_seconds = workers, 0.0
+        self._step, self._workers, self._limit = step, workers, limit
         self._scratch = scratches.Scratch(root, name)
         self.hidden: Final = self._scratch.folder
-
-    @property
-    def _step(self) -> int:
-        return int(self.target.name.removeprefix("global_step_"))
 
     @property
     def _written(self) -> Path:
@@ -157,10 +153,6 @@ class _FolderSave:
         config.get("trainer", config)["ckpt_path"] = ckpt_path
         torch.save(state, path)
 
-    def note_call(self) -> None:
-        """Note the end of the trainer's call, which held the training."""
-        self._call_seconds = timing.monotonic() - self._began
-
     def give_up(self) -> None:
         """Remove what has been written, once no worker writes any more."""
         for model in self._models():
@@ -168,28 +160,21 @@ class _FolderSave:
                 self._workers.finalize(model)
         self._scratch.remove()
 
-    def follow(self, ended: Future[None]) -> None:
-        """Wait until everything is durable, and make it the newest checkpoint. Runs on the follower's thread."""
-        try:
-            for model in self._models():
-                self._wait_for_workers(model)
-            file_digests.note_digests(self._written)
-            scratches.sync_all(self._written)
-            scratches.publish(self._written, self.target, replaced=lambda _: True)
-            name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))
-        except BaseException as error:
-            _log.error("%s was not saved: %s: %s", self.target, type(error).__name__, error)
-            note_failed(self.target.parent, self._step, error)
-            with suppress(Exception):
-                self.give_up()
-            ended.set_exception(error)
-            return
-        seconds = {"stall_seconds": self._call_seconds, "total_seconds": timing.monotonic() - self._began}
-        note_saved(self.target.parent, self.target.name, self._step, seconds)
+    def finish(self) -> None:
+        """Wait until everything is durable, and make it the newest checkpoint. Runs on the thread of the queue."""
+        for model in self._models():
+            self._wait_for_workers(model)
+        file_digests.note_digests(self._written)
+        scratches.sync_all(self._written)
+        scratches.publish(self._written, self.target, replaced=lambda _: True)
+        name_latest(self.target.parent / _LATEST, str(self._step))
         with suppress(Exception):  # the checkpoint exists; the next save tries again
             self._retire()
             self._scratch.remove()
-        ended.set_result(None)
+
+    def failed(self, _: BaseException) -> None:
+        with suppress(Exception):  # it is raised, whatever this comes to
+            self.give_up()
 
     def _models(self) -> list[str]:
         """The models that the trainer has saved, each in a folder of its name."""
@@ -203,17 +188,16 @@ class _FolderSave:
         self._workers.finalize(model)
 
     def _retire(self) -> None:
-        """Hide the oldest checkpoints until `limit` are left; the hidden folder is removed later, with them in it.
+        """Hide the oldest checkpoints beyond the limit; the hidden folder is removed later, with them in it.
 
         The newest one stays, even if a training that went back has left others with larger numbers.
         """
-        if self.limit < 0:
+        if self._limit < 0:
             return
-        matches = map(_NUMBERED.fullmatch, os.listdir(self.target.parent))
-        numbers = sorted(int(match[1]) for match in matches if match)
-        others = [number for number in numbers if f"global_step_{number}" != self.target.name]
-        for number in others[: max(0, len(others) + 1 - max(1, self.limit))]:
-            name = f"global_step_{number}"
+        found = sorted(
+            filter(_NUMBERED.fullmatch, os.listdir(self.target.parent)), key=lambda name: int(name.rpartition("_")[2])
+        )
+        for name in surplus(found, {self.target.name}, self._limit):
             os.rename(self.target.parent / name, self.hidden / f"{name}.retired")
 
 

@@ -27,17 +27,17 @@ from ...errors import StateMismatchError
 from ...files import local_work_dir
 from ...plumbing import sharded, timing
 from ..common.checkpoint_history import note_closed
+from ..common.folder_saves import FolderSaves, noted_on
 from ..common.folders import FolderHold
 from ..common.frameworks import LOGGED_AS, name_in, require, require_names
-from ..common.fsdp1_state import as_dtensors, optimizer_to_fill, take_back, take_back_optimizer, weights_of
+from ..common.fsdp1_state import optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet
 from ..common.loader_order import ORDER, order_file, warn_of_order
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.sound_folders import check, local, sound_folder
-from ..common.step_guard import StepGuard
-from ..common.training_archive import TrainingArchive, archive_in, missing_in, path_beside
+from ..common.training_archive import TrainingArchive, archive_in, missing_in
 from ..dcp import restore
 from .trainer_parts import FILES, parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
@@ -162,14 +162,11 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             )
         if self.is_fsdp_enabled:
             refuse(self.accelerator.state.fsdp_plugin, has_adapters=peft_config_of(self.model) is not None)
-        self._pending: TrainerSave | None = None
-        self._run: LocalRun | StoredRun | None = None  # of the newest save
-        self._engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
+        self._saves = FolderSaves("transformers")
         self._url: str | None = None
         self._resumed: str | None = None  # the checkpoint that training goes on from
         if is_url(self.args.output_dir):
             self._write_to(self.args.output_dir)
-        self._guard = StepGuard()
         # Before those that close loggers; in a new list, since a callback may be what makes the trainer asynchronous.
         self.callback_handler.callbacks = [_BeginAndEnd(self), *self.callback_handler.callbacks]
 
@@ -213,8 +210,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return found
 
     def _close_history(self) -> None:
-        if self._run is not None and self.args.should_save and not self.args.push_to_hub:
-            note_closed(self._run.place(""))
+        if self._saves.run is not None and self.args.should_save and not self.args.push_to_hub:
+            note_closed(self._saves.run.place(""))
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
@@ -223,34 +220,24 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
         trainer.wait_for_checkpoint()  # such as in a callback's `on_save`
         """
-        pending, error = self._pending, None
-        if pending is not None:
-            error = pending.handle.exception()
-            if pending.noted is not None:
-                pending.noted.result()
-            self._pending = None
-        if self._engine is not None:
-            error = self._engine.finish() or error
-        if error is not None:
-            raise error
-        if pending is not None:
-            self._log_save(pending)
+        done = self._saves.wait()
+        if isinstance(done, TrainerSave):
+            self._log_save(done)
             if self.args.should_save:
-                pending.run.retire(pending.name, self.args.save_total_limit, self.state.best_model_checkpoint)
+                done.run.retire(done.name, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _wait_on_all_ranks(self) -> None:
         """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
         meet(self.wait_for_checkpoint)
 
     def _wait_beside(self, error: BaseException) -> None:
-        try:
+        with noted_on(error):
             self.wait_for_checkpoint()
-        except Exception as failed:
-            error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
-        if self._run is not None and self.args.should_save:
+        run = self._saves.run
+        if run is not None and self.args.should_save:
             with suppress(Exception):  # another error is raised already
                 # Other ranks may still look at an archive.
-                self._run.end() if self.args.world_size == 1 else self._run.make_room()
+                run.end() if self.args.world_size == 1 else run.make_room()
 
     def _output_dir_of_its_own(self) -> AbstractContextManager[object]:
         writes_there = self.args.should_save and self._url is None
@@ -260,7 +247,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if _IN_SUMMARY in logs:
             self._wait_on_all_ranks()  # the last row of a training is its summary
         super().log(logs, *args, **kwargs)
-        if self._pending is not None and self._pending.handle.done() and self._pending.handle.exception() is None:
+        pending = self._saves.pending
+        if pending is not None and pending.handle.done() and pending.handle.exception() is None:
             self.wait_for_checkpoint()
 
     def _log_save(self, save: TrainerSave) -> None:
@@ -289,12 +277,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""
         self._wait_on_all_ranks()
-        if self._run is None or not self.args.should_save:
+        run, best = self._saves.run, self.state.best_model_checkpoint
+        if run is None or not self.args.should_save:
             return
-        best = self.state.best_model_checkpoint
-        if self.args.save_total_limit == 1 and best is not None and self._run.has(os.path.basename(best)):
-            self._run.retire(os.path.basename(best), 1, None)  # as the trainer has done with the folders it saw
-        self._run.end()
+        if self.args.save_total_limit == 1 and best is not None and run.has(os.path.basename(best)):
+            run.retire(os.path.basename(best), 1, None)  # as the trainer has done with the folders it saw
+        run.end()
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -322,7 +310,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         run = self._enter(run_dir)
         self._note_best(run, name)
         meet(lambda: self._make_ready(run, name))
-        files = self._files_of_engine(run, name) if self.is_deepspeed_enabled else None
+        files = self._files_of_engine(name) if self.is_deepspeed_enabled else None
         meet(lambda: self._begin(save, rng, files))
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
@@ -346,23 +334,21 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         files = {} if is_spread else self._files_of_subclass(parts)
         if not self.args.push_to_hub:  # the hub gets what the plain Trainer pushes
             files |= order_file([self.callback_handler.train_dataloader])
-        guards = self._of_engine().guards() if self.is_deepspeed_enabled else self._guard([self.optimizer])
-        return TrainerSave(run, name, snapshot(parts, guard=guards or None), files, began)
+        return TrainerSave(run, name, snapshot(parts, guard=self._guards() or None), files, began)
 
-    def _of_engine(self) -> Any:
-        """The saves of DeepSpeed's engine. Each `train` makes an engine."""
-        if self.deepspeed.checkpoint_engine is not self._engine:
-            from ..deepspeed.trainer_files import for_trainer  # it imports DeepSpeed
+    def _guards(self) -> list[Any]:
+        if not self.is_deepspeed_enabled:
+            return self._saves.guard([self.optimizer])
+        from ..deepspeed.trainer_files import for_trainer  # it imports DeepSpeed
 
-            self._engine = for_trainer(self.deepspeed)
-        return self._engine
+        return for_trainer(self.deepspeed).guards()
 
-    def _files_of_engine(self, run: LocalRun | StoredRun, name: str) -> Any:
-        """The files of the engine, which all ranks begin to write."""
-        from ..deepspeed.trainer_files import EngineFiles
+    def _files_of_engine(self, name: str) -> Any:
+        """The files of the engine, which all ranks begin to write. Each `train` makes an engine."""
+        from ..deepspeed.trainer_files import begin_files
 
-        saves, beside = self._of_engine(), path_beside(Path(run.place(name)))
-        return EngineFiles(saves, beside, exclude_frozen_parameters=peft_config_of(self.model) is not None)
+        only_trained = peft_config_of(self.model) is not None
+        return begin_files(self._saves, self.deepspeed, name, exclude_frozen_parameters=only_trained)
 
     def _make_ready(self, run: LocalRun | StoredRun, name: str) -> None:
         """Remove what earlier saves have left where ranks are about to write. None of them writes meanwhile."""
@@ -375,8 +361,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self.args.should_save:
             self._note_callbacks()
         if save is not None:
-            save.begin(self, rng, files)
-            self._pending = save
+            self._saves.begun(save, save.begin(self, rng, files))
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder of the checkpoints of a training, which may be a URL."""
@@ -389,11 +374,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _enter(self, run_dir: str) -> LocalRun | StoredRun:
         """The run in a folder. Before the first save there, what a killed trainer has left is removed."""
         run = StoredRun(run_dir, STATE) if self._url is not None else LocalRun(run_dir)
-        if self._run is None or self._run.place("") != run.place(""):
-            if self.args.should_save:
-                run.clear()
-            self._run = run
-        return self._run
+        return self._saves.enter(run, writes=self.args.should_save)
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
         """The files of methods that a subclass has of its own, and that would read the live state: written now.
@@ -422,8 +403,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         url = self._url if output_dir is None else output_dir
         with local_work_dir(url) if url is not None and is_url(url) else nullcontext(output_dir) as folder:
             super().save_model(folder, _internal_call)
-            if self._engine is not None:  # DeepSpeed may have saved there
-                self._engine.wait()
+            if self._saves.of_engine is not None:  # DeepSpeed may have saved there
+                self._saves.of_engine.wait()
 
     def _note_best(self, run: LocalRun | StoredRun, name: str) -> None:
         """Name the folder of the best step, if it was saved, or is just being saved."""
@@ -478,7 +459,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         """Fill the model from an archive; False if that has none."""
         if archive is None or not archive.is_dir():  # only several ranks write the weights there
             return False
-        weights = as_dtensors(weights_of(model) if peft_config_of(model) is None else written_weights(model))
+        weights = weights_of(model) if peft_config_of(model) is None else written_weights(model)
         restore({"model": weights}, archive, select="model")
         take_back(model, weights, strict=peft_config_of(model) is None)
         return True
@@ -495,7 +476,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # of `save_only_model`; the Trainer goes on, too
             self._tell_of_lacking(checkpoint, lacking)
         else:
-            to_fill = as_dtensors(optimizer_to_fill(self.model, optimizer))
+            to_fill = optimizer_to_fill(self.model, optimizer)
             live = {"optimizer": to_fill, "scheduler": self.lr_scheduler}
             restore(live, archive, select=tuple(live))
             take_back_optimizer(self.model, optimizer, to_fill)

@@ -30,7 +30,7 @@ def parts_of(trainer: Any) -> dict[str, Any]:
         parts = sharded_parts(trainer.model, trainer.optimizer, kind, only_adapters=adapters is not None)
     else:
         optimizer = optimizer_of(trainer.model, trainer.optimizer)
-        parts = as_dtensors({"model": written_weights(trainer.model), "optimizer": optimizer})
+        parts = {"model": written_weights(trainer.model), "optimizer": optimizer}
     if trainer.args.save_only_model:
         return {"model": parts["model"]}
     if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":  # which the engine saves

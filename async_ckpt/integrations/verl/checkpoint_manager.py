@@ -14,20 +14,21 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
 from ...errors import NotCommittedError
-from ...plumbing import ledger, threads, timing, waits
+from ...plumbing import ledger, timing, waits
 from ..common import fsdp1_state
-from ..common.checkpoint_history import note_failed, note_saved
+from ..common.checkpoint_history import HistoryEntry
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
+from ..common.save_queue import SaveQueue
 from ..common.small_files import written_by
 from ..common.step_guard import StepGuard
 from ..common.training_archive import archive_in
@@ -57,25 +58,12 @@ _USED: Final = (
 _log = logging.getLogger("async_ckpt")
 
 
-@dataclass(frozen=True)
-class _PartSave:
-    """One save under way. The training thread reads and drops it."""
+class _PartSave(NamedTuple):
+    """The save under way. The trainer's going on lets the tracker be moved, at which all of it has ended."""
 
-    folder: PartFolder
-    handles: list[SaveHandle]
-    files: dict[str, bytes]
-    step: int
-    limit: int | None
-    call_seconds: float
-    names_step: bool
-    went_on: threading.Event = field(default_factory=threading.Event)
-    durable: Future[None] = field(default_factory=threads.running_future)
-    ended: Future[None] = field(default_factory=threads.running_future)
-
-    def report(self) -> SaveReport:
-        report = self.handles[0].result()
-        stall_seconds = max(self.call_seconds, report.stall_seconds)
-        return replace(report, path=str(self.folder.path), step=self.step, stall_seconds=stall_seconds)
+    went_on: threading.Event
+    durable: Future[None]
+    ended: Future[None]
 
 
 class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
@@ -113,10 +101,9 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config, *others, **options)
         self._guard = None if moves_state or fsdp_state.has_adapters(model) else StepGuard()
         self._small_files: dict[str, bytes] | None = None  # as of the first save
+        self._saves = SaveQueue("verl")
         self._pending: _PartSave | None = None
-        self._reports: list[SaveReport] = []
         self._knows_siblings = False
-        self._follower = threads.Crew("verl", 1)
 
     # --- what verl calls --------------------------------------------------------------------------------------
 
@@ -158,10 +145,18 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 waits.wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its parts
             raise
-        self._pending = _PartSave(
-            folder, handles, files, global_step, max_ckpt_to_keep, timing.monotonic() - began, names_step=is_async
-        )
-        self._follower.submit(partial(self._follow, self._pending), self._pending.ended.set_exception)
+        held_seconds = timing.monotonic() - began
+        if self.rank == 0:
+            finish, went_on = partial(folder.finish, files), threading.Event()
+            entry = HistoryEntry(folder.run, folder.name, global_step, world_size=self.world_size)
+            name = partial(self._name, folder, went_on if is_async else None, max_ckpt_to_keep)
+            durable = self._saves.add(
+                folder.path, handles, finish, step=global_step, held_seconds=held_seconds, entry=entry
+            )
+            self._pending = _PartSave(went_on, durable, self._saves.follow(folder.path, name))
+        else:
+            durable = self._saves.add(folder.path, handles, step=global_step, held_seconds=held_seconds)
+            self._pending = _PartSave(threading.Event(), durable, durable)
         if not is_async:
             self.wait()
 
@@ -195,7 +190,6 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         manager.wait()  # the last line of a script
         """
-        self.trainer_went_on()
         self._meet_after_last()
 
     close = wait
@@ -223,8 +217,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         for report in manager.reports(): tracking.log(report.as_dict("async_ckpt/"), step=report.step)
         """
-        reports, self._reports = self._reports, []
-        return reports
+        return self._saves.take_reports()
 
     # --- a save -----------------------------------------------------------------------------------------------
 
@@ -292,7 +285,6 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     def _begin(self, folder: PartFolder, state: dict[str, Any], exported: Any) -> list[SaveHandle]:
         """Copy the state, and begin to write the archive and the export. Returns their handles."""
-        handles: list[SaveHandle] = []
         guard = (self._guard([self.optimizer]) if self._guard and self.optimizer is not None else []) or None
         facts = {
             "contents": [name for name in _CONTENTS if name in self.checkpoint_save_contents],
@@ -303,52 +295,31 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         state = {**state, _FACTS: facts}
         if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
             state["ranks"] = fsdp_state.rank_number(self.rank, self.world_size)
-        if exported is None:
-            handles.append(save(state, folder.archive, guard=guard))
-        elif "model" not in state:
-            handles.append(save(state, folder.archive, guard=guard))
-            handles.append(export_hf(exported, folder.path / _HF, guard=guard))
-        else:
-            with snapshot({"state": state, "exported": exported}, guard=guard) as snap:
-                handles.append(save(snap["state"], folder.archive))
-                handles.append(export_hf(snap["exported"], folder.path / _HF))
-        for handle in handles:
-            ledger.leave_warning(handle)
+        with ExitStack() as stack:
+            if exported is not None and "model" in state:  # which are copied once
+                snap = stack.enter_context(snapshot({"state": state, "exported": exported}, guard=guard))
+                state, exported, guard = snap["state"], snap["exported"], None
+            handles = [save(state, folder.archive, guard=guard)]
+            if exported is not None:
+                handles.append(export_hf(exported, folder.path / _HF, guard=guard))
         return handles
 
     # --- the end of a save, on the follower's thread ----------------------------------------------------------
 
-    def _follow(self, pending: _PartSave) -> None:
-        """Wait until everything of a save is durable, and do the rest of it."""
-        folder = pending.folder
+    def _name(self, folder: PartFolder, went_on: threading.Event | None, limit: int | None) -> None:
+        """Have the tracker name the step of a durable folder once the trainer `went_on`, and remove older folders."""
         try:
-            ledger.wait_for_ends(pending.handles)
-            if self.rank == 0:
-                folder.finish(pending.files)
-        except BaseException as error:
-            _log.error("%s was not saved: %s: %s", folder.path, type(error).__name__, error)
-            if self.rank == 0:
-                note_failed(folder.run, pending.step, error)
-            pending.durable.set_exception(error)
-            pending.ended.set_exception(error)
-            return
-        pending.durable.set_result(None)
-        try:
-            if self.rank == 0:
-                if pending.names_step:
-                    folder.wait_for_trainer(pending.went_on)
-                    folder.name_step()
-                note_saved(folder.run, folder.name, pending.step, pending.report(), world_size=self.world_size)
-                self._retire(pending)
+            if went_on is not None:
+                folder.wait_for_trainer(went_on)
+                folder.name_step()
+            self._retire(folder, limit)
         except BaseException as error:
             _log.error("%s is durable, but not named: %s: %s", folder.path, type(error).__name__, error)
-            pending.ended.set_exception(error)
-        else:
-            pending.ended.set_result(None)
+            raise
 
-    def _retire(self, pending: _PartSave) -> None:
+    def _retire(self, folder: PartFolder, limit: int | None) -> None:
         """Remove the oldest folders of this model beyond the limit, but none that the tracker names."""
-        newest, limit = str(pending.folder.path), pending.limit
+        newest = str(folder.path)
         paths = [*(path for path in self.previous_saved_paths if path != newest), newest]
         self.previous_saved_paths = paths
         if not isinstance(limit, int) or limit < 1:
@@ -360,25 +331,16 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     # --- waits ------------------------------------------------------------------------------------------------
 
-    def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> None:
+    def _meet_after_last(self, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
-        if self._pending is not None:
-            self._pending.went_on.set()
-        meet(partial(self._after_last, then))
-
-    def _after_last(self, then: Callable[[], Any]) -> None:
-        pending = self._pending
+        pending, self._pending = self._pending, None
         if pending is not None:
-            ledger.wait_in_training(pending.ended, pending.handles)
-            self._pending = None
-            pending.ended.result()
-            if pending.handles:
-                self._reports.append(pending.report())
-        then()
+            pending.went_on.set()
+        self._saves.meet(then)
 
     def _after_durable(self) -> None:
         if self._pending is not None:
-            ledger.wait_in_training(self._pending.durable, self._pending.handles)
+            ledger.wait_in_training(self._pending.durable)
             self._pending.durable.result()
 
     # --- loading ----------------------------------------------------------------------------------------------

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Final
 
 from ...plumbing import LocalStorage, disk, file_digests, runs, waits
-from ..common.folders import name_latest
-from ..common.training_archive import archive_in
+from ..common.folders import latest_in, name_latest
+from ..common.training_archive import ARCHIVE, archive_in
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
-ARCHIVE: Final = "training.tar"
 _STEP: Final = re.compile(r"global_step_(\d+)")
 _MARK: Final = ".async_ckpt.saving"
 _OF_TRAINER: Final = "data.pt"
@@ -104,21 +103,18 @@ class PartFolder:
             finally:
                 disk.close_quietly(fd)
         disk.sync_folder(step_folder)
-        disk.sync_folder(step_folder.parent)
-        name_latest(step_folder.parent / TRACKER, str(self._step))
+        disk.sync_folder(self.run)
+        name_latest(self.run / TRACKER, str(self._step))
 
     def is_named(self) -> bool:
         """Whether the tracker names the step of this folder."""
-        try:
-            return (self._step_folder.parent / TRACKER).read_text().strip() == str(self._step)
-        except FileNotFoundError:
-            return False
+        return latest_in(self.run, TRACKER) == str(self._step)
 
     def siblings(self) -> list[Path]:
         """The folders of this model in all steps that have a whole archive of ours, in the order of writing."""
         found = []
         pattern = "global_step_*" if self.is_step else f"global_step_*/{self.path.name}"
-        for path in self._step_folder.parent.glob(pattern):
+        for path in self.run.glob(pattern):
             archive = archive_in(path)
             if archive is not None and not (path / _MARK).exists():
                 with suppress(FileNotFoundError):  # not committed

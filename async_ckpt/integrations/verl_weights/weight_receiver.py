@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +29,9 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ...plumbing import backends, disk, timing
-from ...weights.confined import ConfinedFolder
+from ...weights.following.shared_folder import SharedFolder
 from ...weights.publishing.in_memory.borrow import PublisherMemory
 from ...weights.publishing.live_weights import new_crew
-from ...weights.publishing.notes import LOCK, Notes
 from ...weights.publishing.subscriber import Subscriber
 from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
@@ -41,7 +40,6 @@ from .sync_line import Address, ReceiverLine, SentVersion
 Item = tuple[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
-_POLL_SECONDS: Final = 0.05
 # Tries to pull a version that other processes replace at once by another version.
 _TRIES: Final = 10
 
@@ -106,15 +104,10 @@ class WeightReceiver:
         If the version is not in memory, `durable` waits until it is at the root.
         """
         with ExitStack() as stack:
-
-            def enter(context: AbstractContextManager[Tensors | None]) -> Callable[[], Tensors | None]:
-                return lambda: stack.enter_context(context)
-
-            tensors = await off_loop(enter(self._in_memory(version)))
+            tensors = await off_loop(partial(stack.enter_context, self._in_memory(version)))
             if tensors is None:
                 await durable()
-                tensors = await off_loop(enter(self._in_folder(version)))
-            assert tensors is not None
+                tensors = await off_loop(partial(stack.enter_context, self._in_folder(version)))
             yield tensors
 
     @contextmanager
@@ -136,36 +129,27 @@ class WeightReceiver:
     @contextmanager
     def _in_folder(self, version: SentVersion) -> Iterator[Tensors]:
         folder = _default_folder(self._versions.root) if self._given is None else Path(self._given).absolute()
+        shared, deadline = SharedFolder(folder, "verl"), timing.TIMEKEEPER.now() + self._timeout_seconds
         for _ in range(_TRIES):
             if self._versions.owner_token(fresh=True) != version.token:
                 raise ClosedError(
                     f"{self._versions.root}: another training has taken this root; give each training a root of its own"
                 )
             self._subscriber.pull(folder, version.number)
-            with self._kept(folder):
-                marker = Notes(ConfinedFolder(folder)).marker()
-                if marker is not None and marker.version == version.number:
+            with shared.loading(lambda: timing.TIMEKEEPER.now() > deadline) as turn:
+                if turn is None:
+                    raise TimeoutError(
+                        f"another process has been pulling into {folder} for {self._timeout_seconds:g} s; see what it "
+                        "does"
+                    )
+                held = shared.held()
+                if held is not None and held.version == version.number:
                     yield load(folder, mmap=True, verify=False)
                     return
         raise StorageUnavailableError(
             f"{folder}: other processes pull other versions into it; give this training another folder (cache)",
             path=str(folder),
         )
-
-    @contextmanager
-    def _kept(self, folder: Path) -> Iterator[None]:
-        """Keep pulls of other processes away from the folder."""
-        files = ConfinedFolder(folder)
-        with files.lock_file(LOCK) as fd:
-            deadline = timing.TIMEKEEPER.now() + self._timeout_seconds
-            while not files.try_lock(fd, alone=False):
-                if timing.TIMEKEEPER.now() > deadline:
-                    raise TimeoutError(
-                        f"another process has been pulling into {folder} for {self._timeout_seconds:g} s; see "
-                        "what it does"
-                    )
-                threading.Event().wait(_POLL_SECONDS)
-            yield
 
 
 async def _nothing_to_wait_for() -> None:

@@ -133,9 +133,9 @@ from deepspeed_runs import *
 from async_ckpt.integrations.deepspeed import tag_folder
 from threading import Event
 may_appear, done = Event(), tag_folder.TagFolder.done
-def done_when_told(folder):
+def done_when_told(folder, call):
     may_appear.wait()
-    done(folder)
+    done(folder, call)
 tag_folder.TagFolder.done = done_when_told
 training, run, looks = Training(2, {layout!r}), {folder!r}, []
 torch.manual_seed(here.rank)

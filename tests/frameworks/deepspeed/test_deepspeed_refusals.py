@@ -117,7 +117,7 @@ def save(*args, **options):
 torch.save, rendezvous.PEER_SECONDS = save, 0.0
 training.train(2, {folder!r})
 if here.rank == 0:
-    training.checkpoints._pending.ended.exception()
+    training.checkpoints.ended.exception()
     here.say("given up")
 told(training.checkpoints.wait)
 """

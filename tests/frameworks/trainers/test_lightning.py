@@ -20,7 +20,19 @@ from typing import Any
 import pytest
 import torch
 from disks import mounted, needs_mount
-from lightning_runs import NAMES, batches, contents, files_in, kit_of, loaded, quiet, run_of, trainer_of, version_of
+from lightning_runs import (
+    NAMES,
+    batches,
+    contents,
+    files_in,
+    kit_of,
+    loaded,
+    names_in,
+    quiet,
+    run_of,
+    trainer_of,
+    version_of,
+)
 from racing import Call, Gate, until
 from states import difference
 
@@ -705,9 +717,7 @@ def test_an_exception_in_a_callback_ends_the_training_and_leaves_whole_files(kit
         trainer_of(kit, tmp_path, checkpoints, saved, failing).fit(kit.Model(), batches())
     steps = [2] if hook == "on_save_checkpoint" else [2, 4]
     assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == steps
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "history.jsonl") == [
-        f"step={step}.ckpt" for step in steps
-    ]
+    assert names_in(tmp_path) == [f"step={step}.ckpt" for step in steps]
     run_of(kit, tmp_path, checkpoints, ckpt_path=tmp_path / f"step={steps[-1]}.ckpt", max_steps=6)  # it still works
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from children import Nursery
-from lightning_runs import NAMES, loaded
+from lightning_runs import NAMES, files_in, loaded, names_in
 from rank_worlds import Worlds
 from slices import some
 
@@ -113,7 +113,7 @@ with quiet():
 """
     ended = nursery.run(BEGIN + HOLD + script, tmp_path)
     assert ended.status == 1  # Lightning's own
-    assert [path.name for path in tmp_path.iterdir() if path.name != "history.jsonl"] == ["step=2.ckpt"]
+    assert names_in(tmp_path) == ["step=2.ckpt"]
     assert loaded(tmp_path / "step=2.ckpt")["global_step"] == 2
 
 
@@ -128,7 +128,7 @@ let_go_when_waited_for("drain_at_exit")
 """
     ended = nursery.run(BEGIN + HOLD + script, tmp_path)
     assert ended.status == 0, ended.err
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "history.jsonl") == ["1.ckpt", "2.ckpt"]
+    assert names_in(tmp_path) == ["1.ckpt", "2.ckpt"]
     assert loaded(tmp_path / "2.ckpt") == {"step": 2}
 
 
@@ -212,7 +212,7 @@ if __name__ == "__main__":
         print(files_in(folder))
         trainer.save_checkpoint(folder / "own.ckpt")
         trainer.test(model, batches(), verbose=False)
-        print(sorted(path.name for path in folder.iterdir() if path.name != "history.jsonl"))
+        print(names_in(folder))
         (folder / "own.ckpt").unlink()
         model.fails_at, model.made_by = 6, torch.optim.AdamW
         trainer = trainer_of(kit, folder, checkpoints, saved, **options | {"max_steps": 8})
@@ -220,7 +220,7 @@ if __name__ == "__main__":
             trainer.fit(model, batches(), ckpt_path=folder / "step=4.ckpt")
         except Exception as error:
             print("no luck" in str(error))
-        print(sorted(path.name for path in folder.iterdir() if path.name != "history.jsonl"))
+        print(names_in(folder))
 """
 
 
@@ -289,9 +289,7 @@ def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(worlds, tmp
     for ours in (True, False):
         folder = str(tmp_path / f"{ours}")
         losses_of(worlds, 4, train.format(folder, None, 4, ours, ours))
-    assert sorted(path.name for path in (tmp_path / "True").iterdir() if path.name != "history.jsonl") == [
-        "step=4.ckpt"
-    ]
+    assert names_in(tmp_path / "True") == ["step=4.ckpt"]
     names = sorted(path.name for path in (tmp_path / "True" / "step=4.ckpt").iterdir())
     assert [name.partition(".")[0] for name in names] == [
         "archives",
@@ -452,24 +450,18 @@ train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
     assert [path.name for path in (tmp_path / "run").glob(".*saving")] == [".step=2.ckpt.async_ckpt-saving"]
     losses_of(worlds, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.name != "history.jsonl"] == ["step=4.ckpt"]
+    assert names_in(tmp_path / "run") == ["step=4.ckpt"]
 
 
 def test_shards_are_saved_once_under_the_names_of_both_the_newest_and_the_last_checkpoint(worlds, tmp_path):
     folder = tmp_path / "run"
     call = "train(Sharded(16), {!r}, {!r}, steps={}, saved={{'save_last': True}}, strategy=model_parallel())"
     losses_of(worlds, 2, call.format(str(folder), None, 4))
-    assert sorted(path.name for path in folder.iterdir() if path.name != "history.jsonl") == [
-        "last.ckpt",
-        "step=4.ckpt",
-    ]
+    assert names_in(folder) == ["last.ckpt", "step=4.ckpt"]
     for path in (folder / "step=4.ckpt").iterdir():
         assert (folder / "last.ckpt" / path.name).samefile(path)
     losses = losses_of(worlds, 2, call.format(str(folder), "last", 8))
-    assert sorted(path.name for path in folder.iterdir() if path.name != "history.jsonl") == [
-        "last.ckpt",
-        "step=8.ckpt",
-    ]
+    assert names_in(folder) == ["last.ckpt", "step=8.ckpt"]
     assert [*losses] == ["4", "5", "6", "7"]
 
 
@@ -523,11 +515,7 @@ except Exception as error:
     assert second.told[0][:2] == [4, "StorageFullError"]
     assert "rank 1" in first.told[0][2]
     assert "no space left" in first.told[0][2]
-    assert [
-        path.name
-        for path in (tmp_path / "run").iterdir()
-        if path.name != "history.jsonl" and not path.name.startswith(".")
-    ] == []
+    assert files_in(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("point", ["write", "manifest"])

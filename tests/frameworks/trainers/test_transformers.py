@@ -899,7 +899,7 @@ def test_a_resume_from_the_newest_checkpoint_skips_a_damaged_one_with_a_warning(
     with pytest.warns(RuntimeWarning, match=f"{saved(STEPS)} is skipped: .*optimizer.pt"):
         trainer.train(resume_from_checkpoint=True)
     assert losses(trainer) == whole["Files"][0]
-    assert os.path.basename(trainer._run.newest_first()[0]) == saved(STEPS)
+    assert os.path.basename(trainer._saves.run.newest_first()[0]) == saved(STEPS)
 
 
 def test_a_missing_file_is_damage_too(damaged):
