@@ -14,17 +14,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from . import figures
-from .compression import compression
 from .environment import describe
 from .headline import add_run, headline
 from .setting import KEPT, Setting
 from .table import Row, kept_of, markdown, show_in, write
-from .tracing import trace
 
 RESULTS: Final = Path(__file__).parent / "results"
 README: Final = RESULTS.parent.parent / "README.md"
@@ -43,190 +41,55 @@ class Table(NamedTuple):
     """The table that the page shows it in, with others that are measured in other environments."""
 
 
-def _tables() -> dict[str, Callable[[], Table]]:
-    return {
-        "figures": lambda: Table(FIGURES),
-        "comparison": _comparison,
-        "growth": _growth,
-        "shapes": _shapes,
-        "stores": _stores,
-        "tiers": _tiers,
-        "scale": _scale,
-        "trace": lambda: Table({"trace": trace}),
-        "groups": _groups,
-        "finite": _finite,
-        "unchanged": _unchanged,
-        "ranks": _ranks,
-        "publish": _publish,
-        "one_host": _one_host,
-        "command": _command,
-        "history": _history,
-        "memory": _memory,
-        "intervals": _intervals,
-        "trainers": _trainers,
-        "torchtitan": lambda: _framework("torchtitan"),
-        "deepspeed": lambda: _framework("deepspeed"),
-        "ray": lambda: _framework("ray"),
-        "verl": lambda: _framework("verl"),
-        "skyrl": lambda: _framework("skyrl"),
-        "dcp": _dcp,
-        "gpu": _gpu,
-    }
-
-
-FIGURES: Final[dict[str, Measure]] = {
-    "stall": figures.stall,
-    "guarded_stall": figures.guarded_stall,
-    "guarded_call": figures.guarded_call,
-    "first_saves": figures.first_saves,
-    "durable_bandwidth": figures.durable_bandwidth,
-    "small": figures.small,
-    "restore": figures.restore,
-    "memory": figures.memory,
-    "training": figures.training,
-    "wrapped": figures.wrapped,
-    "bandwidth_limit": figures.bandwidth_limit,
-    "reads_beside": figures.reads_beside,
-    "products_beside": figures.products_beside,
-    "compression": compression,
-    "import_time": figures.import_time,
+# By table: the module that has its measures, and the names of those that are its own, if the module has others, too.
+_TABLES: Final[dict[str, tuple[str, ...]]] = {
+    "figures": ("figures",),
+    "comparison": ("compare", "comparison"),
+    "growth": ("growth",),
+    "shapes": ("compare", "shapes"),
+    "stores": ("stores",),
+    "tiers": ("tiers",),
+    "scale": ("scale",),
+    "trace": ("tracing",),
+    "groups": ("groups",),
+    "finite": ("finite",),
+    "unchanged": ("unchanged",),
+    "ranks": ("ranks", "two_ranks", "beside_dcp"),
+    "publish": ("publishing",),
+    "one_host": ("one_host",),
+    "command": ("command",),
+    "history": ("history",),
+    "memory": ("memory_place",),
+    "intervals": ("intervals",),
+    "trainers": ("trainers",),
+    **{name: ("frameworks", name) for name in ("torchtitan", "deepspeed", "ray", "verl", "skyrl")},
+    "dcp": ("ranks", "dcp"),
+    "gpu": ("gpu",),
 }
 # What a process holds is seen best while it is small.
 _USUAL: Final = ("growth", "trace", "figures", "comparison")
 RUNS: Final = RESULTS / "runs" / "comparison.json"
 
 
-# What these import is not needed by the others.
-
-
-def _comparison() -> Table:
-    from . import compare
-
-    return Table({"comparison": compare.comparison}, compare.PACKAGES)
-
-
-def _shapes() -> Table:
-    from . import compare
-
-    return Table({"shapes": compare.shapes}, compare.PACKAGES)
-
-
-def _gpu() -> Table:
-    from . import gpu
-
-    return Table(gpu.measures(), gpu.PACKAGES, gpu.CLOSING)
-
-
-def _finite() -> Table:
-    from . import finite
-
-    return Table({"finite": finite.finite})
-
-
-def _unchanged() -> Table:
-    from . import unchanged
-
-    return Table(unchanged.MEASURES, unchanged.PACKAGES)
-
-
-def _groups() -> Table:
-    from . import groups
-
-    return Table({"groups": groups.groups})
-
-
-def _ranks() -> Table:
-    from . import ranks
-
-    return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
-
-
-def _one_host() -> Table:
-    from . import one_host
-
-    return Table(one_host.MEASURES, ("safetensors",))
-
-
-def _publish() -> Table:
-    from . import publishing
-
-    return Table(publishing.MEASURES, ("zstandard", "safetensors"))
-
-
-def _command() -> Table:
-    from . import command
-
-    return Table(command.MEASURES, ("typer", "rich", "obstore"))
-
-
-def _history() -> Table:
-    from . import history
-
-    return Table(history.MEASURES, ("obstore",))
-
-
-def _memory() -> Table:
-    from . import memory_place
-
-    return Table({"memory": memory_place.memory_place})
-
-
-def _intervals() -> Table:
-    from . import intervals
-
-    return Table(intervals.MEASURES)
-
-
-def _trainers() -> Table:
-    from . import trainers
-
-    return Table(trainers.MEASURES, trainers.PACKAGES)
-
-
-def _framework(name: str) -> Table:
-    from . import frameworks
-
-    return Table({name: frameworks.MEASURES[name]}, (name,), part_of="frameworks")
-
-
-def _dcp() -> Table:
-    from . import ranks
-
-    return Table({"dcp": ranks.plugged_into_dcp})
-
-
-def _growth() -> Table:
-    from . import growth
-
-    return Table(growth.MEASURES)
-
-
-def _stores() -> Table:
-    from . import stores
-
-    return Table(stores.MEASURES, stores.PACKAGES)
-
-
-def _tiers() -> Table:
-    from . import tiers
-
-    return Table(tiers.MEASURES, ("obstore",))
-
-
-def _scale() -> Table:
-    from . import scale
-
-    return Table(scale.MEASURES)
+def _table(name: str) -> Table:
+    """The table of a name. What its module imports is not needed by the others."""
+    place, *own = _TABLES[name]
+    module = import_module(f"{__package__}.{place}")
+    every = module.measures() if place == "gpu" else module.MEASURES
+    measures = {key: measure for key, measure in every.items() if key in own or not own}
+    if place == "frameworks":
+        return Table(measures, (name,), part_of=place)
+    return Table(measures, getattr(module, "PACKAGES", ()), getattr(module, "CLOSING", ""))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     toy = options.quick or os.environ.get("QUICK") == "1"
-    unknown = [name for name in options.table if name not in _tables()]
+    unknown = [name for name in options.table if name not in _TABLES]
     if unknown:
-        parser.error(f"there is no table {unknown[0]}; there are {', '.join(_tables())}")
-    tables = {name: _tables()[name]() for name in options.table or _USUAL}
+        parser.error(f"there is no table {unknown[0]}; there are {', '.join(_TABLES)}")
+    tables = {name: _table(name) for name in options.table or _USUAL}
     if options.only:
         tables = _only(tables, options.only)
         if not tables:
@@ -298,7 +161,7 @@ def _kept_at(options: argparse.Namespace, name: str, part_of: str, *, toy: bool)
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
-    every = ", ".join(_tables())
+    every = ", ".join(_TABLES)
     parser.add_argument("table", nargs="*", help=f"of {every}; by default {', '.join(_USUAL)}")
     parser.add_argument("--quick", action="store_true", help="toy sizes, in seconds; the same as QUICK=1")
     parser.add_argument("--only", metavar="FIGURE", help="one figure")

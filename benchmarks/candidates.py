@@ -178,12 +178,12 @@ class Safetensors(Candidate):
         tensors = dict(tensors_of(flat))
         others = {name: value for name, value in flat.items() if name not in tensors}
         path = self.path(number)
-        _untyped("safetensors.torch").save_file(tensors, path, {"others": json.dumps(others)})
+        import_module("safetensors.torch").save_file(tensors, path, {"others": json.dumps(others)})
         with open(path, "rb+") as file:
             _sync(file)
 
     def restore(self, number: int, into: State) -> None:
-        with _untyped("safetensors").safe_open(self.path(number), "pt") as file:
+        with import_module("safetensors").safe_open(self.path(number), "pt") as file:
             for name, tensor in tensors_of(into):
                 tensor.copy_(file.get_tensor(name))
 
@@ -313,8 +313,8 @@ class TorchCheckpointing(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        package = _untyped("torch_checkpointing")
-        storage = _untyped("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(
+        package = import_module("torch_checkpointing")
+        storage = import_module("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(
             use_direct_io=False  # its default opens what it then cannot write to on ext4
         )
         config = package.CheckpointManager.Config(storage_config=storage)
@@ -346,7 +346,7 @@ class Lightning(Candidate):
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
         tempfile.tempdir = str(folder)  # it writes there first, and a rename must not cross file systems
-        plugins = _untyped("pytorch_lightning.plugins")
+        plugins = import_module("pytorch_lightning.plugins")
         self._io = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
         self._number = 0
 
@@ -378,7 +378,7 @@ class Moonclip(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        self._manager = _untyped("moonclip").CheckpointManager(str(folder), world_size=1, rank=0)
+        self._manager = import_module("moonclip").CheckpointManager(str(folder), world_size=1, rank=0)
         self._ids: dict[int, str] = {}
 
     def path(self, number: int) -> Path:
@@ -407,7 +407,7 @@ class Resiliency(Candidate):
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
         _alone_in_a_group()  # it asks for its rank
-        module = _untyped("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt")
+        module = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt")
         self._checkpoint = module.TorchAsyncCheckpoint(persistent_queue=True)
 
     def save(self, number: int) -> None:
@@ -630,9 +630,4 @@ def _alone_in_a_group() -> None:
 
 def _dcp(module: str) -> Any:
     """Imported by those alone that use it, for it takes longer than the rest of torch."""
-    return _untyped(f"torch.distributed.checkpoint.{module}")
-
-
-def _untyped(package: str) -> Any:
-    """A package without annotations, or that need not be there."""
-    return import_module(package)
+    return import_module(f"torch.distributed.checkpoint.{module}")

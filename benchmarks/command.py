@@ -15,11 +15,10 @@ from __future__ import annotations
 import io
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -37,11 +36,12 @@ from .browser import MISSING, Chromium, opened, program
 from .limits import MIB, NUM_READERS, READ_BYTES, WarmMemory, drop_cache, seconds_of
 from .restarts import step_on_disk
 from .run_events import events_of_run, write_history
-from .setting import Setting, side_by_side
-from .store_server import store_server
-from .table import Figure, Target
+from .setting import Setting, elapsed, side_by_side
+from .store_server import options_for, store_server
+from .table import Figure, Target, fixed
 from .workloads import small_tensors, tensors
 
+PACKAGES: Final = ("typer", "rich", "obstore")
 _MEMORY_MIB: Final = 256
 _LATENCY_SECONDS: Final = 0.01
 _USUAL_STEPS: Final = 50
@@ -60,8 +60,8 @@ def without_work(setting: Setting) -> dict[str, Figure]:
     importing = [name for name, told in (("--help", help_), ("ls", ls)) if told.needs_torch]
     title = f"ls of a run of {_USUAL_STEPS} steps on the disk"
     return {
-        "command_help": _seconds("--help", help_.seconds, 0.3),
-        "command_ls": _seconds(title, ls.seconds, 0.5),
+        "command_help": fixed("--help", "s", help_.seconds, 0.3),
+        "command_ls": fixed(title, "s", ls.seconds, 0.5),
         "command_torch": Figure(
             "of these two, those that import torch", "", "fixed", Target("≤", 0.0), [(len(importing), 1)], ", ".join(importing)
         ),
@@ -75,7 +75,7 @@ def long_runs(setting: Setting) -> dict[str, Figure]:
         _write(root, _files_of(step))
     on_disk = probe.command(["ls", str(root)], setting.few_rounds)
     with store_server(latency=_LATENCY_SECONDS) as endpoint:
-        there = ObjectStorage("s3://bucket/run", {"endpoint": endpoint, "skip_signature": True, "region": "us-east-1"})
+        there = ObjectStorage("s3://bucket/run", options_for(endpoint))
         files = (file for step in range(1, count + 1) for file in _files_of(step))
         seconds_of((partial(there.replace, *file) for file in files), _PUTS_IN_FLIGHT)
         store = ["--endpoint", endpoint, "--anonymous", "--region", "us-east-1"]
@@ -85,8 +85,8 @@ def long_runs(setting: Setting) -> dict[str, Figure]:
     title = f"ls of a run of {count:,} steps"
     far = f"{title} in a bucket that answers after {_LATENCY_SECONDS * 1e3:.0f} ms"
     return {
-        "command_ls_many": _seconds(f"{title} on the disk", on_disk.seconds, 1.0),
-        "command_ls_store": _seconds(far, in_store.seconds, 3.0),
+        "command_ls_many": fixed(f"{title} on the disk", "s", on_disk.seconds, 1.0),
+        "command_ls_store": fixed(far, "s", in_store.seconds, 3.0),
     }
 
 
@@ -102,17 +102,14 @@ def pages(setting: Setting) -> dict[str, Figure]:
     peak = probe.command_peak_bytes("page.run_page", call) / MIB
     title = f"page of a run of {count:,} steps"
     return {
-        "command_page": _seconds(title, told.seconds, 5.0),
-        "command_page_memory": Figure(
-            "its memory, beyond that of the imports", "MiB", "fixed", Target("≤", 1.0), [(peak, _MEMORY_MIB)]
-        ),
-        "command_page_bytes": Figure("its file", "MB", "fixed", Target("≤", 1.0), [(file.stat().st_size / 1e6, 1.0)]),
-        "command_page_browser": Figure(
+        "command_page": fixed(title, "s", told.seconds, 5.0),
+        "command_page_memory": fixed("its memory, beyond that of the imports", "MiB", [peak], _MEMORY_MIB),
+        "command_page_bytes": fixed("its file", "MB", [file.stat().st_size / 1e6], 1.0),
+        "command_page_browser": fixed(
             "its pictures in Chromium, from the navigation until all are drawn",
             "s",
-            "fixed",
-            Target("≤", 1.0),
-            [(seconds, 1.0) for seconds in _drawing_seconds(file, setting)],
+            _drawing_seconds(file, setting),
+            1.0,
             "" if program() else MISSING,
         ),
     }
@@ -142,9 +139,9 @@ def many_ranks(setting: Setting) -> dict[str, Figure]:
     own = [max(0.0, seconds - by_torch) for seconds, by_torch in pairs]
     title = f"inspect of a step of {count} ranks and {_RANK_TENSORS:,} tensors"
     return {
-        "command_inspect": _seconds(title, told.seconds, 1.0),
+        "command_inspect": fixed(title, "s", told.seconds, 1.0),
         "command_inspect_torch": Figure("the same beside Python alone", "s", "import torch", None, pairs),
-        "command_inspect_own": _seconds("the same without the import of torch", own, 1.0),
+        "command_inspect_own": fixed("the same without the import of torch", "s", own, 1.0),
     }
 
 
@@ -206,12 +203,11 @@ def memory(setting: Setting) -> dict[str, Figure]:
             shutil.rmtree(setting.folder / "out", ignore_errors=True)
         shutil.rmtree(root)
     return {
-        f"command_memory_{number}": Figure(
+        f"command_memory_{number}": fixed(
             f"memory of {title}, beyond that of the imports",
             "MiB",
-            "fixed",
-            Target("≤", 1.0),
-            [(max(by_state.values()), _MEMORY_MIB)],
+            [max(by_state.values())],
+            _MEMORY_MIB,
             ", ".join(f"{peak:.0f} MiB for {state}" for state, peak in by_state.items()),
         )
         for number, (title, by_state) in enumerate(peaks.items())
@@ -262,16 +258,10 @@ def _write(root: Path, files: Iterator[tuple[str, bytes]]) -> None:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def _seconds(title: str, samples: Sequence[float], limit_seconds: float) -> Figure:
-    return Figure(title, "s", "fixed", Target("≤", 1.0), [(seconds, limit_seconds) for seconds in samples])
-
-
 def _called(work: Callable[..., None], *arguments: Any, **options: Any) -> float:
     """Seconds that the work of a command takes in this process. The work raises if the status is not 0."""
-    begin = perf_counter()
     with redirect_stdout(io.StringIO()):
-        work(*arguments, **options)
-    return perf_counter() - begin
+        return elapsed(partial(work, *arguments, **options))
 
 
 def _require(holds: bool, what: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 from . import trial
 from .candidates import CANDIDATES, NO_SAVE_STEPS, Candidate
 from .setting import Setting
-from .table import NOISE_SECONDS, Figure, Noise, Row, Target, shown
+from .table import Figure, Noise, Row, Target, above_noise, shown
 
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 # Of the table of workloads: this library, and the fastest of each kind beside it.
@@ -193,10 +193,7 @@ def against(contenders: Mapping[str, Contender], noise: Noise) -> dict[str, Row]
         return min(names, key=lambda name: contenders[name].medians[value])
 
     def held(title: str, ours: str, other: str, value: str, limit: float | None) -> Figure:
-        pairs = [
-            (max(one, NOISE_SECONDS), max(another, NOISE_SECONDS))
-            for one, another in pairs_of(contenders[ours], contenders[other], value)
-        ]
+        pairs = above_noise(pairs_of(contenders[ours], contenders[other], value))
         target = None if limit is None else Target("≤", limit)
         off = noise.seconds if value == "lost" else 0.0
         return Figure(title, "s", CANDIDATES[other].title, target, pairs, noise=off)
@@ -278,3 +275,6 @@ def _shape(workload: str, setting: Setting, names: Sequence[str]) -> Shape:
     contenders = measured(once, workload, names, num_bytes)
     sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
     return Shape(_SHAPES[workload], max(sizes, default=0), contenders)
+
+
+MEASURES: Final = {"comparison": comparison, "shapes": shapes}

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from async_ckpt import AsyncCheckpointer, Place, SaveHandle, SaveReport, save, wrap
 
 from . import probe
+from .compression import compression
 from .limits import (
     MIB,
     NUM_COPIERS,
@@ -38,7 +39,7 @@ from .limits import (
     whole_pages,
 )
 from .setting import Setting, side_by_side
-from .table import NOISE_SECONDS, Figure, Target
+from .table import Figure, Target, above_noise, fixed
 from .workloads import Training, small_tensors, tensors
 
 # The index, padding and digests of an archive, generously.
@@ -49,8 +50,8 @@ _NUM_COUNTS: Final = 500
 _DATA_BYTES: Final = 256 * MIB
 # In each round, of calls that take milliseconds.
 _CALLS: Final = 5
-# On either side of each save of the training figure.
-_UNDISTURBED_STEPS: Final = 4
+# On either side of each save that steps overlap.
+_UNDISTURBED_STEPS: Final = 6
 
 
 class Saves:
@@ -136,6 +137,22 @@ class BareReport(NamedTuple):
     """Of the writing alone."""
 
 
+def costs_of(rounds: int, what: str, name: str, measured: Saves, limit: Saves, beside: str) -> dict[str, Figure]:
+    """What saves cost beside others: the seconds from the call until they are durable, and those of all processors."""
+
+    def cost(saves: Saves) -> tuple[float, float]:
+        begin = process_time()
+        return saves.run().total_seconds, process_time() - begin
+
+    pairs = side_by_side(rounds, partial(cost, measured), partial(cost, limit))
+    for saves in (measured, limit):
+        saves.checkpointer.close()
+    return {
+        f"{name}_saves": Figure(f"{what}, call to durable", "s", beside, None, [(a[0], b[0]) for a, b in pairs]),
+        f"{name}_saves_cpu": Figure(f"{what}, processor time", "s", beside, None, [(a[1], b[1]) for a, b in pairs]),
+    }
+
+
 def stall(setting: Setting) -> dict[str, Figure]:
     state = tensors(setting.state_bytes)
     warm = WarmMemory(setting.state_bytes, SEGMENT_BYTES)
@@ -165,10 +182,10 @@ def guarded_stall(setting: Setting) -> dict[str, Figure]:
         return report.stall_seconds * 1e3
 
     with saves.checkpointer:
-        pairs = [(stall_milliseconds(), 10.0) for _ in range(setting.rounds)]
+        stalls = [stall_milliseconds() for _ in range(setting.rounds)]
     title = "stall of save(guard=optimizer), its step included, when forward and backward outlast the copy"
     note = f"which takes {median(staging):.0f} ms meanwhile"
-    return {"guarded_stall": Figure(title, "ms", "fixed", Target("≤", 1.0), pairs, note)}
+    return {"guarded_stall": fixed(title, "ms", stalls, 10.0, note)}
 
 
 def guarded_call(setting: Setting) -> dict[str, Figure]:
@@ -176,7 +193,7 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
     subject = Training(setting.compare_bytes, batch=1)
     saves = Saves(setting.folder / "call", subject.state, guard=subject.optimizer)
     with saves.checkpointer:
-        stalls = [(saves.run().stall_seconds * 1e3, 2.0) for _ in range(_CALLS * setting.rounds)]
+        stalls = [saves.run().stall_seconds * 1e3 for _ in range(_CALLS * setting.rounds)]
     few, many = setting.num_mebibytes
     parameters = [torch.nn.Parameter(torch.rand(MIB // 4)) for _ in range(many)]
     optimizer = torch.optim.SGD(parameters)
@@ -190,8 +207,8 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
     title = f"stall of save(guard=optimizer) of {setting.compare_bytes / 1e9:.2f} GB, no step"
     by_tensor = f"the same per tensor of 1 MiB ({many} beside {few})"
     return {
-        "guarded_call": Figure(title, "ms", "fixed", Target("≤", 1.0), stalls),
-        "guarded_tensor": Figure(by_tensor, "µs", "fixed", Target("≤", 1.0), [(value, 12.0) for value in each]),
+        "guarded_call": fixed(title, "ms", stalls, 2.0),
+        "guarded_tensor": fixed(by_tensor, "µs", each, 12.0),
     }
 
 
@@ -365,11 +382,9 @@ def small(setting: Setting) -> dict[str, Figure]:
             lambda: torch_save_seconds({"model": state}, setting.folder / "small.pt"),
         )
     count = f"{setting.num_small:,} tensors of 1 KiB"
-    per_tensor = [(seconds / setting.num_small * 1e6, 10.0) for seconds in stalls]
+    per_tensor = [seconds / setting.num_small * 1e6 for seconds in stalls]
     return {
-        "small_stall": Figure(
-            f"stall of save per tensor, {count}, plan known", "µs", "fixed", Target("≤", 1.0), per_tensor
-        ),
+        "small_stall": fixed(f"stall of save per tensor, {count}, plan known", "µs", per_tensor, 10.0),
         "small_save": Figure(f"whole save, {count}", "s", "torch.save + fsync", Target("≤", 1.0), pairs),
     }
 
@@ -427,11 +442,9 @@ def memory(setting: Setting) -> dict[str, Figure]:
 
 def import_time(setting: Setting) -> dict[str, Figure]:
     seconds, added = probe.imports(setting.few_rounds)
-    times = [(sample * 1e3, 60.0) for sample in seconds]
+    title = "from async_ckpt import AsyncCheckpointer, after import torch"
     return {
-        "import_time": Figure(
-            "from async_ckpt import AsyncCheckpointer, after import torch", "ms", "fixed", Target("≤", 1.0), times
-        ),
+        "import_time": fixed(title, "ms", [sample * 1e3 for sample in seconds], 60.0),
         "import_added": Figure(
             "optional packages that it imports",
             "",
@@ -452,7 +465,7 @@ def training(setting: Setting) -> dict[str, Figure]:
         with saves.checkpointer:
             windows = side_by_side(setting.rounds, lambda: slowed(subject, saves), lambda: slowed(subject, bare))
     ours = [window for window, _ in windows]
-    lost = [(max(NOISE_SECONDS, window.lost), max(NOISE_SECONDS, other.lost)) for window, other in windows]
+    lost = above_noise((window.lost, other.lost) for window, other in windows)
     title, limit = "training seconds lost to one guarded save", "memmove in the call, then O_DIRECT pwrite + fsync"
     return {
         "training": Figure(title, "s", "seconds of the save", None, [(w.lost, w.save) for w in ours], _told(ours)),
@@ -576,3 +589,22 @@ def clocked(action: Callable[[], None]) -> tuple[float, float]:
     wall, own = perf_counter(), thread_time()
     action()
     return perf_counter() - wall, thread_time() - own
+
+
+MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {
+    "stall": stall,
+    "guarded_stall": guarded_stall,
+    "guarded_call": guarded_call,
+    "first_saves": first_saves,
+    "durable_bandwidth": durable_bandwidth,
+    "small": small,
+    "restore": restore,
+    "memory": memory,
+    "training": training,
+    "wrapped": wrapped,
+    "bandwidth_limit": bandwidth_limit,
+    "reads_beside": reads_beside,
+    "products_beside": products_beside,
+    "compression": compression,
+    "import_time": import_time,
+}

@@ -6,7 +6,7 @@ In: a setting. Out: figures by name. Knows nothing of: marks.
 from __future__ import annotations
 
 from functools import partial
-from time import process_time, thread_time
+from time import thread_time
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from async_ckpt.core.format.layout import TensorPlan, lay_out
 from async_ckpt.core.saving.finite import FiniteChecks
 from async_ckpt.core.spec import BLOCK_BYTES, TensorSpec
 
-from .figures import Saves
+from .figures import Saves, costs_of
 from .setting import Setting, side_by_side
 from .table import Figure
 from .workloads import tensors
@@ -26,9 +26,7 @@ _DTYPES: Final = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 def finite(setting: Setting) -> dict[str, Figure]:
-    rows = {f"finite_{name}": _checks(setting, name) for name in _DTYPES}
-    durable, processor = _saves(setting)
-    return rows | {"finite_saves": durable, "finite_saves_cpu": processor}
+    return {f"finite_{name}": _checks(setting, name) for name in _DTYPES} | _saves(setting)
 
 
 def _checks(setting: Setting, name: str) -> Figure:
@@ -57,20 +55,12 @@ def _checks(setting: Setting, name: str) -> Figure:
     )
 
 
-def _saves(setting: Setting) -> tuple[Figure, Figure]:
+def _saves(setting: Setting) -> dict[str, Figure]:
     state = {"model": tensors(setting.state_bytes // 2), "optimizer": tensors(setting.state_bytes // 2)}
     checked = Saves(setting.folder / "checked", state, check=NonFinite())
     plain = Saves(setting.folder / "plain", state)
-
-    def cost(saves: Saves) -> tuple[float, float]:
-        begin = process_time()
-        return saves.run().total_seconds, process_time() - begin
-
-    pairs = side_by_side(setting.kept_rounds, partial(cost, checked), partial(cost, plain))
-    for saves in (checked, plain):
-        saves.checkpointer.close()
     what = f"a checked save of {setting.state_bytes / 1e9:.2g} GB"
-    return (
-        Figure(f"{what}, call to durable", "s", "without the check", None, [(a[0], b[0]) for a, b in pairs]),
-        Figure(f"{what}, processor time", "s", "without the check", None, [(a[1], b[1]) for a, b in pairs]),
-    )
+    return costs_of(setting.kept_rounds, what, "finite", checked, plain, "without the check")
+
+
+MEASURES: Final = {"finite": finite}

@@ -8,7 +8,6 @@ are the blocking one, "own", and those behind the training, "own " and the mode.
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import sys
@@ -119,17 +118,14 @@ class _UnderTorchtitan:
             states={}, sd_adapter=None, base_folder=str(folder),
         )  # fmt: skip
         self._managers.append(manager)
-        last, steps = 0, itertools.count(1)
 
-        def save() -> object:
-            nonlocal last
-            last = next(steps)
-            manager.save(last)
+        def save(step: int) -> object:
+            manager.save(step)
             return manager.save_future
 
         is_durable = kind.__name__.startswith("async_ckpt")
         return Way(
-            save, manager.maybe_wait_for_saving, lambda: folder / f"checkpoint/step-{last}", is_durable=is_durable
+            save, manager.maybe_wait_for_saving, lambda step: folder / f"checkpoint/step-{step}", is_durable=is_durable
         )
 
     def close(self) -> None:
@@ -196,20 +192,20 @@ class _UnderDeepSpeed:
         save = checkpoints.save_checkpoint
         self._leave_alone()
 
-        def begin(tag: str) -> object:
+        def begin(number: int) -> object:
             self.engine.checkpoint_engine = checkpoints
-            save(folder, tag)
+            save(folder, f"save-{number}")
             return checkpoints._pending.ended
 
-        return _way_of_deepspeed(begin, checkpoints.wait, folder, is_durable=True)
+        return Way(begin, checkpoints.wait, lambda number: folder / f"save-{number}")
 
     def way_of_own(self, folder: Path, *, decoupled: bool) -> Way:
-        def begin(tag: str) -> object:
+        def begin(number: int) -> object:
             self.engine.checkpoint_engine = self._decoupled if decoupled else self._blocking
-            self.engine.save_checkpoint(folder, tag)
+            self.engine.save_checkpoint(folder, f"save-{number}")
             return _Committed(self.engine) if decoupled else None
 
-        return _way_of_deepspeed(begin, lambda: None, folder, is_durable=False)
+        return Way(begin, lambda: None, lambda number: folder / f"save-{number}", is_durable=False)
 
     def _leave_alone(self) -> None:
         """Have the engine as it was before `use`."""
@@ -232,19 +228,6 @@ class _Committed(Future[None]):
 
     def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
         self._engine._commit_decoupled_checkpoint()
-
-
-def _way_of_deepspeed(
-    begin: Callable[[str], object], wait: Callable[[], object], folder: Path, *, is_durable: bool
-) -> Way:
-    last, numbers = "", itertools.count()
-
-    def save() -> object:
-        nonlocal last
-        last = f"save-{next(numbers)}"
-        return begin(last)
-
-    return Way(save, wait, lambda: folder / last, is_durable=is_durable)
 
 
 def deepspeed(setting: Setting) -> dict[str, Figure]:
@@ -326,11 +309,8 @@ def _in_worker(config: dict[str, Any]) -> None:
 def _way_of_ray(subject: Gpt2, folder: Path, run: Path, mode: Any) -> Way:
     """A file of torch.save that Ray copies to the run's storage, as its documentation shows."""
     train: Any = import_module("ray.train")
-    last, numbers = "", itertools.count()
 
-    def save() -> object:
-        nonlocal last
-        last = f"{mode.name}-{next(numbers)}"
+    def save(number: int) -> object:
         uploaded: Future[None] = Future()
 
         def upload(checkpoint: Any, name: str) -> Any:
@@ -344,23 +324,19 @@ def _way_of_ray(subject: Gpt2, folder: Path, run: Path, mode: Any) -> Way:
         train.report(
             {},
             checkpoint=train.Checkpoint.from_directory(local),
-            checkpoint_dir_name=last,
+            checkpoint_dir_name=f"{mode.name}-{number}",
             checkpoint_upload_mode=mode,
             checkpoint_upload_fn=upload,
             delete_local_checkpoint_after_upload=True,
         )
         return uploaded
 
-    return Way(save, _controller_has_heard, lambda: run / last, is_durable=False)
+    return Way(save, _controller_has_heard, lambda number: run / f"{mode.name}-{number}", is_durable=False)
 
 
 def _way_of_checkpointer(ckpt: Any, subject: Gpt2, run: Path) -> Way:
-    last, steps = 0, itertools.count(1)
-
-    def save() -> object:
-        nonlocal last
-        last = next(steps)
-        handle = ckpt.save(subject.state, last)
+    def save(step: int) -> object:
+        handle = ckpt.save(subject.state, step)
         ckpt.report({}, handle)
         return handle
 
@@ -368,7 +344,7 @@ def _way_of_checkpointer(ckpt: Any, subject: Gpt2, run: Path) -> Way:
         ckpt.wait()
         _controller_has_heard()
 
-    return Way(save, wait, lambda: run / f"step_{last:08d}")
+    return Way(save, wait, lambda step: run / f"step_{step:08d}")
 
 
 def _controller_has_heard() -> None:
@@ -417,16 +393,13 @@ def _way_of_verl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
     config: Any = import_module("verl.trainer.config").CheckpointConfig
     is_ours = kind.__module__.startswith("async_ckpt")
     manager = kind(subject.model, subject.optimizer, subject.scheduler, checkpoint_config=config(async_save=is_ours))
-    last, steps = 0, itertools.count(1)
 
-    def save() -> object:
-        nonlocal last
-        last = next(steps)
-        manager.save_checkpoint(str(folder / f"global_step_{last}" / "actor"), None, last)
+    def save(step: int) -> object:
+        manager.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), None, step)
         return manager._pending.durable if is_ours else None
 
     wait = manager.wait if is_ours else lambda: None
-    return Way(save, wait, lambda: folder / f"global_step_{last}", is_durable=is_ours)
+    return Way(save, wait, lambda step: folder / f"global_step_{step}", is_durable=is_ours)
 
 
 # --- SkyRL ----------------------------------------------------------------------------------------------------------
@@ -471,16 +444,13 @@ def _way_of_skyrl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
     strategy.world_size = 1
     strategy.print = lambda *_: None
     is_ours = hasattr(strategy, "finalize_pending_saves")
-    last, steps = 0, itertools.count(1)
 
-    def save() -> object:
-        nonlocal last
-        last = next(steps)
-        place = str(folder / f"global_step_{last}" / "policy")
+    def save(step: int) -> object:
+        place = str(folder / f"global_step_{step}" / "policy")
         return strategy.save_checkpoint(subject.model, place, 0, subject.optimizer, subject.scheduler)
 
     wait = strategy.finalize_pending_saves if is_ours else lambda: None
-    return Way(save, wait, lambda: folder / f"global_step_{last}", is_durable=is_ours)
+    return Way(save, wait, lambda step: folder / f"global_step_{step}", is_durable=is_ours)
 
 
 MEASURES: Final = {"torchtitan": torchtitan, "deepspeed": deepspeed, "ray": ray, "verl": verl, "skyrl": skyrl}

@@ -14,6 +14,7 @@ import torch
 
 from .candidates import CANDIDATES, tensors_of
 from .gpu_bench import Bench, CannotMeasureError, Found, Saves
+from .setting import elapsed
 from .table import NOISE_SECONDS
 from .trial import Trial
 from .workloads import Gpt2, State, Training
@@ -44,14 +45,14 @@ def inflation(bench: Bench, *, guarded: bool) -> Mapping[str, Found]:
         saves.checkpointer.prewarm(saves.state)
         saves.end(saves.begin())
         for _ in bench.rounds():
-            others = [_seconds(step) for _ in range(bench.setting.gpu_steps)]
+            others = [elapsed(step) for _ in range(bench.setting.gpu_steps)]
             begin = perf_counter()
             handle = saves.begin()
-            during = [perf_counter() - begin + _seconds(step)]
+            during = [perf_counter() - begin + elapsed(step)]
             while not handle.done():
-                during.append(_seconds(step))
+                during.append(elapsed(step))
             report = saves.end(handle)
-            others += [_seconds(step) for _ in range(bench.setting.gpu_steps)]
+            others += [elapsed(step) for _ in range(bench.setting.gpu_steps)]
             usual = median(others) * len(during)
             pairs.append((sum(during), usual))
             saved.append({"seconds": report.total_seconds, "num_bytes": report.num_bytes, "steps": during})
@@ -100,9 +101,3 @@ def _brings_back(trial: Trial) -> bool:
 
 def _tensors(trial: Trial) -> State:
     return dict(tensors_of(trial.subject.state_dict()))
-
-
-def _seconds(action: Callable[[], None]) -> float:
-    begin = perf_counter()
-    action()
-    return perf_counter() - begin

@@ -8,17 +8,17 @@ switch for it: a save without it is one of an archive that says that it has no g
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from time import process_time, thread_time
+from time import thread_time
 from typing import Final
 from unittest.mock import patch
 
+from async_ckpt import SaveReport
 from async_ckpt.core.format import digests
 from async_ckpt.core.format.layout import Layout
 from async_ckpt.core.saving.block_digests import GroupDigests
 from async_ckpt.core.spec import BLOCK_BYTES, PAGE_BYTES, Extent
 
-from .figures import Saves
+from .figures import Saves, costs_of
 from .setting import Setting, side_by_side
 from .table import Figure
 from .workloads import tensors
@@ -27,9 +27,7 @@ _NUM_GROUPS: Final = (2, 10, 100)
 
 
 def groups(setting: Setting) -> dict[str, Figure]:
-    rows = {f"group_digests_{number}": _digests(setting, number) for number in _NUM_GROUPS}
-    durable, processor = _saves(setting)
-    return rows | {"group_saves": durable, "group_saves_cpu": processor}
+    return {f"group_digests_{number}": _digests(setting, number) for number in _NUM_GROUPS} | _saves(setting)
 
 
 def _digests(setting: Setting, number: int) -> Figure:
@@ -57,20 +55,20 @@ def _digests(setting: Setting, number: int) -> Figure:
     )
 
 
-def _saves(setting: Setting) -> tuple[Figure, Figure]:
+class _Ungrouped(Saves):
+    """Saves without digests of groups."""
+
+    def run(self) -> SaveReport:
+        with patch.object(Layout, "groups", {}):
+            return super().run()
+
+
+def _saves(setting: Setting) -> dict[str, Figure]:
     count = setting.state_bytes // 2
-    saves = Saves(setting.folder, {"model": tensors(count), "optimizer": tensors(count)})
-
-    def cost(*, with_groups: bool) -> tuple[float, float]:
-        with nullcontext() if with_groups else patch.object(Layout, "groups", {}):
-            begin = process_time()
-            report = saves.run()
-            return report.total_seconds, process_time() - begin
-
-    pairs = side_by_side(setting.kept_rounds, lambda: cost(with_groups=True), lambda: cost(with_groups=False))
-    saves.checkpointer.close()
+    state = {"model": tensors(count), "optimizer": tensors(count)}
+    grouped, plain = Saves(setting.folder / "grouped", state), _Ungrouped(setting.folder / "plain", state)
     what = f"a save of {2 * count / 1e9:.2g} GB in two groups"
-    return (
-        Figure(f"{what}, call to durable", "s", "without their digests", None, [(a[0], b[0]) for a, b in pairs]),
-        Figure(f"{what}, processor time", "s", "without their digests", None, [(a[1], b[1]) for a, b in pairs]),
-    )  # fmt: skip
+    return costs_of(setting.kept_rounds, what, "group", grouped, plain, "without their digests")
+
+
+MEASURES: Final = {"groups": groups}

@@ -29,8 +29,9 @@ from async_ckpt.testing import FaultyProxy
 from .apart import Apart, Channel, begun
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory
+from .processes import status, status_bytes
 from .setting import Setting, side_by_side
-from .store_server import store_server
+from .store_server import options_for, store_server
 from .table import Row, shown
 from .workloads import small_tensors, tensors
 
@@ -202,12 +203,11 @@ def _requests_per_commit(num_kept: int) -> float:
     """At a store, of a process that knows what is there."""
     url = f"s3://benchmark/kept-{num_kept}"
     with store_server(keep=True) as server, FaultyProxy(server) as proxy:
-        there = ObjectStorage(url, {"endpoint": server, "skip_signature": True, "region": "us-east-1"})
+        there = ObjectStorage(url, options_for(server))
         for step in range(num_kept):
             for name, data in _step(step):
                 there.replace(name, data)
-        options = {"endpoint": proxy.endpoint, "skip_signature": True, "region": "us-east-1"}
-        with _Kept(Place(url, options=options), num_kept) as run:
+        with _Kept(Place(url, options=options_for(proxy.endpoint)), num_kept) as run:
             before = len(proxy.requests)
             run.commit_seconds()
             return float(len(proxy.requests) - before)
@@ -249,10 +249,9 @@ def _as_rank(channel: Channel, folder: Path, num_bytes: int, count: int, rounds:
 
 
 def _held() -> dict[str, float]:
-    told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
-        "VmRSS": int(told["VmRSS"].split()[0]) * 1024,
-        "Threads": int(told["Threads"]),
+        "VmRSS": status_bytes("VmRSS"),
+        "Threads": int(status()["Threads"]),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -21,10 +20,12 @@ from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.timing import monotonic, wall_time
 from async_ckpt.testing import FaultyProxy
 
+from .limits import files_of
 from .setting import Setting
-from .store_server import store_server
-from .table import Figure, Target
+from .store_server import options_for, store_server
+from .table import Figure, Target, fixed
 
+PACKAGES: Final = ("obstore",)
 _KEEP: Final = 3
 _MOST_MS: Final = 1.0
 _MOST_REQUESTS: Final = 2.0
@@ -42,7 +43,7 @@ def on_disk(setting: Setting) -> dict[str, Figure]:
     beside = list(zip(ms, (seconds * 1e3 for seconds in commits), strict=True))
     title = "history of a save on the disk"
     return {
-        "history_disk": Figure(title, "ms", "fixed", Target("≤", 1.0), [(one, _MOST_MS) for one in ms]),
+        "history_disk": fixed(title, "ms", ms, _MOST_MS),
         "history_disk_beside": Figure(f"{title}, beside its commit", "ms", "commit", None, beside),
     }
 
@@ -64,8 +65,8 @@ def at_store(setting: Setting) -> dict[str, Figure]:
     """Requests of a commit whose retention deletes a step."""
     pairs, sizes = [], []
     with store_server(keep=True) as server, FaultyProxy(server) as proxy:
-        options = {"endpoint": proxy.endpoint, "skip_signature": True, "region": "us-east-1"}
-        with AsyncCheckpointer(Place("s3://benchmark/run", options=options), keep=_KEEP) as ckpt:
+        place = Place("s3://benchmark/run", options=options_for(proxy.endpoint))
+        with AsyncCheckpointer(place, keep=_KEEP) as ckpt:
             for step in range(_KEEP + setting.kept_rounds):
                 before = len(proxy.requests)
                 _saved(ckpt, step)
@@ -75,9 +76,8 @@ def at_store(setting: Setting) -> dict[str, Figure]:
                     pairs.append((float(len(own)), float(len(asked) - len(own))))
                     sizes.append(ckpt._roots.runs[0].storage.sizes("")[NAME])
     title = "requests of a commit to a store for its history"
-    of_limit = [(own, _MOST_REQUESTS) for own, _ in pairs]
     return {
-        "history_requests": Figure(title, "", "fixed", Target("≤", 1.0), of_limit),
+        "history_requests": fixed(title, "", [own for own, _ in pairs], _MOST_REQUESTS),
         "history_requests_beside": Figure(f"{title}, beside all others", "", "others", None, pairs),
         "history_store_bytes": Figure(
             "bytes of each such request", "kB", "the largest", None, [(size / 1e3, max(sizes) / 1e3) for size in sizes]
@@ -95,16 +95,12 @@ def held(setting: Setting) -> dict[str, Figure]:
         log.write()
         if step % 500 == 0 and step > 1000 and log.read()[0]["step"] > 0:
             break
-    num_bytes = sum(path.stat().st_size for path in _files(folder))
+    num_bytes = sum(path.stat().st_size for path in files_of(folder))
     events = [(float(len(log.read())), float(_HELD_SAVES))]
     return {
         "history_saves": Figure("saves that a full log holds", "", "fixed", Target("≥", 1.0), events),
-        "history_bytes": Figure("size of a full log", "kB", "fixed", Target("≤", 1.0), [(num_bytes / 1e3, MAX_BYTES / 1e3)]),
+        "history_bytes": fixed("size of a full log", "kB", [num_bytes / 1e3], MAX_BYTES / 1e3),
     }  # fmt: skip
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _facts(step: int) -> dict[str, Any]:

@@ -232,6 +232,19 @@ def fill_cache(path: Path) -> None:
             pass
 
 
+def files_of(path: Path) -> list[Path]:
+    """A file itself, or all below a folder."""
+    return [one for one in (path, *path.rglob("*")) if one.is_file()]
+
+
+def sync(path: Path) -> None:
+    """Have a file, or all below a folder, be durable under its name."""
+    for file in (*files_of(path), path.parent):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
 def torch_save_seconds(state: object, path: Path) -> float:
     """What `torch_save` takes. The file is deleted again, untimed."""
     begin = perf_counter()

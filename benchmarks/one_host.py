@@ -30,6 +30,7 @@ from .publishing import Model, Weights, lost_beside, weights_of
 from .setting import Setting
 from .table import Figure, Row, Target, shown
 
+PACKAGES: Final = ("safetensors",)
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 

@@ -74,7 +74,7 @@ def _s3fs_file(given: Given) -> Callable[[], None]:
 
 
 def _boto3(given: Given) -> Callable[[], None]:
-    boto3, botocore, config = _untyped("boto3"), _untyped("botocore"), _untyped("botocore.config")
+    boto3, botocore, config = import_module("boto3"), import_module("botocore"), import_module("botocore.config")
     client = boto3.client(
         "s3",
         endpoint_url=given.endpoint,
@@ -85,7 +85,7 @@ def _boto3(given: Given) -> Callable[[], None]:
             max_pool_connections=_PARTS_IN_FLIGHT,
         ),
     )
-    transfer = _untyped("boto3.s3.transfer").TransferConfig(
+    transfer = import_module("boto3.s3.transfer").TransferConfig(
         multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT
     )
 
@@ -97,7 +97,7 @@ def _boto3(given: Given) -> Callable[[], None]:
 
 
 def _s3torchconnector(given: Given) -> Callable[[], None]:
-    package = _untyped("s3torchconnector")
+    package = import_module("s3torchconnector")
     config = package.S3ClientConfig(
         throughput_target_gbps=100.0, part_size=_PART_BYTES, unsigned=True, force_path_style=True
     )
@@ -127,17 +127,12 @@ def _torch_tar_s3fs(given: Given) -> Callable[[], None]:
 
 
 def _s3fs(endpoint: str) -> Any:
-    return _untyped("s3fs").S3FileSystem(
+    return import_module("s3fs").S3FileSystem(
         anon=True,
         endpoint_url=endpoint,
         config_kwargs={"request_checksum_calculation": "when_required"},
         skip_instance_cache=True,
     )
-
-
-def _untyped(package: str) -> Any:
-    """A package without annotations, or that need not be there."""
-    return import_module(package)
 
 
 PEERS: Final = {

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .apart import result_of
 from .limits import SEGMENT_BYTES, WarmMemory
+from .processes import status_bytes
 
 if TYPE_CHECKING:
     from async_ckpt import SaveReport
@@ -138,14 +139,6 @@ def _imported(environment: dict[str, str]) -> tuple[float, list[str]]:
     return float(seconds), added
 
 
-def _status_bytes(key: str) -> int:
-    """VmRSS or VmHWM of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
 def _measure_peak(folder: Path, state_bytes: int, budget: int | None) -> int:
     from async_ckpt import AsyncCheckpointer
 
@@ -195,6 +188,6 @@ def _measure_command(module: str, arguments: list[str]) -> int:
 
 def _peak_of(action: Callable[[], object]) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, see proc(5)
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     action()
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before

@@ -14,26 +14,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, Final, Protocol
 
 import torch
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, Publisher, Subscriber
+from async_ckpt import AsyncCheckpointer, Publisher, SaveReport, Subscriber
 from async_ckpt.weights.publishing.difference import apply, encode
 
-from .figures import clocked, one_thread
+from .figures import one_thread, slowed
 from .limits import SEGMENT_BYTES, WarmMemory, torch_save, whole_pages
 from .setting import Setting, side_by_side
-from .table import NOISE_SECONDS, Figure, Target
+from .table import Figure, Target, above_noise
 from .workloads import Training, tensors
 
 Weights = dict[str, torch.Tensor]
 
+PACKAGES: Final = ("zstandard", "safetensors")
 _SHARE: Final = 0.01
-_UNDISTURBED_STEPS: Final = 6
 
 
 def weights_of(num_bytes: int) -> Weights:
@@ -231,46 +230,37 @@ class Encoding:
 
 
 class Beside:
-    """Saves of one snapshot each, and what else is done with it."""
+    """Saves of one snapshot each, and what else is done with it. For `slowed`."""
 
     def __init__(self, subject: Training, weights: Weights, folder: Path, more: More | None = None) -> None:
         self._subject, self._weights, self._more = subject, weights, more
         self._checkpointer = AsyncCheckpointer(folder / "run", keep=1)
         self._steps = itertools.count(1)
 
-    def begin(self) -> list[Future[Any]]:
+    def begin(self) -> Beside:
         change(self._weights)
         state = {**self._subject.state, "rollout": self._weights}
         step = next(self._steps)
         with async_ckpt.snapshot(state, guard=self._subject.optimizer) as snap:
-            handles: list[Future[Any]] = [self._checkpointer.save(snap, step)]
-            if self._more is not None:
-                handles.append(self._more.begin(snap, step))
-        return handles
+            self._save = self._checkpointer.save(snap, step)
+            self._others = [] if self._more is None else [self._more.begin(snap, step)]
+        return self
 
-    def lost(self) -> float:
-        """What the steps that all of it overlaps took longer than as many others."""
-        undisturbed = [clocked(self._subject.step)[0] for _ in range(_UNDISTURBED_STEPS)]
-        handles: list[Future[Any]] = []
+    def done(self) -> bool:
+        return all(handle.done() for handle in (self._save, *self._others))
 
-        def saving_step() -> None:
-            handles.extend(self.begin())
-            self._subject.step()
-
-        during = [clocked(saving_step)[0]]
-        while not all(handle.done() for handle in handles):
-            during.append(clocked(self._subject.step)[0])
-        for handle in handles:
+    def end(self, _: Beside) -> SaveReport:
+        for handle in self._others:
             handle.result()
-        self.wait()
-        undisturbed += [clocked(self._subject.step)[0] for _ in range(_UNDISTURBED_STEPS)]
-        usual = median(undisturbed)
-        return max(NOISE_SECONDS, sum(seconds - usual for seconds in during))
-
-    def wait(self) -> None:
+        report = self._save.result()
         self._checkpointer.wait()
         if self._more is not None:
             self._more.wait()
+        return report
+
+    def lost(self) -> float:
+        """What the steps that all of it overlaps took longer than as many others."""
+        return slowed(self._subject, self).lost
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -319,7 +309,7 @@ def _lost(setting: Setting, measured: Beside, limit: Beside) -> list[tuple[float
     try:
         for warmed in (measured, limit):
             warmed.lost()
-        return side_by_side(2 * setting.rounds, measured.lost, limit.lost)
+        return above_noise(side_by_side(2 * setting.rounds, measured.lost, limit.lost))
     finally:
         measured.close()
         limit.close()

@@ -9,16 +9,14 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from .limits import MIB
-from .setting import Setting
+from .setting import Setting, side_by_side
 from .table import Figure, Target
-
-T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 300
 
@@ -76,9 +74,7 @@ def two_ranks(setting: Setting) -> dict[str, Figure]:
             stack.enter_context(world(size, setting.folder / f"of_{size}", setting.state_bytes)) for size in (1, 2)
         )
         one.save("ours"), two.save("ours")
-        pairs = [
-            _in_turn(n, lambda: two.save("ours")[1], lambda: one.save("ours")[1]) for n in range(2 * setting.rounds)
-        ]
+        pairs = side_by_side(2 * setting.rounds, lambda: two.save("ours")[1], lambda: one.save("ours")[1])
     title = f"two ranks under FSDP, call to durable, {setting.state_bytes // MIB} MiB in all"
     return {"two_ranks": Figure(title, "s", "one rank, the same bytes", Target("≤", 1.1), pairs)}
 
@@ -87,7 +83,7 @@ def beside_dcp(setting: Setting) -> dict[str, Figure]:
     with world(4, setting.folder / "of_4", setting.state_bytes) as four:
         for how in ("ours", "dcp", "ours", "dcp"):
             four.save(how)
-        rounds = [_in_turn(n, lambda: four.save("ours"), lambda: four.save("dcp")) for n in range(2 * setting.rounds)]
+        rounds = side_by_side(2 * setting.rounds, lambda: four.save("ours"), lambda: four.save("dcp"))
     limit = "dcp.async_save, the same state and ranks"
     stalls = [(ours[0], dcp[0]) for ours, dcp in rounds]
     whole = [(ours[1], dcp[1]) for ours, dcp in rounds]
@@ -105,13 +101,12 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
             four.save(how)
 
         def both(ours: str, torchs: str) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-            return [_in_turn(n, lambda: four.save(ours), lambda: four.save(torchs)) for n in range(setting.rounds)]
+            return side_by_side(setting.rounds, lambda: four.save(ours), lambda: four.save(torchs))
 
         saves = both("plugged", "unplugged")
-        alone = [
-            _in_turn(n, lambda: four.save("plugged")[1], lambda: four.save("engine")[1] + four.save("ours")[1])
-            for n in range(setting.rounds)
-        ]
+        alone = side_by_side(
+            setting.rounds, lambda: four.save("plugged")[1], lambda: four.save("engine")[1] + four.save("ours")[1]
+        )
         loads = {layout: both(f"restore-{layout}", f"load-{layout}") for layout in _LAYOUTS}
         bare = {layout: both(f"restore-{layout}", f"bare-{layout}") for layout in _LAYOUTS}
         reads = both("read-columns", "load-columns")
@@ -162,9 +157,4 @@ def _whole(pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> list
     return [(ours[1], torchs[1]) for ours, torchs in pairs]
 
 
-def _in_turn(number: int, one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
-    """Each first in every second round."""
-    if number % 2:
-        return one(), other()
-    second = other()
-    return one(), second
+MEASURES: Final = {"two_ranks": two_ranks, "beside_dcp": beside_dcp, "dcp": plugged_into_dcp}

@@ -27,7 +27,7 @@ from .far_store import Traffic
 from .limits import MIB
 from .setting import Setting
 from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Placed, Rest, Saved, SimulatedWorld, captured, state
-from .table import Figure, Row, Target, shown
+from .table import Figure, Row, Target, fixed, shown
 
 _FIRST_MS: Final = 100.0
 _CACHED_MS: Final = 2.0
@@ -100,9 +100,9 @@ def plans(setting: Setting) -> dict[str, Row]:
     of_what = f"{setting.world_tensors:,} tensors, {largest:,} ranks"
     for kind in KINDS:
         for number, (which, limit) in enumerate((("first", _FIRST_MS), ("cached", _CACHED_MS))):
-            pairs = [(of[number], limit) for of in measured[kind, largest]]
+            samples = [of[number] for of in measured[kind, largest]]
             title = f"plan of one rank, {which}, {kind}, {of_what}"
-            rows[f"plan_{which}_{kind.lower()}"] = Figure(title, "ms", "limit", Target("≤", 1), pairs)
+            rows[f"plan_{which}_{kind.lower()}"] = fixed(title, "ms", samples, limit)
     for number, which in enumerate(("first", "cached")):
         rows[f"growth_plan_{which}"] = Growth(
             f"plan of one rank, {which}",
@@ -219,22 +219,17 @@ def commits(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for kind in KINDS:
         first, *later = saves[kind, largest]
-        rows[f"commit_first_{kind.lower()}"] = Figure(
-            f"commit of the first save, {kind}, {where}", "s, simulated", "limit", Target("≤", 1),
-            [(first.commit_seconds, _COMMIT_SECONDS)],
-        )  # fmt: skip
-        rows[f"commit_{kind.lower()}"] = Figure(
-            f"commit of a later save, {kind}, {where}", "s, simulated", "limit", Target("≤", 1),
-            [(one.commit_seconds, _COMMIT_SECONDS) for one in later],
-        )  # fmt: skip
-        rows[f"known_{kind.lower()}"] = Figure(
-            f"until the last rank knows of a later save, {kind}, {where}", "s, simulated", "limit", Target("≤", 1),
-            [(one.known_seconds, _KNOWN_SECONDS) for one in later],
-        )  # fmt: skip
-        rows[f"memory_{kind.lower()}"] = Figure(
-            f"memory that rank 0 takes for the first commit, {kind}, {largest:,} ranks", "MiB", "limit", Target("≤", 1),
-            [(memory[kind, largest], _RANK_0_MIB)],
-        )  # fmt: skip
+        of_later = [one.commit_seconds for one in later]
+        known = [one.known_seconds for one in later]
+        held = {
+            "commit_first": ("commit of the first save", [first.commit_seconds], _COMMIT_SECONDS),
+            "commit": ("commit of a later save", of_later, _COMMIT_SECONDS),
+            "known": ("until the last rank knows of a later save", known, _KNOWN_SECONDS),
+        }
+        for name, (title, samples, most) in held.items():
+            rows[f"{name}_{kind.lower()}"] = fixed(f"{title}, {kind}, {where}", "s, simulated", samples, most)
+        title = f"memory that rank 0 takes for the first commit, {kind}, {largest:,} ranks"
+        rows[f"memory_{kind.lower()}"] = fixed(title, "MiB", [memory[kind, largest]], _RANK_0_MIB)
 
     def growth(title: str, unit: str, of: Callable[[Saved], float], *, of_first: bool = False) -> Growth:
         def at(kind: Kind, size: int) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final, TypeVar
 
 from async_ckpt.core.host.limits import free_memory_bytes
@@ -123,6 +124,13 @@ class Setting:
             "reader_sizes": (4, 8),
         }
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
+
+
+def elapsed(action: Callable[[], object]) -> float:
+    """The seconds that an action takes."""
+    begin = perf_counter()
+    action()
+    return perf_counter() - begin
 
 
 def side_by_side(rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:

@@ -72,6 +72,8 @@ _ARCHIVE_BYTES: Final = 1 << 30
 _FOLLOWER: Final = 1
 # From the call to the first durable archive: by then all ranks pause between looks as long as they ever do.
 _WRITE_SECONDS: Final = 30.0
+# From the first durable archive to the last one.
+_SPREAD_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.02
 _REST_BEATS: Final = 10
 # Of the rank that a task is of: its blocking calls take as long as their requests.
@@ -179,9 +181,8 @@ class Rest(NamedTuple):
 class SimulatedWorld:
     """The ranks of one training. `save` again and again: only the first of them is a first one."""
 
-    def __init__(self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS, *, spread_seconds: float = 2.0) -> None:
-        """Archives are durable within `spread_seconds` of each other."""
-        self.kind, self.size, self._num_tensors, self._spread = kind, size, num_tensors, spread_seconds
+    def __init__(self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS) -> None:
+        self.kind, self.size, self._num_tensors = kind, size, num_tensors
         self._random = random.Random(size)
         self._bucket, self._loop = Bucket(), VirtualLoop()
         self._server, self._loop_of_ranks = Server(self._loop), LoopOfRanks(self._loop)
@@ -220,7 +221,7 @@ class SimulatedWorld:
             one.storage.traffic, one.client.traffic = Traffic(), Traffic()
         attempt = self._begun(step)
         first = self._loop.time() + _WRITE_SECONDS
-        durable = [first + self._random.uniform(0, self._spread) for _ in range(self.size)]
+        durable = [first + self._random.uniform(0, _SPREAD_SECONDS) for _ in range(self.size)]
         told = self._others_say(attempt, durable)
         others = _Others(self, first)
         busy: list[float] = []

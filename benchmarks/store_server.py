@@ -67,6 +67,11 @@ def store_server(
             process.stdin.close()
 
 
+def options_for(endpoint: str) -> dict[str, str]:
+    """The options of a place at such a server. Requests are signed, as for a real store, by keys that it ignores."""
+    return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "anyone", "secret_access_key": "anything"}
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """What came in one request: its size, and its bytes unless they were thrown away."""

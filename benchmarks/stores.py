@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, Final
 
 import obstore
@@ -24,9 +24,9 @@ from . import probe
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory, digest, seconds_of
 from .peers import PEERS, Given
-from .setting import Setting, side_by_side
-from .store_server import store_server
-from .table import Cost, Figure, Peer, Row, Target
+from .setting import Setting, elapsed, side_by_side
+from .store_server import options_for, store_server
+from .table import Cost, Figure, Peer, Row, Target, fixed
 from .workloads import tensors
 
 PACKAGES: Final = ("obstore", "s3fs", "boto3", "s3torchconnector")
@@ -43,10 +43,10 @@ _GB: Final = 1e9
 
 def upload(setting: Setting) -> dict[str, Row]:
     with store_server() as endpoint:
-        pairs = _beside_raw(_options(endpoint), setting.store_bytes, setting.rounds)
-        with_copy = _beside_raw(_options(endpoint), setting.store_bytes, setting.rounds, copies=True)
+        pairs = _beside_raw(options_for(endpoint), setting.store_bytes, setting.rounds)
+        with_copy = _beside_raw(options_for(endpoint), setting.store_bytes, setting.rounds, copies=True)
     with store_server(gigabits=_GIGABITS) as endpoint:
-        by_link = _beside_raw(_options(endpoint), setting.store_bytes, setting.rounds)
+        by_link = _beside_raw(options_for(endpoint), setting.store_bytes, setting.rounds)
     gigabytes = setting.store_bytes / _GB
 
     put = "obstore.put of as many bytes, parts alike"
@@ -74,7 +74,7 @@ def upload(setting: Setting) -> dict[str, Row]:
 def download(setting: Setting) -> dict[str, Row]:
     state = {"model": tensors(setting.store_bytes)}
     with store_server(keep=True) as endpoint:
-        options = _options(endpoint)
+        options = options_for(endpoint)
         saves = Saves(_run(options), state)
         store = _client(options)
         listed = (item for page in obstore.list(store, "run/") for item in page)
@@ -89,8 +89,8 @@ def download(setting: Setting) -> dict[str, Row]:
         def pairs(raw: Callable[[], object]) -> list[tuple[float, float]]:
             return side_by_side(
                 setting.rounds,
-                lambda: num_bytes / _seconds(lambda: saves.checkpointer.restore(state)) / _GB,
-                lambda: num_bytes / _seconds(raw) / _GB,
+                lambda: num_bytes / elapsed(lambda: saves.checkpointer.restore(state)) / _GB,
+                lambda: num_bytes / elapsed(raw) / _GB,
             )
 
         with saves.checkpointer:
@@ -108,11 +108,10 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
     with store_server() as endpoint:
         root = f"s3://{_BUCKET}/memory"
         peaks = [
-            probe.beyond_segments(root, _options(endpoint), setting.store_bytes) for _ in range(setting.few_rounds)
+            probe.beyond_segments(root, options_for(endpoint), setting.store_bytes) for _ in range(setting.few_rounds)
         ]
-    pairs = [(peak / MIB, _OVERHEAD_BYTES / MIB) for peak in peaks]
     title = "memory beyond state and segments while uploading"
-    return {"upload_memory": Figure(title, "MiB", "fixed", Target("≤", 1.0), pairs)}
+    return {"upload_memory": fixed(title, "MiB", [peak / MIB for peak in peaks], _OVERHEAD_BYTES / MIB)}
 
 
 def peers(setting: Setting) -> dict[str, Row]:
@@ -123,7 +122,7 @@ def peers(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     with store_server() as endpoint:
         given = Given(endpoint, f"{_BUCKET}/peer", _warm(num_bytes), state, setting.folder)
-        saves = Saves(_run(_options(endpoint)), state)
+        saves = Saves(_run(options_for(endpoint)), state)
         with saves.checkpointer:
             for name, peer in PEERS.items():
                 if not peer.installed:
@@ -189,7 +188,7 @@ def _beside(saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: 
     theirs()
     return side_by_side(
         rounds,
-        lambda: _cost(num_bytes, partial(_seconds, theirs)),
+        lambda: _cost(num_bytes, partial(elapsed, theirs)),
         lambda: _cost(num_bytes, saves.durable_seconds),
     )
 
@@ -201,19 +200,8 @@ def _cost(num_bytes: int, transfer: Callable[[], float]) -> Cost:
     return Cost(seconds, (process_time() - processor) / num_bytes * _GB)
 
 
-def _seconds(action: Callable[[], object]) -> float:
-    begin = perf_counter()
-    action()
-    return perf_counter() - begin
-
-
 def _warm(num_bytes: int) -> mmap.mmap:
     return WarmMemory(num_bytes, num_bytes).pieces[0]
-
-
-def _options(endpoint: str) -> dict[str, str]:
-    keys = {"access_key_id": "anyone", "secret_access_key": "anything"}
-    return {"endpoint": endpoint, "region": "us-east-1"} | keys
 
 
 def _run(options: Mapping[str, str], path: str = "run") -> Place:

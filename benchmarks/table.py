@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -108,6 +108,16 @@ class Figure:
     @property
     def _target(self) -> str:
         return str(self.target) if self.target else "-"
+
+
+def fixed(title: str, unit: str, samples: Iterable[float], most: float, note: str = "") -> Figure:
+    """A figure that is held against a number."""
+    return Figure(title, unit, "fixed", Target("≤", 1.0), [(sample, most) for sample in samples], note)
+
+
+def above_noise(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Seconds that are lost to saves: what steps differ by on their own is the least that one can be said to cost."""
+    return [(max(NOISE_SECONDS, measured), max(NOISE_SECONDS, limit)) for measured, limit in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,15 @@ from async_ckpt.core.saving.mover import Mover
 
 from .figures import Saves, one_thread, slowed
 from .limits import SEGMENT_BYTES, WarmMemory
+from .processes import processor_seconds
 from .ranks import world
 from .setting import Setting, side_by_side
-from .store_server import store_server
-from .table import NOISE_SECONDS, Figure, Target
+from .store_server import options_for, store_server
+from .table import Figure, Target, above_noise, fixed
 from .workloads import Training, tensors
 
+PACKAGES: Final = ("obstore",)
 _GB: Final = 1e9
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 # Links that hosts have: one that is slower than a disk, and one that is slower than the saves of a training.
 _GIGABITS, _SLOW_GIGABITS = 10, 2
 _SLOW_SYNC_SECONDS: Final = 3.0
@@ -109,11 +110,11 @@ def lost(setting: Setting) -> dict[str, Figure]:
                     lambda: slowed(subject, _Burst(two, num_saves, far)),  # noqa: B023
                     lambda: slowed(subject, _Burst(one, num_saves)),  # noqa: B023
                 )
-            pairs = [tuple(max(NOISE_SECONDS, window.lost) for window in pair) for pair in windows]
+            pairs = above_noise([(ours.lost, other.lost) for ours, other in windows])
             noise = median(window.noise for pair in windows for window in pair)
             title = f"training seconds lost to {num_saves} guarded save{'s' * (num_saves > 1)} to a disk and a store, {words}"
             note = f"two cores; as many steps without a save are off by {noise * 1e3:.0f} ms"
-            rows[name] = Figure(title, "s", "to the disk alone", Target("≤", 1.1), pairs, note)  # type: ignore[arg-type]
+            rows[name] = Figure(title, "s", "to the disk alone", Target("≤", 1.1), pairs, note)
     return rows
 
 
@@ -158,8 +159,8 @@ def moves(setting: Setting) -> dict[str, Figure]:
                 there = far / by if isinstance(far, Path) else _store(endpoint, f"far/{by}")
                 samples = moved([folder, there], state, setting.few_rounds)
                 title = f"processor time of a move from a disk to a {name}, by {_MOVERS[by]}"
-                pairs = [(seconds / gigabytes, _MOVE_SECONDS) for seconds in samples]
-                rows[f"move_{name}_{by}"] = Figure(title, "s per GB", "fixed", Target("≤", 1.0), pairs)
+                rates = [seconds / gigabytes for seconds in samples]
+                rows[f"move_{name}_{by}"] = fixed(title, "s per GB", rates, _MOVE_SECONDS)
                 shutil.rmtree(folder)
     return rows
 
@@ -184,9 +185,8 @@ def _moved_by_process(places: list[Path | Place], state: Any, rounds: int) -> li
     ):
         assert mover.stdout is not None
         mover.stdout.readline()  # the first step is there, and this process has the word
-        stat = Path(f"/proc/{mover.pid}/stat")
         try:
-            clock = partial(_processor_seconds, stat)
+            clock = partial(processor_seconds, mover.pid)
             return [_moved(saves, places[-1], clock, after=False) for _ in range(rounds + _WARM)][_WARM:]
         finally:
             mover.terminate()
@@ -203,11 +203,6 @@ def _moved(saves: Saves, far: Path | Place, clock: Callable[[], float], *, after
     seconds = clock() - begin
     saves.end(handle)
     return seconds
-
-
-def _processor_seconds(stat: Path) -> float:
-    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / _TICKS
 
 
 @contextmanager
@@ -320,8 +315,7 @@ def restarts(setting: Setting) -> dict[str, Figure]:
 
 
 def _store(endpoint: str, path: str) -> Place:
-    keys = {"access_key_id": "anyone", "secret_access_key": "anything"}
-    return Place(f"s3://bucket/{path}", options={"endpoint": endpoint, "region": "us-east-1"} | keys)
+    return Place(f"s3://bucket/{path}", options=options_for(endpoint))
 
 
 MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {

@@ -12,10 +12,9 @@ from pathlib import Path
 from time import time
 from typing import Any, ClassVar, Final
 
-import torch
-
 from async_ckpt import AsyncCheckpointer
 
+from .figures import one_thread
 from .setting import KEPT, Setting
 from .table import Row, shown
 from .workloads import Training
@@ -56,12 +55,8 @@ class Span:
 def trace(setting: Setting) -> dict[str, Row]:
     """The first save of a run, guarded, beside a training on one thread."""
     path = setting.folder / KEPT / "one_save.json"
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         called, steps = _save(setting, path)
-    finally:
-        torch.set_num_threads(num_threads)
     # A place of this machine is of no interest elsewhere.
     text = path.read_text().replace(f"{setting.folder}/", "")
     path.write_text(text)
@@ -103,3 +98,6 @@ def _save(setting: Setting, path: Path) -> tuple[float, list[tuple[float, float]
 
 def _milliseconds(begin: float, seconds: float) -> tuple[float, float]:
     return round(begin * 1e3, 3), round(seconds * 1e3, 3)
+
+
+MEASURES: Final = {"trace": trace}

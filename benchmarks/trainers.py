@@ -8,8 +8,6 @@ plug-in in its layouts, and the framework.
 
 from __future__ import annotations
 
-import itertools
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,8 +20,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from .figures import Saves, Trains, Window, one_thread, slowed
+from .limits import sync
 from .setting import Setting
-from .table import NOISE_SECONDS, Figure, Target
+from .table import Figure, Target, above_noise
 
 PACKAGES: Final = ("transformers", "accelerate", "pytorch_lightning")
 _VOCABULARY: Final = 50257
@@ -59,15 +58,25 @@ class Way:
     """One way to save, again and again, each time into a folder or file of its own, which is deleted afterwards."""
 
     def __init__(
-        self, save: Callable[[], object], wait: Callable[[], Any], path: Callable[[], Path], *, is_durable: bool = True
+        self,
+        save: Callable[[int], object],
+        wait: Callable[[], Any],
+        path: Callable[[int], Path],
+        *,
+        is_durable: bool = True,
     ) -> None:
-        """`save` begins a save, or makes a whole one that is not synced, and `path` says where the last one is."""
-        self._save, self._wait, self._path, self._is_durable = save, wait, path, is_durable
-        self._began = 0.0
+        """`save` begins a save by its number, or makes a whole one that is not synced; `path` says where that is."""
+        self._save, self._wait, self._path_of, self._is_durable = save, wait, path, is_durable
+        self._number, self._began = 0, 0.0
+
+    @property
+    def _path(self) -> Path:
+        return self._path_of(self._number)
 
     def begin(self) -> Future[Any]:
+        self._number += 1
         self._began = perf_counter()
-        handle = self._save()
+        handle = self._save(self._number)
         if isinstance(handle, Future):
             return handle
         ended: Future[Any] = Future()
@@ -86,18 +95,17 @@ class Way:
         handle = self.begin()
         handle.result()
         if not self._is_durable:
-            _sync(self._path())
+            sync(self._path)
         seconds = perf_counter() - self._began
         self._wait()
         self._delete()
         return seconds
 
     def _delete(self) -> None:
-        path = self._path()
-        if path.is_dir():
-            shutil.rmtree(path)
+        if self._path.is_dir():
+            shutil.rmtree(self._path)
         else:
-            path.unlink()
+            self._path.unlink()
 
 
 class Took(NamedTuple):
@@ -173,8 +181,7 @@ def _lost(of: Costs) -> list[float]:
 
 
 def _pairs(measured: list[float], limit: list[float]) -> list[tuple[float, float]]:
-    """What steps differ by on their own is the least that a save can be said to cost."""
-    return [(max(a, NOISE_SECONDS), max(b, NOISE_SECONDS)) for a, b in zip(measured, limit, strict=True)]
+    return above_noise(zip(measured, limit, strict=True))
 
 
 def _milliseconds(values: list[float]) -> str:
@@ -183,13 +190,6 @@ def _milliseconds(values: list[float]) -> str:
 
 def _unchanged(_: int) -> float:
     return 1.0
-
-
-def _sync(path: Path) -> None:
-    for file in [p for p in (path, *path.rglob("*")) if p.is_file()] + [path.parent]:
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
 
 
 # --- Transformers ---------------------------------------------------------------------------------------------------
@@ -226,14 +226,14 @@ def _way_of_trainer(kind: type[Any], folder: Path, subject: Gpt2) -> Way:
     trainer = kind(subject.model, arguments, train_dataset=data, optimizers=(subject.optimizer, subject.scheduler))
     trainer.train()
 
-    def save() -> object:
+    def save(_: int) -> object:
         trainer.state.global_step += 1
         trainer._save_checkpoint(subject.model, None)
         return getattr(getattr(trainer, "_pending", None), "handle", None)
 
     is_durable = hasattr(trainer, "wait_for_checkpoint")
     wait = trainer.wait_for_checkpoint if is_durable else _nothing
-    return Way(save, wait, lambda: folder / f"checkpoint-{trainer.state.global_step}", is_durable=is_durable)
+    return Way(save, wait, lambda _: folder / f"checkpoint-{trainer.state.global_step}", is_durable=is_durable)
 
 
 # --- Lightning ------------------------------------------------------------------------------------------------------
@@ -296,16 +296,15 @@ def _fit_lightning(
 
 
 def _way_of_lightning(trainer: Any, folder: Path, handle: Callable[[], Any]) -> Way:
-    path, numbers = folder, itertools.count()
+    def path(number: int) -> Path:
+        return folder / f"{number}.ckpt"
 
-    def save() -> object:
-        nonlocal path
-        path = folder / f"{next(numbers)}.ckpt"
-        trainer.save_checkpoint(path)
+    def save(number: int) -> object:
+        trainer.save_checkpoint(path(number))
         return handle()
 
     is_durable = trainer.strategy.checkpoint_io.__class__.__name__ == "AsyncTarCheckpointIO"
-    return Way(save, _nothing, lambda: path, is_durable=is_durable)
+    return Way(save, _nothing, path, is_durable=is_durable)
 
 
 # --- accelerate -----------------------------------------------------------------------------------------------------
@@ -332,14 +331,10 @@ def accelerate(setting: Setting) -> dict[str, Figure]:
 def _way_of_accelerate(
     save_state: Callable[[str], object], wait: Callable[[], Any], folder: Path, *, is_durable: bool = True
 ) -> Way:
-    path, numbers = folder, itertools.count()
+    def path(number: int) -> Path:
+        return folder / f"step-{number}"
 
-    def save() -> object:
-        nonlocal path
-        path = folder / f"step-{next(numbers)}"
-        return save_state(str(path))
-
-    return Way(save, wait, lambda: path, is_durable=is_durable)
+    return Way(lambda number: save_state(str(path(number))), wait, path, is_durable=is_durable)
 
 
 def _nothing() -> None:

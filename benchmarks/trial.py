@@ -11,7 +11,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +25,9 @@ import xxhash
 from .apart import NoAnswerError, result_of
 from .candidates import CANDIDATES, Candidate, NoSave, num_bytes_of, tensors_of
 from .gpu_bench import here
-from .limits import drop_cache, fill_cache
-from .setting import Setting
+from .limits import drop_cache, files_of, fill_cache, sync
+from .processes import processor_seconds, status_bytes
+from .setting import Setting, elapsed
 from .workloads import WORKLOADS, State, Subject
 
 # On either side of each save, as many as the slower saves overlap: a step's usual time is no better known by fewer.
@@ -35,7 +36,6 @@ _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
 _NUM_ALONE: Final = 2
 _NUM_COLD: Final = 2
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Trial:
     def measured(self, num_later: int, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        prewarm = _seconds(self.candidate.prewarm)
+        prewarm = elapsed(self.candidate.prewarm)
         self.settle(settle_seconds)
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
         result["first"] = self.while_training()
@@ -123,7 +123,7 @@ class Trial:
         """Train alone for so long."""
         end = perf_counter() + seconds
         while perf_counter() < end:
-            self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
+            self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], elapsed(self._step)]
 
     def while_training(self) -> dict[str, Any]:
         """Seconds that steps take longer than others do, until a save is durable; and what the call and its waits took."""
@@ -132,17 +132,17 @@ class Trial:
         self._save()
         call = perf_counter() - begin
         held: list[float] = []
-        during = [call + _seconds(lambda: self._step(held))]
+        during = [call + elapsed(lambda: self._step(held))]
         while not self.candidate.done():
-            during.append(_seconds(lambda: self._step(held)))
+            during.append(elapsed(lambda: self._step(held)))
         if not self.candidate.durable:
             syncing = threading.Thread(target=self._sync)
             syncing.start()
             while syncing.is_alive():
-                during.append(_seconds(lambda: self._step(held)))
+                during.append(elapsed(lambda: self._step(held)))
         total = call if self.candidate.synchronous else perf_counter() - begin
         self._finish()
-        self._undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
+        self._undisturbed = [elapsed(self._step) for _ in range(_UNDISTURBED_STEPS)]
         usual = median(before + self._undisturbed)
         return {
             "lost": sum(seconds - usual for seconds in during),
@@ -176,11 +176,7 @@ class Trial:
             self._sync()
 
     def _sync(self) -> None:
-        path = self.candidate.path(self.number)
-        for file in [*_files(path), path.parent]:
-            fd = os.open(file, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+        sync(self.candidate.path(self.number))
 
     def _step(self, held: list[float] | None = None) -> None:
         with self._pinned():
@@ -227,11 +223,11 @@ class Trial:
     def _burst(self) -> dict[str, Any]:
         """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
         before, first, lost, states = self.number, self.number + 1, 0.0, []
-        usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
+        usual = median(elapsed(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
             states.append({name: tensor.clone() for name, tensor in tensors_of(self.subject.state_dict())})
-            lost += _seconds(self._save)
-            lost += _seconds(self._step) - usual
+            lost += elapsed(self._save)
+            lost += elapsed(self._step) - usual
         self.candidate.wait()
         same = True
         for number, state in enumerate(states, first):
@@ -258,7 +254,7 @@ class Trial:
         what was to be saved.
         """
         path = self.candidate.path(number)
-        files, cold = _files(path), []
+        files, cold = files_of(path), []
         for _ in range(_NUM_COLD):
             for file in files:
                 drop_cache(file)
@@ -267,7 +263,8 @@ class Trial:
             fill_cache(file)
         warm = self.bring_back(number)
         same = _digest(self.subject.state_dict()) == wanted
-        return {"restore_cold": cold, "restore_warm": warm, "same": same, "disk_bytes": _disk_bytes(path)}
+        disk_bytes = sum(file.stat().st_blocks * 512 for file in files)
+        return {"restore_cold": cold, "restore_warm": warm, "same": same, "disk_bytes": disk_bytes}
 
 
 def _digest(state: State) -> str:
@@ -284,20 +281,6 @@ def _trim() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _seconds(action: Callable[[], None]) -> float:
-    begin = perf_counter()
-    action()
-    return perf_counter() - begin
-
-
-def _files(path: Path) -> list[Path]:
-    return [p for p in [path, *path.rglob("*")] if p.is_file()]
-
-
-def _disk_bytes(path: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in _files(path))
 
 
 def _tree() -> list[int]:
@@ -318,20 +301,18 @@ def _held_bytes() -> int:
     private, shared = 0, 0
     for pid in _tree():
         with _gone():
-            told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            private += int(told.get("RssAnon", "0").split()[0])  # of one that has ended nothing is told
-            shared = max(shared, int(told.get("RssShmem", "0").split()[0]))
-    return (private + shared) * 1024
+            private += status_bytes("RssAnon", pid)
+            shared = max(shared, status_bytes("RssShmem", pid))
+    return private + shared
 
 
 def _processor_seconds() -> float:
     """Of all processes, those that have ended included."""
-    ticks = 0
+    seconds = 0.0
     for pid in _tree():
         with _gone():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))
-    return ticks / _TICKS
+            seconds += processor_seconds(pid, with_children=True)
+    return seconds
 
 
 @contextmanager

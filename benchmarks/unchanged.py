@@ -6,7 +6,6 @@ In: a setting. Out: figures by name. Knows nothing of: how a tensor is seen to b
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,9 +17,9 @@ from async_ckpt import SaveHandle
 from .apart import result_of
 from .candidates import CANDIDATES
 from .compare import Contender, measured, noise_of, pairs_of
-from .figures import Saves, Window, one_thread, slowed
+from .figures import Saves, one_thread, slowed
 from .setting import Setting, side_by_side
-from .table import NOISE_SECONDS, Figure, Row, Target
+from .table import Figure, Row, Target, above_noise
 from .workloads import Lora, Training
 
 _NUM_SAVES: Final = 10
@@ -91,7 +90,7 @@ def beside_others(setting: Setting) -> dict[str, Row]:
     def held(name: str, other: Contender) -> Figure:
         if not other.results:
             return Figure(what, "s", other.candidate.title, _MOST_OF[name], [], other.why_not)
-        pairs = _at_least(pairs_of(ours, other, "lost"))
+        pairs = above_noise(pairs_of(ours, other, "lost"))
         return Figure(what, "s", other.candidate.title, _MOST_OF[name], pairs, noise=noise.seconds)
 
     figures = {f"unchanged_lost_{name}": held(name, contenders[name]) for name in _PEERS}
@@ -112,9 +111,10 @@ def adapter_alone(setting: Setting) -> dict[str, Row]:
     noise = median(window.noise for pair in windows for window in pair)
     what = _what(subject.base_bytes)
     lost = f"training seconds lost to one guarded save {what}"
+    lost_pairs = above_noise((ours.lost, other.lost) for ours, other in windows)
     return {
         "unchanged_lost": Figure(
-            lost, "s", "the adapter alone", Target("≤", 1.3), _at_least(_lost(windows)), _off(noise), noise=noise
+            lost, "s", "the adapter alone", Target("≤", 1.3), lost_pairs, _off(noise), noise=noise
         ),
         "unchanged_call": Figure(f"the call of such a save {what}", "ms", "the adapter alone", None, calls),
     }
@@ -171,14 +171,6 @@ def _what(base_bytes: int) -> str:
 
 def _off(noise: float) -> str:
     return f"as many steps without a save are off by {noise * 1e3:.0f} ms"
-
-
-def _lost(windows: Sequence[tuple[Window, Window]]) -> _Pairs:
-    return [(ours.lost, other.lost) for ours, other in windows]
-
-
-def _at_least(pairs: _Pairs) -> _Pairs:
-    return [(max(NOISE_SECONDS, one), max(NOISE_SECONDS, other)) for one, other in pairs]
 
 
 MEASURES: Final = {

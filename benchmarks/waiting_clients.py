@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+from .processes import processor_seconds
 from .setting import Setting
 from .table import Row
 
@@ -33,7 +33,6 @@ _TOPIC: Final = "benchmark"
 # Between two words, in which pauses grow to what they are in a long save; and of what is measured where nobody says a thing.
 _QUIET_SECONDS: Final = 4.0
 _PATIENCE_SECONDS: Final = 150.0
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class Waited(NamedTuple):
@@ -118,11 +117,11 @@ def _measured(num_clients: int, server: int, heard: Any, lead: Pipe, crews: list
     waiting = 0.0
     for number in range(_NUM_WORDS):
         waiting = _share(server)
-        before = _cpu_seconds(server)
+        before = processor_seconds(server)
         lead.send(number)
         said_at = _answer(lead)
         at = sorted(_next_heard(heard, number) - said_at for _ in range(num_clients))
-        cpu.append(_cpu_seconds(server) - before)
+        cpu.append(processor_seconds(server) - before)
         to_all.append(at[-1])
         to_half.append(at[len(at) // 2])
     return Waited(num_clients, to_all, to_half, cpu, waiting, resting, descriptors)
@@ -143,16 +142,11 @@ def _next_heard(heard: Any, number: int) -> float:
     return float(at)
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
 def _share(pid: int) -> float:
     """Of one processor, over a while."""
-    before, begin = _cpu_seconds(pid), time.monotonic()
+    before, begin = processor_seconds(pid), time.monotonic()
     time.sleep(_QUIET_SECONDS)
-    return (_cpu_seconds(pid) - before) / (time.monotonic() - begin)
+    return (processor_seconds(pid) - before) / (time.monotonic() - begin)
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------

@@ -78,11 +78,11 @@ class _Adapted(nn.Module):
 class Lora(Training):
     """Adapters of rank 16 over a frozen base of about `num_bytes`."""
 
-    def __init__(self, num_bytes: int, *, batch: int = 4) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.model = nn.Sequential(*(_Adapted() for _ in range(max(1, num_bytes // _TENSOR_BYTES))))
         self.adapter = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=1e-5, fused=True)
-        self._inputs = torch.randn(batch, _WIDTH)
+        self._inputs = torch.randn(4, _WIDTH)
         self.step()
 
     @property
@@ -232,7 +232,7 @@ def huge(num_bytes: int) -> Still:
 
 WORKLOADS: Final[dict[str, Callable[[int], Subject]]] = {
     "training": lambda num_bytes: Training(num_bytes, batch=4),
-    "gpt2": lambda num_bytes: Gpt2(num_bytes),
+    "gpt2": Gpt2,
     "rank_of_8b": rank_of_8b,
     "lora": lora,
     "lora_training": Lora,

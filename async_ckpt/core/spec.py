@@ -332,6 +332,12 @@ def with_article(kind: str) -> str:
     return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') or kind.startswith('nd') else 'a'} {kind}"
 
 
+def some_of(texts: Sequence[object], most: int) -> str:
+    """The first of these texts, and the number of the others, such as "a, b and 3 more"."""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(map(str, texts[:most])) + more
+
+
 def align_up(value: int, to: int) -> int:
     """The smallest multiple of `to` that is not below `value`."""
     return -(-value // to) * to

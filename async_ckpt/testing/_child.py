@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 
@@ -73,12 +74,7 @@ class Conditional:
 
 def rclone(command: list[str]) -> None:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        threading.Thread(target=_announce, args=[server], daemon=True).start()
-        sys.stdin.buffer.read()
-    finally:
-        server.kill()
-        server.wait()
+    _tend(server, partial(_announce, server))
 
 
 def program(port: int, command: list[str]) -> None:
@@ -88,8 +84,13 @@ def program(port: int, command: list[str]) -> None:
             port = free.getsockname()[1]
     words = [word.replace("{port}", str(port)) for word in command]
     server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    _tend(server, partial(_announce_port, server, port))
+
+
+def _tend(server: subprocess.Popen[bytes], announce: Callable[[], None]) -> None:
+    """End the server when the owner ends."""
     try:
-        threading.Thread(target=_announce_port, args=[server, port], daemon=True).start()
+        threading.Thread(target=announce, daemon=True).start()
         sys.stdin.buffer.read()
     finally:
         server.kill()

@@ -20,7 +20,7 @@ from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table, look_all
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
-from ..spec import DTYPES
+from ..spec import DTYPES, some_of
 from ..timing import TIMEKEEPER, monotonic
 from .calls import JointSave
 from .peers import Ranks
@@ -220,13 +220,11 @@ class Comparison:
                 path=names[0],
             )
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             _log.warning(
-                "%s: not the same on all ranks, so the step keeps one for each rank: %s%s. Name them in per_rank= if "
+                "%s: not the same on all ranks, so the step keeps one for each rank: %s. Name them in per_rank= if "
                 "that is intended; declare shards of larger tensors by async_ckpt.sharded",
                 exchange.storage.locate(exchange.folder),
-                ", ".join(names[:5]),
-                more,
+                some_of(names, 5),
             )
 
     def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ from ..host.loop import ask_for_exception, get_loop, off_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
+from ..spec import some_of
 from ..timing import TIMEKEEPER, monotonic
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, in_words, wait_for_rank_0
@@ -429,8 +430,7 @@ def _forget_channels() -> None:
 
 def _named(ranks: Sequence[int]) -> str:
     """The ranks, for messages."""
-    more = f" and {len(ranks) - 20} more" if len(ranks) > 20 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:20]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some_of(ranks, 20)}"
 
 
 def _waited(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ from .announce import event_of as event_of
 from .foreign_entries import OF_DCP as OF_DCP, possible_steps as possible_steps, step_formats as step_formats
 from .manifest import Manifest as Manifest, is_retired_name as is_retired_name
 from .naming import (
-    NAMINGS as NAMINGS, STEP_FORMAT as STEP_FORMAT, TRACKER as TRACKER, TRACKERS as TRACKERS,
+    NAMINGS as NAMINGS, STEP_FORMAT as STEP_FORMAT, TRACKER as TRACKER, TRACKERS as TRACKERS, Tracker as Tracker,
     parse_step_name as parse_step_name, tracker_of as tracker_of, words_for as words_for,
 )  # fmt: skip
 from .receipts import broken_folders as broken_folders

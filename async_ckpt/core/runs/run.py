@@ -39,7 +39,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.log import EventLog
-from ..spec import Keep
+from ..spec import Keep, some_of
 from ..storage.interface import Storage
 from ..timing import TIMEKEEPER, Clock
 from .announce import Announcer
@@ -212,8 +212,7 @@ class Run:
         """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
         names = self.storage.names("")
         kind = foreign_kind(names)
-        folders = foreign_steps(self.storage, self.root.is_step, is_library_name)
-        shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+        shown = some_of(foreign_steps(self.storage, self.root.is_step, is_library_name), 3)
         tracker = self._announcer.tracker_text()
         other = next((name for name in names if name in TRACKERS), "")
         tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else other

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..format.layout import Layout, TensorPlan
-from ..spec import BLOCK_BYTES, whole_count
+from ..spec import BLOCK_BYTES, some_of, whole_count
 from ..state.names import Select, selector, shown
 
 _SHOWN: Final = 3
@@ -132,8 +132,7 @@ class FiniteCheck:
     def found(self) -> str:
         """The tensors with such values, in words, once every block was noted; empty if there is none."""
         names = [shown(self._floats.plan.specs[number].path) for number in sorted(self._found)]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return f"NaN or Inf in {', '.join(names[:_SHOWN])}{more}" if names else ""
+        return f"NaN or Inf in {some_of(names, _SHOWN)}" if names else ""
 
 
 class FiniteChecks:

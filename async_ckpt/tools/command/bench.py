@@ -82,25 +82,16 @@ class Measured:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRequest:
-    """A root, and the state that is saved there: its size, in bytes, and the number of its tensors."""
-
-    root: Place
-    num_bytes: int
-    num_tensors: int
-
-
-def show(request: BenchRequest, *, as_json: bool) -> None:
-    """Measure, and print the table or the document. Raises Answer if the state does not fit into memory, or its numbers
-    make no sense, and StorageFullError if it does not fit onto the disk.
+def show(root: Place, num_bytes: int, num_tensors: int, *, as_json: bool) -> None:
+    """Measure saves of a state of so many bytes and tensors, and print the table or the document. Raises Answer if the
+    state does not fit into memory, or its numbers make no sense, and StorageFullError if it does not fit onto the disk.
     """
-    _refuse(request)
-    with _own_folder(request.root) as root:
-        rows = _measured(request, root)
-    advice = advice_for(rows, is_local=request.root.is_local)
+    _refuse(num_bytes, num_tensors)
+    with _own_folder(root) as folder:
+        rows = _measured(folder, num_bytes, num_tensors)
+    advice = advice_for(rows, is_local=root.is_local)
     if as_json:
-        document = {"place": request.root.shown, "num_bytes": request.num_bytes, "num_tensors": request.num_tensors}
+        document = {"place": root.shown, "num_bytes": num_bytes, "num_tensors": num_tensors}
         found = {"num_rounds": len(rows[0].seconds), "rows": rows, "advice": advice}
         print_json("bench", document | found)
         return
@@ -118,7 +109,7 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
         right=("time", "bandwidth"),
     )
     print_text(
-        f"{reports.sized(request.num_bytes)} in {request.num_tensors:,} tensors at {request.root.shown}, medians of "
+        f"{reports.sized(num_bytes)} in {num_tensors:,} tensors at {root.shown}, medians of "
         f"{len(rows[0].seconds)} rounds. {advice}"
     )
 
@@ -132,12 +123,12 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _refuse(request: BenchRequest) -> None:
-    if request.num_tensors < 1 or request.num_bytes < 4 * request.num_tensors:
+def _refuse(num_bytes: int, num_tensors: int) -> None:
+    if num_tensors < 1 or num_bytes < 4 * num_tensors:
         raise Answer("--size must be at least 4 bytes for each of the --tensors", USAGE)
     free = limits.free_memory_bytes()
-    if request.num_bytes * _STATES_IN_MEMORY > free:
-        state, needed = (reports.sized(request.num_bytes * times) for times in (1, _STATES_IN_MEMORY))
+    if num_bytes * _STATES_IN_MEMORY > free:
+        state, needed = (reports.sized(num_bytes * times) for times in (1, _STATES_IN_MEMORY))
         text = f"a state of {state} takes {needed} of memory here, and {reports.sized(free)} are free"
         raise Answer(f"{text}; pass a smaller --size", USAGE)
 
@@ -168,8 +159,8 @@ def _interrupt(number: int, _: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _measured(request: BenchRequest, root: Place) -> list[Measured]:
-    candidates = _Candidates(request, root)
+def _measured(root: Place, num_bytes: int, num_tensors: int) -> list[Measured]:
+    candidates = _Candidates(root, num_bytes, num_tensors)
     begin = timing.monotonic()
     with progress("bench", _NUM_ROUNDS * len(candidates.all)) as advance, candidates:
         for _ in range(_NUM_ROUNDS):
@@ -184,29 +175,29 @@ def _measured(request: BenchRequest, root: Place) -> list[Measured]:
 class _Candidates:
     """The candidates, which take turns in a round, and the rows that they fill. `_measured` uses it as a context."""
 
-    def __init__(self, request: BenchRequest, root: Place) -> None:
-        self._storage, self._root, self._num_bytes = root.storage(), root, request.num_bytes
+    def __init__(self, root: Place, num_bytes: int, num_tensors: int) -> None:
+        self._storage, self._root, self._num_bytes = root.storage(), root, num_bytes
         self._folder = places.local_place(root) if root.is_local else None
         if self._folder is not None:
             self._folder.mkdir(parents=True)
             free = disk.free_bytes_at(self._folder)
-            needed = _STATES_ON_DISK * request.num_bytes
+            needed = _STATES_ON_DISK * num_bytes
             if free is not None and free < needed:
                 raise StorageFullError(
                     f"{root.shown}: {reports.sized(needed)} are needed there, {reports.sized(free)} are free; pass a "
                     "smaller --size",
                     path=root.shown,
                 )
-        self._state = _state(request)
+        self._state = _state(num_bytes, num_tensors)
         # Written once: the pages of new memory are scattered, and reads into them past the page cache twice as slow.
         self._pieces = [_random_piece() for _ in range(_NUM_THREADS)]
         self._step = 0
         kind = "O_DIRECT" if self._folder is not None else "multipart"
-        raw_write, raw_read = (Measured(f"raw {word}, {kind}", request.num_bytes) for word in ("write", "read"))
-        self._save = Measured("save until durable", request.num_bytes, raw_write)
+        raw_write, raw_read = (Measured(f"raw {word}, {kind}", num_bytes) for word in ("write", "read"))
+        self._save = Measured("save until durable", num_bytes, raw_write)
         self._stall = Measured("training held up")
-        self._restore = Measured("restore, in place", request.num_bytes, raw_read)
-        torch_save = Measured("torch.save and fsync", request.num_bytes, raw_write)
+        self._restore = Measured("restore, in place", num_bytes, raw_read)
+        torch_save = Measured("torch.save and fsync", num_bytes, raw_write)
         small = Measured("fsync of 4 kB" if self._folder is not None else "conditional put of 4 kB")
         listing = Measured("listing")
         self.rows = [raw_write, self._save, self._stall, raw_read, self._restore, torch_save, small, listing]
@@ -312,13 +303,12 @@ class _Candidates:
             os.fsync(file.fileno())
 
 
-def _state(request: BenchRequest) -> dict[str, torch.Tensor]:
+def _state(num_bytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
     """Tensors of float32 of one size each; random, since some disks compress."""
-    length = request.num_bytes // request.num_tensors // 4
+    length = num_bytes // num_tensors // 4
     noise = torch.rand(min(length, 1 << 20))
     return {
-        f"layer.{number}": noise.repeat(-(-length // len(noise)))[:length].add_(number)
-        for number in range(request.num_tensors)
+        f"layer.{number}": noise.repeat(-(-length // len(noise)))[:length].add_(number) for number in range(num_tensors)
     }
 
 

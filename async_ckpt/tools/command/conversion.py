@@ -38,12 +38,13 @@ from ...plumbing import (
     safetensors,
     save_within,
     scratches,
+    spec,
     states,
     urls,
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress, some_of
+from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
 
@@ -121,7 +122,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     else:
         num_bytes = states.with_items(request.source, partial(_OF_ITEMS[name], request), **request.options)
     if others := state_files_of(request.source):
-        print_note(f"these files were not converted: {some_of(others, _SHOWN_NAMES)}")
+        print_note(f"these files were not converted: {spec.some_of(others, _SHOWN_NAMES)}")
     if as_json:
         print_json(
             "conversion",
@@ -230,10 +231,9 @@ def _shards(
         if (why := _why_not(item, request.strip)) is not None
     ]
     if refused:
-        more = f" and {len(refused) - _SHOWN_NAMES} more" if len(refused) > _SHOWN_NAMES else ""
         raise Answer(
-            f"safetensors cannot hold {', '.join(refused[:_SHOWN_NAMES])}{more}; nothing was written. Choose the "
-            "weights with --select, such as 'model.*', or convert to an archive"
+            f"safetensors cannot hold {spec.some_of(refused, _SHOWN_NAMES)}; nothing was written. Choose the weights "
+            "with --select, such as 'model.*', or convert to an archive"
         )
     tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
     return hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)

@@ -18,7 +18,8 @@ import torch
 
 from ... import Place
 from ...errors import CheckpointError
-from .screen import USAGE, Answer, print_note, some_of
+from ...plumbing import spec
+from .screen import USAGE, Answer, print_note
 
 _CONFIG: Final = "config.json"
 # PEFT's files of an adapter, in whose names of weights that of the adapter is left out.
@@ -110,7 +111,7 @@ def _advice(architecture: str, unexpected: list[str], names: Collection[str], ex
         advice = "choose the names of the model with --select"
     else:
         advice = "give the config of the model that was trained"
-    return f"{architecture} has no {some_of(unexpected, _SHOWN)}; nothing was written: {advice}"
+    return f"{architecture} has no {spec.some_of(unexpected, _SHOWN)}; nothing was written: {advice}"
 
 
 def copy_beside(folder: Path, target: Path) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ... import Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, reports, runs, threads, timing, urls
+from ...plumbing import Storage, reports, runs, spec, threads, timing, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces, run_at
@@ -34,7 +34,6 @@ from .screen import (
     print_text,
     short,
     shown_seconds,
-    some_of,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .where import place_below
@@ -48,14 +47,20 @@ _READERS: Final = 32
 _BROKEN: Final = ("broken", "its manifest is damaged")
 # Of folders that were not looked into, and of broken steps.
 _SHOWN: Final = 5
-# A metric, which end of it is best, and how many.
-Best = tuple[str, Literal["min", "max"], int]
 # A run that has lasted so long has a line that says what its time went to.
 _WORTH_A_LINE_SECONDS: Final = 60.0
 # The entries of records that have a column by default, and if more are asked for: those that most steps have.
 _FEW_METRICS, _MOST_METRICS = 3, 100
 # Entries that say how fast an evaluation was: they come last.
 _SPEEDS: Final = ("_runtime", "_per_second")
+
+
+class Best(NamedTuple):
+    """The best steps by an entry of their records: its name, which end of it is best, and how many."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    num_steps: int
 
 
 @dataclass(slots=True)
@@ -147,7 +152,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
             raise nothing_at(place)
         if best is not None:
             _mark_best(rows, best)
-        wanted = (None if best is None else parse_best(best)[0], _MOST_METRICS if records else _FEW_METRICS)
+        wanted = (None if best is None else parse_best(best).metric, _MOST_METRICS if records else _FEW_METRICS)
         _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
     elif kind == "step":
         raise Answer(
@@ -246,11 +251,10 @@ def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool =
     threads.run_together("look", [partial(look, one) for one in below.found], max_threads=_READERS)
     rows.sort(key=lambda row: (row.name, row.kind))
     if metric is not None:
-        name, mode, _ = metric
         rows = [row for row in rows if row.best is not None]
         if not rows:
-            raise Answer(f"no record of these runs has the metric {name!r}")
-        rows.sort(key=lambda row: row.best or (0.0, 0), reverse=mode == "max")
+            raise Answer(f"no record of these runs has the metric {metric.metric!r}")
+        rows.sort(key=lambda row: row.best or (0.0, 0), reverse=metric.mode == "max")
     return rows
 
 
@@ -427,17 +431,16 @@ def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     best = parse_best(text)
     found = best_of(rows, best)
     if not found:
-        raise Answer(f"no record of these steps has the metric {best[0]!r}")
-    for _, row in found[: best[2]]:
+        raise Answer(f"no record of these steps has the metric {best.metric!r}")
+    for _, row in found[: best.num_steps]:
         row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
     """The rows that have a metric with its values, and are not bad, the best one first; of equal ones, the newest."""
-    metric, mode, _ = best
     sound = [row for row in rows if not any(mark.partition(":")[0] == "bad" for mark in row.marks)]
-    values = [(value, row) for row in sound if (value := runs.number(row.record.get(metric))) is not None]
-    return sorted(values, key=lambda one: (one[0] if mode == "max" else -one[0], one[1].step), reverse=True)
+    values = [(value, row) for row in sound if (value := runs.number(row.record.get(best.metric))) is not None]
+    return sorted(values, key=lambda one: (one[0] if best.mode == "max" else -one[0], one[1].step), reverse=True)
 
 
 def parse_best(text: str) -> Best:
@@ -447,7 +450,7 @@ def parse_best(text: str) -> Best:
     match = _BEST.fullmatch(text)
     if match is None or int(match["count"] or 1) < 1:
         raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
-    return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
+    return Best(match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1))
 
 
 def _fill(row: StepRow, manifest: runs.Manifest, save: run_events.Event | None) -> None:
@@ -512,7 +515,7 @@ def _print_runs(
         print_json("runs", document)
         return
     now = timing.wall_time()
-    metric = escaped(parse_best(best)[0]) if best is not None else "best"
+    metric = escaped(parse_best(best).metric) if best is not None else "best"
     print_table(
         ("name", "kind", "steps", "latest", "age", "size", metric, "at step", "broken"),
         (
@@ -524,14 +527,14 @@ def _print_runs(
                 "" if row.created is None else age(row.created, now),
                 in_table(row.num_bytes),
                 *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
-                some_of([*map(str, row.broken)], _SHOWN),
+                spec.some_of(row.broken, _SHOWN),
             )
             for row in rows
         ),
         right=("steps", "latest", "age", "size", metric, "at step"),
     )
     if unseen:
-        print_text(f"not looked into: {escaped(some_of(unseen, _SHOWN))}; list them by their own names", "dim")
+        print_text(f"not looked into: {escaped(spec.some_of(unseen, _SHOWN))}; list them by their own names", "dim")
 
 
 def _print_steps(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer import Argument, Option
 
 from ... import Place
 from ...errors import (
@@ -54,37 +55,35 @@ def _example(words: str) -> str:
     return f"\b\nExample: async-ckpt {words}"
 
 
-Wheres = Annotated[
-    list[Place],
-    typer.Argument(metavar="PLACE", help="Paths or URLs. Name a step as RUN@100 or RUN@latest.", show_default=False),
-]
-Select = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable.")
-]
-Trust = Annotated[bool, typer.Option("--trust", help="Unpickle any object. A pickle can run any code.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")]
+def _argument(metavar: str, help_: str) -> Any:
+    """An argument that has no default to show."""
+    return Argument(metavar=metavar, help=help_, show_default=False)
+
+
+Wheres = Annotated[list[Place], _argument("PLACE", "Paths or URLs. Name a step as RUN@100 or RUN@latest.")]
+Select = Annotated[list[str] | None, Option(metavar="NAME", help="Take only this name, prefix or pattern. Repeatable.")]
+Trust = Annotated[bool, Option("--trust", help="Unpickle any object. A pickle can run any code.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file or folder.")]
 As = Annotated[
     str | None,
-    typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."),
+    Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."),
 ]
 To = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; default: by the name."
     ),
 ]
 FromRank = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=RANK", help="Take the value of this rank if ranks differ, such as rng=0. Repeatable."),
+    Option(metavar="NAME=RANK", help="Take the value of this rank if ranks differ, such as rng=0. Repeatable."),
 ]
-Strip = Annotated[str, typer.Option(metavar="PREFIX", help="Remove this prefix from all names, such as 'model.'.")]
-Unattended = Annotated[bool, typer.Option("--unattended", help="Confirm that no process writes to the run.")]
-Base = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="The model from which deltas start if there is no anchor.")
-]
-AllPlaces = Annotated[bool, typer.Option("--all", help="Work on all places of the run, not only on this one.")]
+Strip = Annotated[str, Option(metavar="PREFIX", help="Remove this prefix from all names, such as 'model.'.")]
+Unattended = Annotated[bool, Option("--unattended", help="Confirm that no process writes to the run.")]
+Base = Annotated[Path | None, Option(metavar="FOLDER", help="The model from which deltas start if there is no anchor.")]
+AllPlaces = Annotated[bool, Option("--all", help="Work on all places of the run, not only on this one.")]
 Best = Annotated[
-    str | None, typer.Option(metavar="METRIC", help="Choose the best steps by a metric: loss, or accuracy:max:3.")
+    str | None, Option(metavar="METRIC", help="Choose the best steps by a metric: loss, or accuracy:max:3.")
 ]
 
 
@@ -99,7 +98,7 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+        bool, Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """List, verify, compare, copy and convert checkpoints of async_ckpt.
@@ -112,10 +111,10 @@ def about(
 @with_place
 def ls(
     place: Where,
-    all_: Annotated[bool, typer.Option("--all", help="Also list steps that are retired or not committed.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Mark steps with missing or truncated archives.")] = False,
+    all_: Annotated[bool, Option("--all", help="Also list steps that are retired or not committed.")] = False,
+    check: Annotated[bool, Option("--check", help="Mark steps with missing or truncated archives.")] = False,
     best: Best = None,
-    records: Annotated[bool, typer.Option("--records", help="Show more than three entries of the records.")] = False,
+    records: Annotated[bool, Option("--records", help="Show more than three entries of the records.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List steps of a run, runs in a folder, or published versions."""
@@ -127,18 +126,12 @@ def ls(
 @app.command(epilog=_example("page runs/a runs/b"))
 @with_place
 def page(
-    places: Annotated[
-        list[Place],
-        typer.Argument(metavar="RUN", help="Runs, or a folder of runs. Several runs are compared.", show_default=False),
-    ],
+    places: Annotated[list[Place], _argument("RUN", "Runs, or a folder of runs. Several runs are compared.")],
     output: Annotated[
-        str,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The path or URL of the HTML file.", show_default="RUN.html"
-        ),
+        str, Option("--output", "-o", metavar="FILE", help="The path or URL of the HTML file.", show_default="RUN.html")
     ] = "",
     best: Annotated[
-        list[str] | None, typer.Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable.")
+        list[str] | None, Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -157,11 +150,8 @@ def page(
 @with_place
 def inspect(
     place: Where,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Names, prefixes of names, or patterns.", show_default=False),
-    ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Read all: min, max, mean, std, norm, NaN, Inf.")] = False,
+    names: Annotated[list[str] | None, _argument("NAME", "Names, prefixes of names, or patterns.")] = None,
+    stats: Annotated[bool, Option("--stats", help="Read all: min, max, mean, std, norm, NaN, Inf.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the names, shapes and values in a checkpoint.
@@ -186,27 +176,22 @@ def verify(places: Wheres, all_: AllPlaces = False, base: Base = None, as_json: 
     from .soundness import show
 
     targets = (place for place, _ in targets_of(places, EVERYTHING))
-    _each([partial(show, place, base=base, as_json=as_json) for place in everywhere(targets, asks_all=all_)])
+    _each(partial(show, base=base, as_json=as_json), everywhere(targets, asks_all=all_))
 
 
 @app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
 @with_place
 def cp(
-    src: Annotated[
-        list[Place], typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False)
-    ],
-    dst: Annotated[
-        Place,
-        typer.Argument(metavar="DST", help="The destination root; for several runs, a folder.", show_default=False),
-    ],
+    src: Annotated[list[Place], _argument("SRC", "Runs or steps, or a folder of runs.")],
+    dst: Annotated[Place, _argument("DST", "The destination root; for several runs, a folder.")],
     steps: Annotated[
         list[str] | None,
-        typer.Option(metavar="STEP|FIRST:LAST", help="Copy only these steps; a range includes both ends. Repeatable."),
+        Option(metavar="STEP|FIRST:LAST", help="Copy only these steps; a range includes both ends. Repeatable."),
     ] = None,
-    latest: Annotated[bool, typer.Option("--latest", help="Copy only the newest step.")] = False,
+    latest: Annotated[bool, Option("--latest", help="Copy only the newest step.")] = False,
     best: Best = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace damaged steps and other versions of steps.")
+        bool, Option("--overwrite", help="Replace damaged steps and other versions of steps.")
     ] = False,
     all_: AllPlaces = False,
     as_json: AsJson = False,
@@ -227,7 +212,7 @@ def cp(
         for one in everywhere([source], asks_all=all_)
         if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
     ]
-    _each([partial(copy, *pair) for pair in pairs], [one.shown for one, _ in pairs if not as_json])
+    _each(copy, *zip(*pairs, strict=True), with_headings=not as_json)
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
@@ -236,14 +221,14 @@ def prune(
     places: Wheres,
     keep: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="RULE",
             help="Keep by last=3, every=1000, best=loss:min:2, seconds=86400, good=2 or bytes=200e9; with free=50e9, "
             "delete the oldest steps until so many bytes are free. Each once.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would be deleted.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show which steps would be deleted.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Delete without asking.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
@@ -259,21 +244,21 @@ def prune(
 
     delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
     targets = everywhere((place for place, _ in targets_of(places, RUNS)), asks_all=all_)
-    _each([partial(delete, place) for place in targets], [place.shown for place in targets if not as_json])
+    _each(delete, targets, with_headings=not as_json)
 
 
 @app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
 @with_place
 def mark(
     place: Where,
-    step: Annotated[int, typer.Argument(metavar="STEP", help="A committed step.", show_default=False)],
+    step: Annotated[int, _argument("STEP", "A committed step.")],
     bad: Annotated[
-        str | None, typer.Option(metavar="NOTE", help="Mark it as bad: a restart and `best` pass over it.")
+        str | None, Option(metavar="NOTE", help="Mark it as bad: a restart and `best` pass over it.")
     ] = None,
     good: Annotated[
-        str | None, typer.Option(metavar="NOTE", help="Mark it as good: Keep(good=…) keeps the newest such steps.")
+        str | None, Option(metavar="NOTE", help="Mark it as good: Keep(good=…) keeps the newest such steps.")
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take its mark back.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Take its mark back.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Mark a step as good or bad, at all places of its run.
@@ -292,8 +277,8 @@ def mark(
 @with_place
 def repair(
     places: Wheres,
-    unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit a retired step again.")] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Make the repairs. Without it, nothing is changed.")] = False,
+    unretire: Annotated[int | None, Option(metavar="STEP", help="Commit a retired step again.")] = None,
+    apply: Annotated[bool, Option("--apply", help="Make the repairs. Without it, nothing is changed.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
@@ -311,18 +296,18 @@ def repair(
     if unretire is not None and len(targets) > 1:
         raise Answer("--unretire names a step of one run; give that run alone", USAGE)
     mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
-    _each([partial(mend, one) for one in everywhere([place for place, _ in targets], asks_all=all_)])
+    _each(mend, everywhere([place for place, _ in targets], asks_all=all_))
 
 
 @app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
 @with_place
 def diff(
-    a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
-    b: Annotated[Place, typer.Argument(metavar="B", help="Another checkpoint.", show_default=False)],
+    a: Annotated[Place, _argument("A", "A checkpoint of any format.")],
+    b: Annotated[Place, _argument("B", "Another checkpoint.")],
     select: Select = None,
-    rtol: Annotated[float, typer.Option(metavar="X", help="Count items as equal if |a-b| <= X*|b|.")] = 0.0,
-    atol: Annotated[float, typer.Option(metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
-    all_: Annotated[bool, typer.Option("--all", help="Compare A at each place of its run with B.")] = False,
+    rtol: Annotated[float, Option(metavar="X", help="Count items as equal if |a-b| <= X*|b|.")] = 0.0,
+    atol: Annotated[float, Option(metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
+    all_: Annotated[bool, Option("--all", help="Compare A at each place of its run with B.")] = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -331,16 +316,15 @@ def diff(
     from .run_places import everywhere
 
     compare = partial(show, b=b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
-    targets = everywhere([a], asks_all=all_)
-    _each([partial(compare, one) for one in targets], [one.shown for one in targets if not as_json])
+    _each(compare, everywhere([a], asks_all=all_), with_headings=not as_json)
 
 
 @app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
 @with_place
 def extract(
-    src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
+    src: Annotated[Place, _argument("SRC", "A checkpoint of any format.")],
     select: Select = None,
-    to: Annotated[str, typer.Option(metavar="PLACE", help="The file or folder to write.", show_default=False)] = "",
+    to: Annotated[str, Option(metavar="PLACE", help="The file or folder to write.", show_default=False)] = "",
     as_: As = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -362,12 +346,12 @@ def extract(
 @app.command(epilog=_example("convert model.pt out/model.tar"))
 @with_place
 def convert(
-    src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(metavar="DST", help="The file or folder to write.", show_default=False)],
+    src: Annotated[Place, _argument("SRC", "A checkpoint of any format.")],
+    dst: Annotated[Place, _argument("DST", "The file or folder to write.")],
     as_: To = None,
     config: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="FOLDER|ID", help="For --to hf: the model that has the config and tokenizer.", show_default=False
         ),
     ] = "",
@@ -393,65 +377,53 @@ def convert(
 @app.command(epilog=_example("follow weights --into out/model --exec 'ls out/model' --once"))
 @with_place
 def follow(
-    root: Annotated[
-        Place, typer.Argument(metavar="ROOT", help="The root where a Publisher puts its versions.", show_default=False)
-    ],
-    into: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Pull versions into this folder.", show_default=False)
-    ] = "",
-    sglang: Annotated[
-        str | None, typer.Option(metavar="URL", help="Have this SGLang server load each version.")
-    ] = None,
+    root: Annotated[Place, _argument("ROOT", "The root where a Publisher puts its versions.")],
+    into: Annotated[str, Option(metavar="FOLDER", help="Pull versions into this folder.", show_default=False)] = "",
+    sglang: Annotated[str | None, Option(metavar="URL", help="Have this SGLang server load each version.")] = None,
     vllm: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Have this vLLM server load each version; it needs VLLM_SERVER_DEV_MODE=1."),
+        Option(metavar="URL", help="Have this vLLM server load each version; it needs VLLM_SERVER_DEV_MODE=1."),
     ] = None,
-    exec_: Annotated[
-        str | None, typer.Option("--exec", metavar="CMD", help="Run this program for each version.")
-    ] = None,
-    post: Annotated[str | None, typer.Option(metavar="URL", help="Send this server a POST for each version.")] = None,
+    exec_: Annotated[str | None, Option("--exec", metavar="CMD", help="Run this program for each version.")] = None,
+    post: Annotated[str | None, Option(metavar="URL", help="Send this server a POST for each version.")] = None,
     abort_requests: Annotated[
-        bool, typer.Option("--abort-requests", help="Abort the engine's open requests instead of waiting for them.")
+        bool, Option("--abort-requests", help="Abort the engine's open requests instead of waiting for them.")
     ] = False,
     answer_within: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long the engine may take to load a version.")
+        float, Option(metavar="SECONDS", help="How long the engine may take to load a version.")
     ] = 600.0,
-    poll: Annotated[float, typer.Option(metavar="SECONDS", help="Look for a new version this often.")] = 1.0,
+    poll: Annotated[float, Option(metavar="SECONDS", help="Look for a new version this often.")] = 1.0,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long the root may be unreachable before the command fails.")
+        float, Option(metavar="SECONDS", help="How long the root may be unreachable before the command fails.")
     ] = 1800.0,
     status: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the status to this JSON file at each look at the root.")
+        Path | None, Option(metavar="FILE", help="Write the status to this JSON file at each look at the root.")
     ] = None,
     base: Base = None,
-    once: Annotated[bool, typer.Option("--once", help="Exit once the engine has the newest version.")] = False,
+    once: Annotated[bool, Option("--once", help="Exit once the engine has the newest version.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pull each new version into a folder, and have an engine load it.
 
     This is a sidecar for one engine. SIGTERM ends it between versions. With --json, each event is a line of JSON.
     """
-    from .live.sidecar import EngineChoice, FollowRequest, show
+    from .live.sidecar import engine_by, show
 
-    choice = EngineChoice(sglang, vllm, exec_, post, abort_requests, answer_within)
-    show(FollowRequest(root, into, base, once, status, poll, patience), choice, as_json=as_json)
+    engine = engine_by(sglang, vllm, exec_, post, abort_requests=abort_requests, answer_seconds=answer_within)
+    show(root, into, engine, base, status, once=once, poll_seconds=poll, patience_seconds=patience, as_json=as_json)
 
 
 @app.command(epilog=_example("move runs/a --to s3://bucket/runs/a --once"))
 @with_place
 def move(
-    places: Annotated[
-        list[Place],
-        typer.Argument(metavar="PATH", help="The nearest place of a run, or a folder of runs.", show_default=False),
-    ],
+    places: Annotated[list[Place], _argument("PATH", "The nearest place of a run, or a folder of runs.")],
     to: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PLACE", help="Copy to these places, from near to far; by default the run's."),
+        list[str] | None, Option(metavar="PLACE", help="Copy to these places, from near to far; by default the run's.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Exit when the newest step is everywhere; 75 if not.")] = False,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Continue from the steps of another run there.")] = False,
-    retire: Annotated[bool, typer.Option("--retire", help="Retire the steps of another run there.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Adopt or retire without asking.")] = False,
+    once: Annotated[bool, Option("--once", help="Exit when the newest step is everywhere; 75 if not.")] = False,
+    adopt: Annotated[bool, Option("--adopt", help="Continue from the steps of another run there.")] = False,
+    retire: Annotated[bool, Option("--retire", help="Retire the steps of another run there.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Adopt or retire without asking.")] = False,
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
@@ -461,21 +433,21 @@ def move(
     which a training with several places writes. The client finds credentials in its usual sources. With --json, each
     arrival is a line of JSON.
     """
-    from .live.move_steps import MoveRequest, show
+    from .live.move_steps import show
     from .lookup import targets_of
 
-    request = MoveRequest(to=tuple(to or ()), once=once, adopt=adopt, retire=retire, yes=yes, unattended=unattended)
-    show(targets_of(places, ("run",)), request, as_json=as_json)
+    options = {"once": once, "adopt": adopt, "retire": retire, "yes": yes, "unattended": unattended}
+    show(targets_of(places, ("run",)), to=to or (), **options, as_json=as_json)
 
 
 @app.command(epilog=_example("watch runs/a --once"))
 @with_place
 def watch(
     places: Wheres,
-    once: Annotated[bool, typer.Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Look this often.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
+    interval: Annotated[float, Option(metavar="SECONDS", help="Look this often.")] = 2.0,
     older: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h.")
+        str | None, Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -496,26 +468,22 @@ def watch(
 @with_place
 def bench(
     root: Annotated[
-        Place | None, typer.Argument(metavar="ROOT", help="A folder or URL to write to.", show_default="here")
+        Place | None, Argument(metavar="ROOT", help="A folder or URL to write to.", show_default="here")
     ] = None,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="The size of the state to save, such as 1GB or 512MiB.")
-    ] = "1GB",
-    tensors: Annotated[int, typer.Option(metavar="N", help="The number of tensors in the state.")] = 300,
+    size: Annotated[str, Option(metavar="SIZE", help="The size of the state to save, such as 1GB or 512MiB.")] = "1GB",
+    tensors: Annotated[int, Option(metavar="N", help="The number of tensors in the state.")] = 300,
     as_json: AsJson = False,
 ) -> None:
     """Measure a disk or store, and saves and restores there."""
-    from .bench import BenchRequest, show, size_of
+    from .bench import show, size_of
 
-    show(BenchRequest(root or Place("."), size_of(size), tensors), as_json=as_json)
+    show(root or Place("."), size_of(size), tensors, as_json=as_json)
 
 
 @app.command(epilog=_example("doctor runs/a"))
 @with_place
 def doctor(
-    root: Annotated[
-        Place | None, typer.Argument(metavar="ROOT", help="A root where checkpoints will be saved.", show_default=False)
-    ] = None,
+    root: Annotated[Place | None, _argument("ROOT", "A root where checkpoints will be saved.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check what this machine has, and lacks, for checkpoints."""
@@ -544,17 +512,20 @@ def status_of(arguments: Sequence[str]) -> int:
         return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
 
 
-def _each(calls: Sequence[Callable[[], object]], headings: Sequence[str] = ()) -> None:
-    """Make a call for each of several places, whatever comes of the others. Exits with the gravest status."""
-    if len(calls) == 1:
-        calls[0]()
+def _each(call: Callable[..., object], *places: Sequence[Place], with_headings: bool = False) -> None:
+    """Make a call for each of several places, or pairs of places, whatever comes of the others. Exits with the gravest
+    status.
+    """
+    targets = [*zip(*places, strict=True)]
+    if len(targets) == 1:
+        call(*targets[0])
         return
     worst = 0
     with documents_in_lines():
-        for call, heading in zip(calls, headings or [""] * len(calls), strict=True):
-            if heading:
-                print_text(escaped(f"{heading}:"))
-            worst = max(worst, status := _status_of(call))
+        for each in targets:
+            if with_headings:
+                print_text(escaped(f"{each[0].shown}:"))
+            worst = max(worst, status := _status_of(partial(call, *each)))
             if status == _INTERRUPTED:
                 break
     raise typer.Exit(worst)

@@ -10,8 +10,8 @@ from typing import Literal
 from ... import Place
 from ...plumbing import runs
 from .run_places import places_of
-from .screen import USAGE, Answer, escaped, mark_in_words, print_json, print_text
-from .selection import open_run, runs_at
+from .screen import escaped, mark_in_words, print_json, print_text
+from .selection import open_run, whole_runs_at
 
 
 def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str, *, as_json: bool) -> None:
@@ -19,9 +19,7 @@ def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str
     is no run, or the place is the folder of a step, NotCommittedError if the run has no such step, and ValueError if
     the note is too long.
     """
-    chosen = runs_at(place)
-    if chosen[0].step is not None:
-        raise Answer(f"{place.shown} is the folder of one step; name the root of its run, and the step after it", USAGE)
+    chosen = whole_runs_at(place, ", and the step after it")
     naming = next((one.naming for one in chosen if step in one.run.steps()), chosen[0].naming)
     places = places_of(place)
     runs.Roots([open_run(one.storage(), naming) for one in places]).mark(step, kind, note)

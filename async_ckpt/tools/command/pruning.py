@@ -18,7 +18,7 @@ from ...plumbing import reports, runs, timing
 from .listing import broken_steps, parse_best
 from .lookup import kind_of
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
-from .selection import ChosenRun, refuse_newer, runs_at
+from .selection import ChosenRun, refuse_newer, whole_runs_at
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, bytes=200e9 or free=50e9"
@@ -44,9 +44,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             )
         shown = [ShownCheckpoints(place, keep)]
     else:
-        chosen = runs_at(place, keep=keep)
-        if chosen[0].step is not None:
-            raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+        chosen = whole_runs_at(place, keep=keep)
         for one in chosen:
             refuse_newer(one.run)
             if not dry_run:

@@ -19,11 +19,11 @@ import typer
 
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
-from ...plumbing import Storage, runs
+from ...plumbing import Storage, runs, spec
 from .listing import broken_steps
 from .pruning import refuse_writer
-from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
-from .selection import ChosenRun, refuse_newer, runs_at, usual_tracker
+from .screen import NO, escaped, print_json, print_table, print_text
+from .selection import ChosenRun, refuse_newer, usual_tracker, whole_runs_at
 
 _SHOWN_LEFTOVERS: Final = 3
 
@@ -45,9 +45,7 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
     step cannot be put back, RunTakenError if a living process has the run, FormatVersionError if a step was saved by a
     newer async_ckpt, and typer.Exit if there is damage, and it was not mended.
     """
-    chosen = runs_at(place)
-    if chosen[0].step is not None:
-        raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+    chosen = whole_runs_at(place)
     damages = []
     with ExitStack() as taken:
         for one in chosen:
@@ -99,8 +97,7 @@ def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftover
                 text = "does not match its digest; copy the step again from where it is whole, or save it anew"
                 yield Damage(f"{run.folder(step)}/{runs.MANIFEST_NAME}", text)
         if leftovers and (left := run.sweeper.sweep(delete=False)):
-            more = f" and {len(left) - _SHOWN_LEFTOVERS} more" if len(left) > _SHOWN_LEFTOVERS else ""
-            text = f"of writers that have ended: {', '.join(left[:_SHOWN_LEFTOVERS])}{more}"
+            text = f"of writers that have ended: {spec.some_of(left, _SHOWN_LEFTOVERS)}"
             yield Damage("leftovers", text, run.sweeper.sweep)
     newest = max(chosen, key=lambda one: _newest_commit(one.run))
     commits = newest.run.view()

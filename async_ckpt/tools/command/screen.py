@@ -213,12 +213,6 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def some_of(texts: Sequence[str], most: int) -> str:
-    """The first of these texts, and the number of the others, such as "a, b and 3 more"."""
-    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
-
-
 def in_table(num_bytes: int) -> str:
     """A size for the column of a table, whose units are short."""
     return reports.sized(num_bytes).replace(" bytes", " B")

@@ -43,9 +43,7 @@ def step_named(place: Place) -> Place:
     root, which = replace(place, url=match["run"]), match["which"]
     if kind_of(root) == "trainer":
         return place_below(root, chosen_checkpoints(root, which)[0].folder)
-    chosen = runs_at(root)
-    if chosen[0].step is not None:
-        raise Answer(f"{root.shown} is the folder of one step; name the root of its run before the @", USAGE)
+    chosen = whole_runs_at(root, " before the @")
     if which == "latest":
         run = max((one.run for one in chosen), key=_time_of_newest)
         return place_below(root, run.folder(run.steps()[-1]))
@@ -69,7 +67,7 @@ def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
             best = parse_best(text.partition(":")[2])
             found = [row for _, row in best_of(rows, best)]
             if not found:
-                raise Answer(f"{place.shown}: no record of a checkpoint there has the metric {best[0]!r}")
+                raise Answer(f"{place.shown}: no record of a checkpoint there has the metric {best.metric!r}")
             chosen += found[:1]
         else:
             steps = _within([row.step for row in rows if row.step >= 0], text, place.shown)
@@ -115,6 +113,14 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     return chosen
 
 
+def whole_runs_at(place: Place, where: str = "", *, keep: Keep | None = None) -> list[ChosenRun]:
+    """The same, where the folder of a step will not do. Raises Answer, which says `where` its run is to be named."""
+    chosen = runs_at(place, keep=keep)
+    if chosen[0].step is not None:
+        raise Answer(f"{place.shown} is the folder of one step; name the root of its run{where}", USAGE)
+    return chosen
+
+
 def refuse_newer(run: runs.Run) -> None:
     """Refuse to change a run of which a step is of a later format: here, its manifest counts as damaged.
 
@@ -144,10 +150,7 @@ def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs
 
 def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
     """The tracker that a run of this naming has unless it was told otherwise; None if that is not known."""
-    if step_format == runs.STEP_FORMAT:
-        return runs.TRACKER
-    words = runs.words_for(step_format.format(1))
-    trackers = {runs.NAMINGS[word].tracker for word in words}
+    trackers = {one.tracker for one in (Naming(), *runs.NAMINGS.values()) if one.step_format == step_format}
     return trackers.pop() if len(trackers) == 1 else None
 
 
@@ -198,6 +201,6 @@ def best_step(run: runs.Run, text: str) -> int:
     best = runs.best_of(list(commits), commits, by)
     if not best:
         shown = run.storage.locate("")
-        why = runs.describe_missing_metric(by[0], commits)
+        why = runs.describe_missing_metric(by.metric, commits)
         raise NotCommittedError(f"{shown}: no record of a committed step has the metric {why}", path=shown, step=None)
     return best[-1]

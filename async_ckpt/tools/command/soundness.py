@@ -9,10 +9,11 @@ read and after that, and only what was wrong both times is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import typer
 
@@ -25,14 +26,14 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, file_digests, reports, runs, timing, urls
+from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing, urls
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
 from .listing import checkpoints_of
 from .lookup import beside_versions, kind_of
 from .repair import damages_of
-from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress, some_of
+from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import ChosenRun, refuse_newer, runs_at
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 from .where import place_below
@@ -145,22 +146,22 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     """
     file = finding.opened_as_file(place)
     if file is not None:
-        return [_timed(partial(_of_file, *file))]
+        return [_of_file(*file)]
     names = place.storage().names("")
     others = beside_versions(names)
     has_versions, kind = len(others) < len(names), kind_of(place, others)
     every: list[Soundness] = []
     if kind == "step":
-        every.append(_timed(partial(_of_step, place)))
+        every.append(_of_step(place))
     elif runs.OF_DCP in names:
-        every.append(_timed(partial(_of_dcp, place)))
+        every.append(_of_dcp(place))
     elif kind in ("trainer", "checkpoint"):
-        every.append(_timed(partial(_of_checkpoints, place, kind, others)))
+        every.append(_of_checkpoints(place, kind, others))
     elif kind == "run" or not has_versions:
-        every.append(_timed(partial(_of_run, place)))
+        every.append(_of_run(place))
     if has_versions:
         try:
-            every.append(_timed(partial(_of_publication, place, base)))
+            every.append(_of_publication(place, base))
         except CheckpointError as error:
             is_missing = isinstance(error, NotCommittedError)
             if not (every and (is_missing or every[0].faults)):
@@ -169,42 +170,51 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     return every
 
 
-def _timed(find: Callable[[], Soundness]) -> Soundness:
-    begin = timing.monotonic()
-    found = find()
+class _Reading(NamedTuple):
+    """A verification under way, what it has found, and the call that tells of bytes that others have read for it."""
+
+    found: Soundness
+    verification: checking.Verification
+    advance: Callable[[int], None]
+
+
+@contextmanager
+def _reading(num_bytes: int) -> Iterator[_Reading]:
+    """A block that reads so many bytes. Afterwards, what was found has its totals, and the seconds that this took."""
+    found, begin = Soundness(), timing.monotonic()
+    with progress("verify", num_bytes) as advance:
+        verification = checking.Verification(advance)
+        yield _Reading(found, verification, advance)
+    found.num_archives, found.num_bytes = len(verification.errors), verification.num_bytes
     found.seconds = timing.monotonic() - begin
-    return found
 
 
 def _of_file(reader: Reader, path: str) -> Soundness:
     """The soundness of an archive."""
-    with reader, progress("verify", reader.num_bytes) as advance:
-        verification = checking.Verification(advance)
+    with reader, _reading(reader.num_bytes) as (found, verification, _):
         try:
-            notes = verification.compare_file(reader, path)
+            found.notes += verification.compare_file(reader, path)
         except ForeignFileError as error:
             raise Answer(str(error), USAGE) from error
         except CheckpointError as error:
-            return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
-        return _with_totals(Soundness(notes=[*notes]), verification)
+            found.faults.append(_fault_of_file(path, error))
+    return found
 
 
 def _of_dcp(place: Place) -> Soundness:
     """The soundness of a folder of torch.distributed.checkpoint."""
     storage = place.storage()
-    with progress("verify", sum(storage.sizes("").values())) as advance:
-        verification = checking.Verification(advance)
+    with _reading(sum(storage.sizes("").values())) as (found, verification, _):
         try:
-            notes = verification.compare_dcp(storage)
+            found.notes += verification.compare_dcp(storage)
         except CorruptCheckpointError as error:
-            fault = _fault_of_file(storage.locate(""), error)
-            return _with_totals(Soundness(faults=[fault]), verification)
-    return _with_totals(Soundness(notes=[*notes]), verification)
+            found.faults.append(_fault_of_file(storage.locate(""), error))
+    return found
 
 
 def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     """The soundness of the checkpoints of a framework, or of the one that the place is."""
-    root, found = place, Soundness()
+    root = place
     if kind == "checkpoint":
         parent, name = urls.place_and_name(place.url, fs=place.fs)
         root, names = replace(place, url=parent), [name]
@@ -213,11 +223,11 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     steps = {row.folder: row.step for row in checkpoints_of(root, names) if row.step >= 0}
     notes: dict[str, None] = {}
     unchecked: list[str] = []
-    with progress("verify", sum(size_of(storage, one.name) for one in ones)) as advance:
-        verification = checking.Verification(advance)
+    with _reading(sum(size_of(storage, one.name) for one in ones)) as reading:
+        found = reading.found
         for one in ones:
             faults = []
-            for path, call in _checks_of_files(root, one.name, verification, advance):
+            for path, call in _checks_of_files(root, one.name, reading):
                 try:
                     notes |= dict.fromkeys(call() or ())
                 except (ForeignFileError, EOFError, ValueError):
@@ -234,19 +244,17 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     found.notes += notes
     if len(ones) > 1:
         _note_newest(found)
-    return _with_totals(found, verification)
+    return found
 
 
 _Check = Callable[[], tuple[str, ...] | None]
 
 
-def _checks_of_files(
-    root: Place, name: str, verification: checking.Verification, advance: Callable[[int], object]
-) -> Iterator[tuple[str, _Check]]:
+def _checks_of_files(root: Place, name: str, reading: _Reading) -> Iterator[tuple[str, _Check]]:
     """The calls that verify a checkpoint, each with its path: of files whose digests were kept, of steps and folders of
     torch.distributed.checkpoint in it, and of all other files.
     """
-    storage = root.storage()
+    storage, verification = root.storage(), reading.verification
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
     digests: dict[str, str] = {}
     for path in filter(file_digests.is_of_digests, paths):
@@ -255,7 +263,7 @@ def _checks_of_files(
         except CorruptCheckpointError as error:
             yield error.path, partial(_raise, error)
     for path, digest in digests.items():
-        yield storage.locate(path), partial(_compare_digest, storage, path, digest, verification, advance)
+        yield storage.locate(path), partial(_compare_digest, storage, path, digest, reading)
     folders: list[str] = []
     for path in paths:
         folder, _, last = path.rpartition("/")
@@ -273,11 +281,9 @@ def _checks_of_files(
             yield storage.locate(path), partial(_compare_file, storage, path, verification)
 
 
-def _compare_digest(
-    storage: Storage, path: str, digest: str, verification: checking.Verification, advance: Callable[[int], object]
-) -> tuple[str, ...]:
-    verification.errors[storage.locate(path), ""] = None
-    verification.num_bytes += file_digests.compare_file(storage, path, digest, advance)
+def _compare_digest(storage: Storage, path: str, digest: str, reading: _Reading) -> tuple[str, ...]:
+    reading.verification.errors[storage.locate(path), ""] = None
+    reading.verification.num_bytes += file_digests.compare_file(storage, path, digest, reading.advance)
     return ("files were compared with the digests that were saved beside them",)
 
 
@@ -288,11 +294,6 @@ def _raise(error: CheckpointError) -> NoReturn:
 def _compare_file(storage: Storage, path: str, verification: checking.Verification) -> tuple[str, ...]:
     with storage.open(path) as reader:
         return verification.compare_file(reader, storage.locate(path))
-
-
-def _with_totals(found: Soundness, verification: checking.Verification) -> Soundness:
-    found.num_archives, found.num_bytes = len(verification.errors), verification.num_bytes
-    return found
 
 
 def _fault_of_file(path: str, error: CheckpointError) -> SoundnessFault:
@@ -316,8 +317,7 @@ def _of_step(place: Place) -> Soundness:
         number, total, error = name.step if name else 0, 0, unread
     else:
         number, total = manifest.step, manifest.num_bytes
-    with progress("verify", total) as advance:
-        verification = checking.Verification(advance)
+    with _reading(total) as (found, verification, _):
         if error is None:
             try:
                 verification.compare_step(step)
@@ -325,18 +325,15 @@ def _of_step(place: Place) -> Soundness:
                 raise
             except CheckpointError as damage:
                 error = damage
-    found = Soundness()
     _note_step(found, checking.StepCheck(number, "", error), "ROOT")
-    return _with_totals(found, verification)
+    return found
 
 
 def _of_run(place: Place) -> Soundness:
-    storage, found = place.storage(), Soundness()
-    chosen = runs_at(place)
+    storage, chosen = place.storage(), runs_at(place)
     trackers, before = checking.trackers_in(storage), [*_faults_beside(place, chosen)]
     total = sum(made.num_bytes for one in chosen for made in one.run.view().values() if made is not None)
-    with progress("verify", total) as advance:
-        verification = checking.Verification(advance)
+    with _reading(total) as (found, verification, _):
         for check in checking.checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
     _note_newest(found)
@@ -347,7 +344,7 @@ def _of_run(place: Place) -> Soundness:
         steps = sorted({*found.sound, *found.damaged})
         others = {name: text for name, text in trackers.items() if name not in reported}
         found.notes += checking.notes_on(others, steps)
-    return _with_totals(found, verification)
+    return found
 
 
 def _note_newest(found: Soundness) -> None:
@@ -391,17 +388,17 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
 
 def _among(tensors: Sequence[str]) -> str:
     """Some names, and the number of the others; everything if none is known."""
-    return some_of(tensors, _SHOWN_NAMES) or "everything"
+    return spec.some_of(tensors, _SHOWN_NAMES) or "everything"
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
 
 
 def _of_publication(place: Place, base: Path | None) -> Soundness:
-    with progress("verify", 1) as advance:
+    with _reading(1) as (found, _, advance):
         checked = check_versions(place, base=base, on_check=lambda check: advance(check.num_bytes))
-    checks = checked.checks
-    found = Soundness(is_publication=True, sound=[*checked.sound], damaged=[*checked.damaged], notes=[*checked.notes])
+    checks, found.is_publication = checked.checks, True
+    found.sound, found.damaged, found.notes = [*checked.sound], [*checked.damaged], [*checked.notes]
     found.num_archives, found.num_bytes = len(checks), sum(check.num_bytes for check in checks)
     anchors = {check.version for check in checks if check.kind == "anchor"}
     for check in checks:

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -32,20 +31,6 @@ _MAX_RETRY_SECONDS: Final = 30.0
 PATIENCE_SECONDS: Final = 1800.0
 
 _log: Final = logging.getLogger("async_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """When a sidecar looks at the root, how long that may be gone, and what ends it. Raises ValueError."""
-
-    poll_seconds: float
-    patience_seconds: float
-    stop: Stop
-
-    def __post_init__(self) -> None:
-        for name, value in (("poll_seconds", self.poll_seconds), ("patience_seconds", self.patience_seconds)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a number above 0, got {value!r:.100}")
 
 
 def follow(
@@ -88,25 +73,22 @@ def follow(
     FileExistsError and NotADirectoryError for a folder that versions cannot be pulled into; OSError if the status
     cannot be written at the beginning. All other errors are reported, and tried again.
     """
-    timing = Timing(poll_seconds, patience_seconds, stop or (lambda: False))
-    file = None if status is None else places.local_place(status).absolute()
     subscriber = root if isinstance(root, Subscriber) else Subscriber(root)
     try:
-        return new_sidecar(subscriber, into, engine_of(engine), timing, file, _log_event).run(once=once)
+        sidecar = Sidecar(
+            subscriber,
+            into,
+            engine_of(engine),
+            _log_event,
+            status=status,
+            poll_seconds=poll_seconds,
+            patience_seconds=patience_seconds,
+            stop=stop or (lambda: False),
+        )
+        return sidecar.run(once=once)
     finally:
         if subscriber is not root:
             subscriber.close()
-
-
-def new_sidecar(
-    subscriber: Subscriber, into: str | os.PathLike[str], engine: Engine, timing: Timing, status: Path | None, say: Say
-) -> Sidecar:
-    """A sidecar that says its events to `say`. Raises as `follow` does for its arguments."""
-    folder = SharedFolder(
-        _apart_from(subscriber.root, places.local_place(into).absolute()), engine.name, engine.address
-    )
-    facts = {"root": subscriber.root, "folder": str(folder.path), "engine": engine.name, "pid": os.getpid()}
-    return Sidecar(subscriber, folder, engine, Health(facts, status, say), timing)
 
 
 def _apart_from(root: str, folder: Path) -> Path:
@@ -142,13 +124,29 @@ class _Retries:
 
 
 class Sidecar:
-    """One sidecar, run by one thread."""
+    """One sidecar, run by one thread. It says its events to `say`. Raises as `follow` does for its arguments."""
 
     def __init__(
-        self, subscriber: Subscriber, folder: SharedFolder, engine: Engine, health: Health, timing: Timing
+        self,
+        subscriber: Subscriber,
+        into: str | os.PathLike[str],
+        engine: Engine,
+        say: Say,
+        *,
+        status: str | os.PathLike[str] | None,
+        poll_seconds: float,
+        patience_seconds: float,
+        stop: Stop,
     ) -> None:
-        self._subscriber, self._folder, self._engine = subscriber, folder, engine
-        self._health, self._timing = health, timing
+        for name, value in (("poll_seconds", poll_seconds), ("patience_seconds", patience_seconds)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, got {value!r:.100}")
+        self._poll_seconds, self._patience_seconds, self._stop = poll_seconds, patience_seconds, stop
+        path = _apart_from(subscriber.root, places.local_place(into).absolute())
+        self._subscriber, self._engine = subscriber, engine
+        self._folder = SharedFolder(path, engine.name, engine.address)
+        facts = {"root": subscriber.root, "folder": str(self._folder.path), "engine": engine.name, "pid": os.getpid()}
+        self._health = Health(facts, None if status is None else places.local_place(status).absolute(), say)
         self._seen_at = clock.TIMEKEEPER.now()  # when the root had a version, or its beginning
         self._pulled: tuple[int, str] | None = None  # the version of the root that the folder was brought to
         self._held: Held | None = None  # the version that the folder was found to have after that
@@ -160,12 +158,12 @@ class Sidecar:
         with self._folder.claimed():
             told = self._folder.record.told
             self._health.has(None if told is None else told.version)
-            while not self._timing.stop():
+            while not self._stop():
                 is_current = self._round()
                 self._health.beat()
                 if once and is_current:
                     break
-                self._sleep(self._timing.poll_seconds)
+                self._sleep(self._poll_seconds)
         self._health.ended()
         told = self._folder.record.told
         return None if told is None else told.version
@@ -199,11 +197,11 @@ class Sidecar:
         self._health.sees(newest and newest[0])
         if newest is not None:
             self._seen_at = clock.TIMEKEEPER.now()
-        elif clock.TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
+        elif clock.TIMEKEEPER.now() > self._seen_at + self._patience_seconds:
             reason = "there is no version" if error is None else f"{error}"
             root = self._subscriber.root
             raise StorageUnavailableError(
-                f"{root}: {reason}, for more than {self._timing.patience_seconds:g} s; "
+                f"{root}: {reason}, for more than {self._patience_seconds:g} s; "
                 "check the root, or start again when it is reachable",
                 path=root,
             ) from error
@@ -221,7 +219,7 @@ class Sidecar:
         newest = None
         try:
             # Another sidecar may be pulling it, and its engine load it then.
-            with self._folder.pulling(lambda: self._timing.stop() or self._found(wanted)) as may:
+            with self._folder.pulling(lambda: self._stop() or self._found(wanted)) as may:
                 newest = self._subscriber.newest() if may else None  # it may have taken long
                 if newest is None:
                     return
@@ -240,7 +238,7 @@ class Sidecar:
 
     def _load(self) -> None:
         """Have the engine load what is in the folder, and note that it has."""
-        with self._folder.loading(self._timing.stop) as lock:
+        with self._folder.loading(self._stop) as lock:
             if lock is None:
                 return
             held = self._folder.held()
@@ -314,5 +312,5 @@ class Sidecar:
 
     def _sleep(self, seconds: float) -> None:
         deadline = clock.TIMEKEEPER.now() + seconds
-        while (left := deadline - clock.TIMEKEEPER.now()) > 0 and not self._timing.stop():
+        while (left := deadline - clock.TIMEKEEPER.now()) > 0 and not self._stop():
             threading.Event().wait(min(left, waits.LIVENESS_SECONDS))

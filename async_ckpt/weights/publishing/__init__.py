@@ -9,6 +9,5 @@
   `folder_replica.py` to those in a folder (with `notes.py`), `module.py` to a module.
 - `of_ranks/`: versions of a model that is spread over ranks.
 - `in_memory/`: the newest version of a publisher, or of all ranks, lent to processes of their host.
-- `proof.py`: whether weights are the version that a number says.
 - `base_model.py`: the model under a root's first delta.
 """

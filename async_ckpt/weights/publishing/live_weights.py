@@ -1,4 +1,4 @@
-"""Weights that versions are applied to: the protocol, the application, and weights in memory.
+"""Weights that versions are applied to: the protocol, the application, the proof, and weights in memory.
 
 In: the indices of versions, and a storage with their files. Out: the bytes of each tensor in the newest of them.
 Knows nothing of: which versions exist, modules.
@@ -21,9 +21,7 @@ import torch
 from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
 from ...plumbing import device, leaf_names, limits, threads
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
-from .base_model import BaseModel
 from .difference import WrongBaseError, apply, checksum_of
-from .proof import HeldWeights, is_that_version, source_of
 from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
 from .versions import Versions
 
@@ -48,8 +46,15 @@ class DamagedReplicaError(CorruptCheckpointError):
     perhaps: bool = False
 
 
-class Replica(HeldWeights, Protocol):
+class Replica(Protocol):
     """Weights that versions are applied to. One caller at a time, inside `locked`."""
+
+    @property
+    def state(self) -> WeightsState | None:
+        """The state of the weights; None if they are not known to be whole."""
+
+    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
+        """The checksums of the named tensors that are here, computed from their bytes."""
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes away."""
@@ -73,42 +78,36 @@ def update_replica(
     target: int,
     crew: threads.Crew,
     *,
-    base: BaseModel | None = None,
     before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
 ) -> PullResult:
     """Bring a replica to the version `target`.
 
-    `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
-    After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
-    CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
+    `before_apply` is called with each chain before it is applied. After an error the replica has the last version that
+    was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
+    StorageUnavailableError, StorageFullError.
     """
     before = replica.state
-    chain = versions.chain(target, before, base)
-    if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
+    chain = versions.chain(target, before)
+    if replica.state is not None and not _is_that_version(replica, chain, versions, target, crew):
         _log.warning(
             "the weights here are not those of version %d; the pull starts from an anchor", replica.state.version
         )
-        chain = versions.chain(target, None, base)
+        chain = versions.chain(target, None)
     before_apply(chain)
     try:
-        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+        num_bytes = _apply_chain(replica, versions, chain, crew)
     except DamagedReplicaError as error:
-        chain = _restarted_chain(replica, versions, target, base, chain, error)
+        chain = _restarted_chain(replica, versions, target, chain, error)
         before_apply(chain)
-        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+        num_bytes = _apply_chain(replica, versions, chain, crew)
     if not chain and replica.state is not None:
-        _note_verified(replica, versions.read_or_base(target, base, fresh=False))
+        _note_verified(replica, versions.read_or_base(target, fresh=False))
     built_on = None if before is None or (chain and chain[0].is_anchor) else before.version
     return PullResult(built_on, len(chain), num_bytes)
 
 
 def _restarted_chain(
-    replica: Replica,
-    versions: Versions,
-    target: int,
-    base: BaseModel | None,
-    chain: Sequence[VersionIndex],
-    error: DamagedReplicaError,
+    replica: Replica, versions: Versions, target: int, chain: Sequence[VersionIndex], error: DamagedReplicaError
 ) -> list[VersionIndex]:
     """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
     if error.perhaps and chain[0].is_anchor:
@@ -116,7 +115,7 @@ def _restarted_chain(
     if not error.perhaps and not (replica.state and replica.state.is_marked):
         replica.note(None)
     try:
-        restarted = versions.chain(target, None, base)
+        restarted = versions.chain(target, None)
     except NotCommittedError as missing:
         raise error from missing
     _log.warning("%s; the pull starts from an anchor", error)
@@ -131,12 +130,10 @@ def _note_verified(replica: Replica, index: VersionIndex) -> None:
         replica.note(known)
 
 
-def _apply_chain(
-    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: threads.Crew, base: BaseModel | None
-) -> int:
+def _apply_chain(replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: threads.Crew) -> int:
     num_bytes = 0
     for index in chain:
-        source = source_of(index, versions, base)
+        source = versions.source(index)
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
@@ -208,6 +205,67 @@ def other_model(version: str, names: Collection[str]) -> StateMismatchError:
         f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
         unexpected=tuple(sorted(names)),
     )
+
+
+# --- proof --------------------------------------------------------------------------------------------------------
+#
+# A Publisher's delta names its base by the digest of the weights. Deltas of other programs name a number alone. Under
+# the same number there may be other weights, of a training that was started again; and a folder that another receiver
+# has marked may hold half of the next version. So the held weights are compared with the checksums in the deltas that
+# lead to the number, of all tensors that these change, and with the anchor or the base model at their beginning.
+
+
+def _is_that_version(
+    held: Replica, chain: Sequence[VersionIndex], versions: Versions, target: int, crew: threads.Crew
+) -> bool:
+    """Whether held weights are those that a chain begins with; true if there is nothing to compare them with.
+
+    `chain` leads from the held weights to the version `target`. Its first index names its base; if the chain is
+    empty, the target's index names the weights.
+    """
+    state = held.state
+    assert state is not None
+    first = chain[0] if chain else versions.read_or_base(target, fresh=False)
+    if chain and (first.delta is None or first.delta.base_identity):
+        return True
+    if not chain and first.identity:
+        return True
+    try:
+        if state.stamp and versions.read_or_base(state.version).stamp == state.stamp:
+            return True  # it became the version by this very index
+        return _leads_to(held, state, versions, crew)
+    except NotCommittedError:
+        return True  # the deltas that led here were deleted, or began with a model that is unknown
+    except CorruptCheckpointError:
+        return not state.is_marked  # weights that we noted ourselves were compared when they were applied
+
+
+def _leads_to(held: Replica, state: WeightsState, versions: Versions, crew: threads.Crew) -> bool:
+    """Whether the tensors of a state are those that the deltas up to its version make."""
+    unchecked, number = set(state.checksums), state.version
+    while unchecked:
+        index = versions.read_or_base(number)
+        source = versions.source(index)
+        if index.delta is None:
+            return _holds(Anchor(source, crew), state, unchecked)
+        delta_checksums = source.frame_checksums()
+        names = delta_checksums.keys() & unchecked
+        held_checksums = (
+            state.checksums
+            if index.delta.checksum_format == OUR_CHECKSUMS
+            else held.checksums(names, index.delta.checksum_format)
+        )
+        if any(held_checksums.get(name) != delta_checksums[name] for name in names):
+            return False
+        unchecked -= names
+        number = index.delta.base
+    return True
+
+
+def _holds(anchor: Anchor, state: WeightsState, names: Set[str]) -> bool:
+    """Whether these tensors are those of an anchor."""
+    checksums = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
+    return all(checksums.get(name) == state.checksums[name] for name in names)
 
 
 # --- in memory ----------------------------------------------------------------------------------------------------

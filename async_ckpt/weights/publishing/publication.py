@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -58,8 +58,8 @@ from ..delta import (
     seal,
     structure_of,
 )
+from ..lent import LentVersion
 from .difference import checksum_of, encode, overwritten_bytes
-from .in_memory.offer import OfferedWeights
 from .live_weights import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
@@ -75,37 +75,35 @@ _WRITE_BYTES: Final = 4 * spec.MIB
 _PART_BYTES: Final = 8 * spec.MIB
 
 
-class PublicationRequest(NamedTuple):
-    """The arguments of one `publish` call, checked, and the time since it began."""
-
-    version: int
-    weights: hf_weights.Weights  # with the small files to publish beside them
-    slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
-    call: rendezvous.RankCall | None  # of all ranks, for such a model
-    acknowledged: int | None
-    held: captured.SnapshotView | None
-    optimizers: guards.Optimizers
-    spans: clock.Spans
-
-
 class Publication(WeightsSave):
     """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
 
     Its blocking methods run on helper threads, and only while it is this publication's turn.
     """
 
-    def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
+    def __init__(
+        self,
+        series: VersionSeries,
+        version: int,
+        weights: hf_weights.Weights,
+        *,
+        slices: Mapping[str, SliceOf],
+        call: rendezvous.RankCall | None,
+        acknowledged: int | None,
+        held: captured.SnapshotView | None,
+        optimizers: guards.Optimizers,
+        spans: clock.Spans,
+    ) -> None:
+        """`weights` have the small files to publish beside them; they are copied unless they are `held`.
+
+        `slices` are those of a model that is spread over ranks, and `call` is of all ranks, for such a model.
+        """
         # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
-        super().__init__(
-            series.storage.locate(folder_of(request.version)),
-            request.weights,
-            held=request.held,
-            optimizers=request.optimizers,
-            spans=request.spans,
-        )
-        self._series, self.version, self._acknowledged = series, request.version, request.acknowledged
-        self._slices, self._call = request.slices, request.call
+        path = series.storage.locate(folder_of(version))
+        super().__init__(path, weights, held=held, optimizers=optimizers, spans=spans)
+        self._series, self.version, self._acknowledged = series, version, acknowledged
+        self._slices, self._call = slices, call
         self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
@@ -196,12 +194,10 @@ class Publication(WeightsSave):
         """Lend the weights to other processes of this host, before they are durable."""
         if self._series.offer is None:
             return
-        name, weights, channel = self._series.loan_name(self._check), self._weights, self._series.channel
-        num_ranks = 0 if channel is None else channel.world.size
-        offered = OfferedWeights(
-            self.version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
-        )
-        self._lent = self._series.offer.offer(name, offered, self._check)
+        name, weights = self._series.loan_name(self._check), self._weights
+        lent = LentVersion(self.version, "", structure, {}, weights.files, weights.adapter, self.rank_slices)
+        num_ranks = self._series.num_ranks or 0
+        self._lent = self._series.offer.offer(name, lent, weights.tensors, self._check, num_ranks=num_ranks)
         if self._lent is not None:
             self.readable.set_result(None)
 
@@ -209,7 +205,7 @@ class Publication(WeightsSave):
         """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
         storage = self._series.storage
         if storage.remote:
-            self._series.replacement.delete(self._series.ownership)
+            self._series.delete_replaced()
             self._series.versions.begin(self.version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
@@ -229,20 +225,14 @@ class Publication(WeightsSave):
             self._check()
             place.replace(prefix + name, data)
             self._num_bytes += len(data)
-        identity = identity_of(checksums)
-        index = VersionIndex(
-            version=self.version,
-            files={name: shard.name for shard in shards for name in shard.tensors},
-            identity=identity,
-            structure=structure,
+        state = WeightsState(self.version, identity_of(checksums), structure, checksums)
+        index = self._index(
+            state,
+            {name: shard.name for shard in shards for name in shard.tensors},
             checksums=checksums,
             digests={name: checksum(data) for name, data in small_files},
             heads={shard.name: checksum(shard.head) for shard in shards},
-            slices=self.rank_slices,
-            adapter=self._weights.adapter,
-            attempt=self._attempt,
         )
-        state = WeightsState(self.version, identity, structure, checksums)
         return index, state, seal(hf_shards.index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[hf_shards.Shard], place: Storage, prefix: str) -> dict[str, str]:
@@ -297,18 +287,22 @@ class Publication(WeightsSave):
             self._write_file(place, prefix + name, num_bytes, map(memoryview, pieces))
             digests[name] = whole.hexdigest()
         state = WeightsState(self.version, identity_of(checksums), structure, checksums)
-        index = VersionIndex(
-            version=self.version,
-            files=files,
-            delta=DeltaFields(base.state.version, encoding, base_identity=base.state.identity),
+        delta = DeltaFields(base.state.version, encoding, base_identity=base.state.identity)
+        index = self._index(state, files, delta=delta, digests=digests)
+        return index, state, dump_delta(index)
+
+    def _index(self, state: WeightsState, files: Mapping[str, str], **fields: Any) -> VersionIndex:
+        """The index of the version, with the file of each tensor, and the fields of an anchor or a delta."""
+        return VersionIndex(
+            self.version,
+            files,
             identity=state.identity,
-            structure=structure,
-            digests=digests,
+            structure=state.structure,
             slices=self.rank_slices,
             adapter=self._weights.adapter,
             attempt=self._attempt,
+            **fields,
         )
-        return index, state, dump_delta(index)
 
     @property
     def rank_slices(self) -> RankSlices:
@@ -377,7 +371,7 @@ class Publication(WeightsSave):
                 ) from error
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
-            series.replacement.delete(series.ownership)
+            series.delete_replaced()
             self._rename(self._scratch, Path(storage.locate(self._folder)))
         try:
             series.ownership.check()

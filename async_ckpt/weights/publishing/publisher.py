@@ -38,7 +38,7 @@ from .delta_base import DeltaPolicy
 from .in_memory.offer import MemoryOffer
 from .of_ranks.pieces import own_slices
 from .of_ranks.rank_versions import RankVersions, place_of_rank
-from .publication import Publication, PublicationRequest
+from .publication import Publication
 from .series import VersionSeries
 from .versions import Versions
 
@@ -197,8 +197,17 @@ class Publisher:
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else spec.whole_step(base, what="what acknowledged() returns")
             weights = weights._replace(files={**weights.files, **config_files})
-            request = PublicationRequest(number, weights, slices, call, base, held, guards.unwrapped(guard), spans)
-            publication = Publication(series, request)
+            publication = Publication(
+                series,
+                number,
+                weights,
+                slices=slices,
+                call=call,
+                acknowledged=base,
+                held=held,
+                optimizers=guards.unwrapped(guard),
+                spans=spans,
+            )
             handle = publication.begin()
         except BaseException as error:  # the other ranks learn of it
             if call is not None:

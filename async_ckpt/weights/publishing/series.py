@@ -32,80 +32,6 @@ _log: Final = logging.getLogger("async_ckpt")
 _WHOM: Final = "rank 0 to publish; all ranks publish a sharded model, at the same root"
 
 
-class Replacement:
-    """The versions that a new one replaces, when a training goes on from an earlier checkpoint.
-
-    Made and owned by a `VersionSeries`. They are deleted only under on_rollback="retire"; otherwise they are an
-    error.
-    """
-
-    def __init__(
-        self, versions: Versions, ranks: RankVersions, channel: rendezvous.Channel | None, *, is_allowed: bool
-    ) -> None:
-        self._versions, self._ranks, self._channel = versions, ranks, channel
-        self._is_allowed = is_allowed
-        self._newest_other: int | None = None  # in other series at the root; None before it was looked up
-        self._version = 0  # the last one that was checked
-        self._replaced: list[Versions] = []  # the series in which versions are replaced
-        self._has_replaced = False  # versions were deleted, and the new one is not durable yet
-
-    def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
-        """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
-        if self._newest_other is None:
-            self._newest_other = self._ranks.newest_of_other_worlds(_size(self._channel))
-        self._version, self._replaced = version, []
-        if max([*existing, self._newest_other]) < version:
-            return
-        above = [number for number in existing if number >= version]
-        if self._is_allowed:
-            newest = max((number for number in above if not self._versions.is_ours(number)), default=-1)
-            advice = "it is not a Publisher's, so it is not deleted; give a higher one"
-        else:
-            newest = self._newest_of_all(above, check)
-            advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
-        if newest < version:
-            others = self._ranks.of_other_worlds(_size(self._channel)).values() if self._is_allowed else ()
-            self._replaced = [self._versions, *others]
-            return
-        root = self._versions.root
-        if newest == version:
-            alone = "" if self._channel else ". If all ranks publish the same model, let rank 0 do it alone"
-            raise StepExistsError(f"{root}: version {version} is already published; {advice}{alone}", step=version)
-        raise StepBehindError(
-            f"{root}: version {version} is not newer than {newest}, which is already published; {advice}",
-            step=version,
-            newest=newest,
-        )
-
-    def _newest_of_all(self, above: list[int], check: Callable[[], None]) -> int:
-        """The newest version that a reader can have, now or once all ranks have published it.
-
-        A version that some ranks never published, because they were killed, does not count.
-        """
-        whole = self._ranks.sizes()
-        if self._channel is None:
-            return max([*above, *whole])
-        token = self._channel.token(check, _WHOM)
-        alive = (number for number in above if self._versions.start_of(number).partition("-")[0] == token)
-        return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
-
-    def delete(self, ownership: Ownership) -> None:
-        """Delete the versions that the checked one replaces, and have readers look again."""
-        for versions in self._replaced if _is_first(self._channel) else self._replaced[:1]:
-            numbers = [number for number in versions.numbers() if number >= self._version]
-            versions.delete(numbers, token=ownership.token, check=ownership.check)
-        if self._replaced:
-            self._replaced, self._newest_other = [], None
-            self._has_replaced = True
-            mark_replaced(self._ranks.storage)
-
-    def mark_durable(self) -> None:
-        """Have readers look again once the version that has replaced others is durable."""
-        if self._has_replaced:
-            self._has_replaced = False
-            mark_replaced(self._ranks.storage)
-
-
 class VersionSeries:
     """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in its folder.
 
@@ -129,16 +55,21 @@ class VersionSeries:
         Versions are lent in memory, too, if there is an `offer`.
         """
         self.storage, self.channel, self.offer = storage, channel, offer
+        self.num_ranks = None if channel is None else channel.world.size
+        self._is_first = channel is None or not channel.world.rank  # which deletes versions of other worlds, too
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
-        self._keep, self._ranks = keep, RankVersions(place)
+        self._keep, self._retires, self._ranks = keep, retires, RankVersions(place)
         # Rank 0 knows the token of the channel without waiting. As the token at the root it leads readers to all ranks.
         of_all = None
-        if channel is not None and not channel.world.rank:
+        if channel is not None and self._is_first:
             of_all = Ownership(self._ranks.storage, token=channel.token(lambda: None, _WHOM))
         self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
         self.base = DeltaBase(deltas)
-        self.replacement = Replacement(self.versions, self._ranks, channel, is_allowed=retires)
         self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
+        self._newest_other: int | None = None  # in other series at the root; None before it was looked up
+        self._version = 0  # the last one that was checked
+        self._replaced: list[Versions] = []  # the series in which it replaces versions
+        self._has_replaced = False  # versions were deleted, and the new one is not durable yet
 
     def prepare(self, version: int, structure: str, adapter: Mapping[str, str], check: Callable[[], None]) -> None:
         """Check that a version may be added, and take the root for it.
@@ -150,7 +81,7 @@ class VersionSeries:
         if self.ownership.is_taken:
             self.ownership.check()
         existing = self.versions.numbers()
-        self.replacement.check(version, existing, check)
+        self._find_replaced(version, existing, check)
         before = self._newest or self._newest_published(existing)
         if before is not None:
             _refuse_other_model(root, before, structure, adapter)
@@ -190,7 +121,66 @@ class VersionSeries:
     def published(self, index: VersionIndex) -> None:
         """Take note of a version that has become durable."""
         self._newest = VersionIndex(index.version, {}, structure=index.structure, adapter=index.adapter)
-        self.replacement.mark_durable()
+        if self._has_replaced:
+            self._has_replaced = False
+            mark_replaced(self._ranks.storage)
+
+    # --- versions that a new one replaces, when a training goes on from an earlier checkpoint ----------------------
+
+    def _find_replaced(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
+        """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
+        if self._newest_other is None:
+            self._newest_other = self._ranks.newest_of_other_worlds(self.num_ranks)
+        self._version, self._replaced = version, []
+        if max([*existing, self._newest_other]) < version:
+            return
+        above = [number for number in existing if number >= version]
+        if self._retires:
+            newest = max((number for number in above if not self.versions.is_ours(number)), default=-1)
+            advice = "it is not a Publisher's, so it is not deleted; give a higher one"
+        else:
+            newest = self._newest_of_all(above, check)
+            advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
+        if newest < version:
+            others = self._ranks.of_other_worlds(self.num_ranks).values() if self._retires else ()
+            self._replaced = [self.versions, *others]
+            return
+        root = self.versions.root
+        if newest == version:
+            alone = "" if self.channel else ". If all ranks publish the same model, let rank 0 do it alone"
+            raise StepExistsError(f"{root}: version {version} is already published; {advice}{alone}", step=version)
+        raise StepBehindError(
+            f"{root}: version {version} is not newer than {newest}, which is already published; {advice}",
+            step=version,
+            newest=newest,
+        )
+
+    def _newest_of_all(self, above: list[int], check: Callable[[], None]) -> int:
+        """The newest version that a reader can have, now or once all ranks have published it.
+
+        A version that some ranks never published, because they were killed, does not count.
+        """
+        whole = self._ranks.sizes()
+        if self.channel is None:
+            return max([*above, *whole])
+        token = self.channel.token(check, _WHOM)
+        alive = (number for number in above if self.versions.start_of(number).partition("-")[0] == token)
+        return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
+
+    def delete_replaced(self) -> None:
+        """Delete the versions that the checked one replaces, and have readers look again, now and once it is durable.
+
+        There are some only under on_rollback="retire"; otherwise they are an error.
+        """
+        for versions in self._replaced if self._is_first else self._replaced[:1]:
+            numbers = [number for number in versions.numbers() if number >= self._version]
+            versions.delete(numbers, token=self.ownership.token, check=self.ownership.check)
+        if self._replaced:
+            self._replaced, self._newest_other = [], None
+            self._has_replaced = True
+            mark_replaced(self._ranks.storage)
+
+    # --- retention ------------------------------------------------------------------------------------------------
 
     def retain(self) -> None:
         """Delete the versions that are not among the newest, and that none of these needs."""
@@ -204,8 +194,8 @@ class VersionSeries:
             return
         oldest = counted[-self._keep :][0]
         _retain_from(oldest, self.versions, self.ownership)
-        if _is_first(self.channel):
-            for name, versions in self._ranks.of_other_worlds(_size(self.channel)).items():
+        if self._is_first:
+            for name, versions in self._ranks.of_other_worlds(self.num_ranks).items():
                 if versions.numbers() and not _retain_from(oldest, versions, self.ownership) and name:
                     self._ranks.storage.delete_all(name)  # what is left of a rank's folder
 
@@ -225,15 +215,6 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
                 "deltas keep the config that they have. Publish another adapter, or one for another base, "
                 f"to a root of its own; if it is the same, give a config_folder with the earlier {name}"
             )
-
-
-def _is_first(channel: rendezvous.Channel | None) -> bool:
-    """Whether this rank, or the only process, deletes old versions of other worlds at the root."""
-    return channel is None or not channel.world.rank
-
-
-def _size(channel: rendezvous.Channel | None) -> int | None:
-    return None if channel is None else channel.world.size
 
 
 def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:

@@ -66,8 +66,8 @@ class Subscriber:
 
     def __init__(self, root: places.Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
         place = places.written_at(root)
-        self._base = None if base is None else BaseModel(places.local_place(base).absolute())
-        self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
+        model = None if base is None else BaseModel(places.local_place(base).absolute())
+        self._versions, self._ranks = Versions(place.storage(), model), RankVersions(place)
         self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
         self._held: list[MemoryReplica] = []  # the slices of each rank of the world that was pulled from last
         self._read: set[int] = set()  # the versions that the pull under way reads
@@ -248,18 +248,16 @@ class Subscriber:
     def _pull(self, replica: Replica, target: int, into: object) -> PullResult:
         self._read = {target}
         with replica.locked():
-            result = update_replica(
-                replica, self._versions, target, self._crew, base=self._base, before_apply=self._note_versions
-            )
+            result = update_replica(replica, self._versions, target, self._crew, before_apply=self._note_versions)
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                adapter = self._versions.read_or_base(target, self._base, fresh=False).adapter
+                adapter = self._versions.read_or_base(target, fresh=False).adapter
                 tensors = {name: PiecedTensor.of(replica.tensor(name)) for name in replica.tensors}
                 fill(into, tensors, adapter, self._describe(target), self._crew)
         return result
 
     def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
         """Note which versions of the root this pull reads; the base model is not one of them."""
-        self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
+        self._read |= {index.version for index in chain if not self._versions.is_base(index)}
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
         """Yield the newest version, and each newer one as it comes, until `close`.
@@ -335,7 +333,7 @@ class Subscriber:
     def _target(self, version: int | None) -> int:
         existing = self._numbers()
         if version is not None:
-            if version not in existing and (self._base is None or version or existing[:1] == [0]):
+            if version not in existing and (self._versions.base is None or version or existing[:1] == [0]):
                 self._versions.read(version, fresh=True, others=existing)  # raises, and says which versions exist
             return version
         newest = max(existing, default=None)
@@ -352,7 +350,8 @@ class Subscriber:
     def _replica(self, into: _Into) -> Replica:
         if not isinstance(into, torch.nn.Module):
             folder = self._folder(into)
-            if self._base is not None and folder.folder == self._base.folder.resolve():
+            base = self._versions.base
+            if base is not None and folder.folder == base.folder.resolve():
                 raise ValueError(f"{into} is the base itself, which must not change; pull into another folder")
             return folder
         module = into

@@ -158,11 +158,11 @@ def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[Ve
     base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
     names = ranks.storage.names("")
     try:
-        yield from _checks_at("", Versions(ranks.storage), scratch / "versions", base_model, crew)
+        yield from _checks_at("", Versions(ranks.storage, base_model), scratch / "versions", crew)
         for size, begun in sorted(worlds_in(names).items()):
             for rank in sorted(begun):
                 folder = folder_of_rank(rank, size)
-                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, None, crew)
+                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, crew)
         for version, size in ranks.sizes(names).items():
             try:
                 ranks.read_whole(version, size)
@@ -172,9 +172,7 @@ def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[Ve
         crew.stop()
 
 
-def _checks_at(
-    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: threads.Crew
-) -> Iterator[VersionCheck]:
+def _checks_at(folder: str, versions: Versions, scratch: Path, crew: threads.Crew) -> Iterator[VersionCheck]:
     damaged: set[int] = set()
     for number in versions.numbers():
         kind, error = "damaged", None
@@ -188,7 +186,7 @@ def _checks_at(
                 )
             replica = FolderReplica(scratch)
             with replica.locked():
-                update_replica(replica, versions, number, crew, base=base)
+                update_replica(replica, versions, number, crew)
         except (CorruptCheckpointError, NotCommittedError) as caught:
             if number not in versions.numbers():
                 continue  # retention was faster

@@ -67,10 +67,13 @@ def mark_replaced(root: Storage) -> None:
 
 
 class Versions:
-    """The versions at one root, with a cache of their indices. Any thread may call it."""
+    """The versions at one root, with a cache of their indices. Any thread may call it.
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    `base` stands for the base of the oldest version, if that is a delta against a model that was not published.
+    """
+
+    def __init__(self, storage: Storage, base: BaseModel | None = None) -> None:
+        self.storage, self.base = storage, base
         self._known: dict[int, _CachedIndex] = {}  # by version; under _lock
         self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
         self._owner_token: str | None = None  # of the publisher of that time; under _lock
@@ -107,7 +110,7 @@ class Versions:
 
         Only on a disk, where folders are renamed into place: in a store, only the index says that a version is whole.
         """
-        if self.storage.remote or not Ownership(self.storage).admits(number, b""):
+        if self.storage.remote or not _admits(self.storage, number, b""):
             return None
         index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
@@ -132,7 +135,7 @@ class Versions:
             stamp = self._stamp(number)
             data, version = self.storage.read(path)
             index = replace(parse(data, number), stamp=version)
-            if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
+            if not index.is_sealed and not _admits(self.storage, number, data, index):
                 raise ValueError(
                     f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
                     "have digests of themselves. Let other programs publish to another root"
@@ -186,27 +189,35 @@ class Versions:
                 return True
         return False
 
-    def read_or_base(
-        self, number: int, base: BaseModel | None, *, wanted_by: str = "", fresh: bool = True
-    ) -> VersionIndex:
+    def read_or_base(self, number: int, *, wanted_by: str = "", fresh: bool = True) -> VersionIndex:
         """The index of a version, or of the base model, which stands for all older ones. Raises as `read` does."""
         try:
             return self.read(number, wanted_by=wanted_by, fresh=fresh)
         except NotCommittedError:
-            if base is None or number >= min(self.numbers(), default=1):
+            if self.base is None or number >= min(self.numbers(), default=1):
                 raise
-            return base.index(number)
+            return self.base.index(number)
 
-    def chain(self, target: int, state: WeightsState | None, base: BaseModel | None = None) -> list[VersionIndex]:
+    def is_base(self, index: VersionIndex) -> bool:
+        """Whether this index is that of the base model."""
+        return self.base is not None and self.base.is_source_of(index)
+
+    def source(self, index: VersionIndex) -> VersionSource:
+        """The files of the version, or of the base model, that an index belongs to."""
+        if self.base is not None and self.is_base(index):
+            return self.base.source(index)
+        return VersionSource(self.storage, index)
+
+    def chain(self, target: int, state: WeightsState | None) -> list[VersionIndex]:
         """The versions to apply, in this order, to get from `state` to a version. Empty if it has that already.
 
-        Without a state, the chain begins with an anchor. `base` stands for the base of the oldest version. Raises
-        NotCommittedError where a version is missing, and CorruptCheckpointError.
+        Without a state, the chain begins with an anchor. Raises NotCommittedError where a version is missing, and
+        CorruptCheckpointError.
         """
         chain: list[VersionIndex] = []
         number, wanted_by = target, ""
         while True:
-            index = self.read_or_base(number, base, wanted_by=wanted_by)
+            index = self.read_or_base(number, wanted_by=wanted_by)
             if state is not None and state.is_version(index):
                 break
             chain.append(index)
@@ -223,7 +234,7 @@ class Versions:
         """
         with self._lock:
             known = None if fresh else self._owner_token
-        token = Ownership.token_of_owner(self.storage) if known is None else known
+        token = token_of_owner(self.storage) if known is None else known
         with self._lock:
             self._owner_token = token
         return token
@@ -361,8 +372,8 @@ class Versions:
 class Ownership:
     """The right of one publisher to add versions. The publisher that took it last has it.
 
-    Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed. The first of several ranks
-    `also` owns the root of all, so that it and a publisher of another world learn of each other.
+    Owned by a `VersionSeries`. The first of several ranks `also` owns the root of all, so that it and a publisher of
+    another world learn of each other.
     """
 
     def __init__(self, storage: Storage, also: Ownership | None = None, token: str = "") -> None:
@@ -397,7 +408,7 @@ class Ownership:
 
         By number, each with the digest of its index, or of no bytes if it has none.
         """
-        owner = self._owner()
+        owner = _owner_of(self._storage)
         if owner is not None and "unsealed" in owner:
             return _texts(owner["unsealed"])
         unsealed: dict[str, str] = {}
@@ -407,34 +418,6 @@ class Ownership:
                 if not versions.read(number).is_sealed:
                     unsealed[str(number)] = checksum(versions.bytes_of(number))
         return unsealed
-
-    def admits(self, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
-        """Whether an index without a digest of itself belongs to a version all the same.
-
-        At a root with a publisher, such an index may be a damaged one of that publisher, whatever it looks like.
-        """
-        owner = self._owner()
-        if owner is None:
-            return True
-        if "unsealed" not in owner:  # of an earlier release, whose indices have an identity instead
-            return index is not None and bool(index.identity)
-        return _texts(owner["unsealed"]).get(str(number)) == checksum(data)
-
-    def _owner(self) -> dict[str, object] | None:
-        """The note of the publisher that has taken the root; None if none has."""
-        try:
-            note = fields.parsed(self._storage.read(_OWNER)[0])
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {"unsealed": {}}
-        return note if isinstance(note, dict) else {"unsealed": {}}
-
-    @classmethod
-    def token_of_owner(cls, storage: Storage) -> str:
-        """The token of the publisher that has this root; empty if none has."""
-        token = (cls(storage)._owner() or {}).get("token")
-        return token if isinstance(token, str) and fields.is_unicode(token) else ""
 
     def check(self) -> None:
         """Raises ClosedError if another publisher has taken the root since."""
@@ -453,6 +436,36 @@ class Ownership:
                 f"{root}: another Publisher has begun to publish here ({other:.200}); give each its own root. If "
                 "all ranks publish the same model, let rank 0 publish alone"
             )
+
+
+def token_of_owner(storage: Storage) -> str:
+    """The token of the publisher that has this root; empty if none has."""
+    token = (_owner_of(storage) or {}).get("token")
+    return token if isinstance(token, str) and fields.is_unicode(token) else ""
+
+
+def _admits(storage: Storage, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
+    """Whether an index without a digest of itself belongs to a version all the same.
+
+    At a root with a publisher, such an index may be a damaged one of that publisher, whatever it looks like.
+    """
+    owner = _owner_of(storage)
+    if owner is None:
+        return True
+    if "unsealed" not in owner:  # of an earlier release, whose indices have an identity instead
+        return index is not None and bool(index.identity)
+    return _texts(owner["unsealed"]).get(str(number)) == checksum(data)
+
+
+def _owner_of(storage: Storage) -> dict[str, object] | None:
+    """The note of the publisher that has taken the root; None if none has."""
+    try:
+        note = fields.parsed(storage.read(_OWNER)[0])
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {"unsealed": {}}
+    return note if isinstance(note, dict) else {"unsealed": {}}
 
 
 def _texts(value: object) -> dict[str, str]:

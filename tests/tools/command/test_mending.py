@@ -249,9 +249,16 @@ def lending_run(place: Any) -> None:
 
 
 def pruned_meanwhile(
-    place: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: str, go_on: Any, *more: str, **env: str
+    place: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    go_on: Any,
+    *more: str,
+    path: str = "",
+    **env: str,
 ) -> Any:
-    """`prune`, of which one call is made only after `go_on`."""
+    """`prune`, of which the first call with this path is made only after `go_on`."""
     real, calls = getattr(owner, name), itertools.count()
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -259,7 +266,7 @@ def pruned_meanwhile(
             go_on()
         return real(*arguments, **options)
 
-    monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr(owner, name, staticmethod(call) if name == "of" else call)
     ended = run_command("prune", place, "--keep", "last=1", "--yes", *more, **env)
     assert next(calls), "nobody came there"
     return ended
@@ -281,7 +288,7 @@ def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
         children.append(nursery.start(GOES_ON, root, "{}", lives))
         children[0].wait_for_line("saved") if lives == "lives" else children[0].ended()
 
-    ended = pruned_after(root, monkeypatch, owner, name, go_on)
+    ended = pruned_meanwhile(root, monkeypatch, owner, name, go_on)
     if lives == "lives":
         assert (ended.returncode, "is alive" in ended.stderr) == (1, True), ended
         children[0].send(signal.SIGKILL)
@@ -291,18 +298,6 @@ def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
         loaded = ckpt.load()
         assert (loaded["n"], loaded["base"]["w"][0].item()) == (1, 1.0)
     assert [path.name for path in root.glob("start-*")] != []
-
-
-def pruned_after(root: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, go_on: Any) -> Any:
-    real, calls = getattr(owner, name), itertools.count()
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == 0:
-            go_on()
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, staticmethod(call) if name == "of" else call)
-    return run_command("prune", root, "--keep", "last=1", "--yes")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +325,7 @@ def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_
         child = nursery.start(GOES_ON, place.url, json.dumps(place.options), "ends").ended()
         assert (child.status != 0) == is_late, child.err
 
-    pruned_meanwhile(place.url, monkeypatch, ObjectStorage, name, path, go_on, *store, "--unattended", **env)
+    pruned_meanwhile(place.url, monkeypatch, ObjectStorage, name, go_on, *store, "--unattended", path=path, **env)
     with open_run(place) as ckpt:
         if is_late:
             assert ckpt.steps() == [5]

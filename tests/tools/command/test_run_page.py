@@ -21,9 +21,10 @@ from commands import documented, run_command, store_options
 from states import open_run
 
 from async_ckpt.core.events.shapes import Event, event
+from async_ckpt.tools.command.listing import Best
 from async_ckpt.tools.command.page.columns import columns_of, stored_bytes
 from async_ckpt.tools.command.page.document import page_of
-from async_ckpt.tools.command.page.pictures import Best, lanes_of, pictures_of
+from async_ckpt.tools.command.page.pictures import lanes_of, pictures_of
 from benchmarks.browser import MISSING, Chromium, OpenPage, opened, program
 from benchmarks.run_events import BEGIN, events_of_run
 

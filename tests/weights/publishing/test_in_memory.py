@@ -39,7 +39,7 @@ from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.weights.lent import dump_lent, parse_lent
 from async_ckpt.weights.publishing.in_memory import fd_passing
 from async_ckpt.weights.publishing.publication import Publication
-from async_ckpt.weights.publishing.versions import Ownership
+from async_ckpt.weights.publishing.versions import token_of_owner
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="no memory here can be handed to other processes")
 
@@ -304,7 +304,7 @@ def test_a_version_that_may_not_be_published_is_not_lent(root, subscriber):
 
 def test_a_wait_for_a_version_ends_at_its_deadline(publisher, monkeypatch):
     held = threading.Event()
-    monkeypatch.setattr(type(publisher._offer), "offer", lambda *_: (held.wait(PATIENCE), None)[1])
+    monkeypatch.setattr(type(publisher._offer), "offer", lambda *_, **__: (held.wait(PATIENCE), None)[1])
     handle = publisher.publish(weights(1), 1)
     with pytest.raises(TimeoutError, match="version 1 cannot be read yet"):
         publisher.wait_readable(1, timeout=0.01)
@@ -643,7 +643,6 @@ import os, signal, sys, threading
 import lent
 from async_ckpt import Publisher
 from async_ckpt.weights.publishing.publication import Publication
-from async_ckpt.weights.publishing.versions import Ownership
 from async_ckpt.core.storage.local import LocalStorage
 publisher = Publisher(sys.argv[1], local=True)
 publisher.publish(lent.weights(1), 1).result()
@@ -697,7 +696,7 @@ def test_a_forked_child_keeps_neither_the_memory_nor_the_socket_of_its_parent(ro
     assert said[said.index("forked") + 1] == "0"
 
     assert pulled(subscriber, from_memory=False) == 1
-    token = Ownership.token_of_owner(LocalStorage(root))
+    token = token_of_owner(LocalStorage(root))
     assert token
     with open("/proc/net/unix") as sockets:  # of all processes of the machine
         assert token not in sockets.read()

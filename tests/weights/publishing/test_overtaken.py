@@ -20,7 +20,7 @@ from async_ckpt.core.storage.place import storage_at
 from async_ckpt.stores.s3.store import ObjectStorage
 from async_ckpt.weights.delta import INDEX
 from async_ckpt.weights.publishing.publication import Publication
-from async_ckpt.weights.publishing.series import Replacement
+from async_ckpt.weights.publishing.series import VersionSeries
 from async_ckpt.weights.publishing.versions import Versions
 
 STORES = pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
@@ -85,13 +85,13 @@ def test_a_version_that_comes_after_the_root_was_taken_is_withdrawn(
     place, store, set_back, gate: Gate, monkeypatch, tmp_path
 ):
     """Between the last look at who owns the root, and the index or the rename that makes the version."""
-    owner, name = (ObjectStorage, "put_new") if store else (Replacement, "delete")
+    owner, name = (ObjectStorage, "put_new") if store else (VersionSeries, "delete_replaced")
     real = getattr(owner, name)
 
-    def sleepy(self: Any, path: Any, *rest: Any) -> Any:
-        if not store or path.endswith(INDEX):
+    def sleepy(self: Any, *arguments: Any) -> Any:
+        if not store or arguments[0].endswith(INDEX):
             gate.passed()
-        return real(self, path, *rest)
+        return real(self, *arguments)
 
     with Publisher(place) as old:
         for version in (1, 2):

@@ -82,7 +82,9 @@ def test_what_a_link_beside_the_weights_leads_to_stays_as_it_is(line, local, tmp
     (local / "zz.safetensors").symlink_to(tmp_path / "outside.safetensors")
     before = (tmp_path / "outside.safetensors").read_bytes()
     for version in (3, 1, 3):
-        line.subscriber().pull(local, version)
+        assert line.subscriber().pull(local, version).version == version
+        found = load_file(local / WEIGHTS)
+        assert all(torch.equal(found[name], line.were[version][name]) for name in found)
 
     assert (tmp_path / "outside.safetensors").read_bytes() == before
     assert (local / "zz.safetensors").is_symlink()

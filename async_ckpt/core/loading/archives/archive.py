@@ -20,7 +20,7 @@ from ...host.memory import HostBuffer
 from ...pickles import saved_objects
 from ...pickles.object_digests import object_digests
 from ...runs.manifest import Archive
-from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
+from ...spec import BLOCK_BYTES, KIB, Extent, align_up, some_of, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
 from ...storage.compressed import BlocksInTarReader, DamagedBlocksError, open_sized
@@ -207,8 +207,8 @@ class OpenArchive(Contents):
             for tensor in self.index.tensors
             if any(_touches(piece.extent, blocks) for piece in tensor.slices)
         )
-        among = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5:,} more" if len(tensors) > 5 else "")
-        error = self.corrupt(f"{mismatch}; damaged: {', '.join(inside)}{among and f' with {among}'}")
+        among = f" with {some_of(tensors, 5)}" if tensors else ""
+        error = self.corrupt(f"{mismatch}; damaged: {', '.join(inside)}{among}")
         error.tensors = tensors
         return error
 
@@ -383,8 +383,7 @@ def open_named(
 
 
 def _listed(leaves: Sequence[StoredLeaf]) -> str:
-    names = [shown(leaf.path) for leaf in leaves]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return some_of([shown(leaf.path) for leaf in leaves], 5)
 
 
 def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:

@@ -27,6 +27,7 @@ from ...runs.receipts import archives_in, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
+from ...spec import some_of
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
@@ -387,8 +388,7 @@ def _describe_content(storage: Storage) -> str:
     """A description of a path without a checkpoint, for an error."""
     names = storage.names("")
     if below := _checkpoints_below(storage, names):
-        shown = ", ".join(below[:3]) + (f" and {len(below) - 3} more" if len(below) > 3 else "")
-        return f"no committed checkpoint there, but in folders in it; name one of them: {shown}"
+        return f"no committed checkpoint there, but in folders in it; name one of them: {some_of(below, 3)}"
     kind = foreign_kind(names)
     if kind is not None:
         return f"no committed checkpoint there, but {kind}"

@@ -22,6 +22,7 @@ from ...runs import layouts
 from ...runs.manifest import Archive, Manifest, missing_error
 from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
+from ...spec import some_of
 from ...state.names import Path, Select, selector, shown
 from ...storage.interface import Storage
 from .archive import OpenArchive, open_named
@@ -204,10 +205,8 @@ class StepArchives:
                 opened[rank] = self._opened_at(self.named.storage, path, entry)
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
-                    first, more = ", ".join(names[:_MANY]), len(names) - _MANY
                     raise CorruptCheckpointError(
-                        f"{error}. It is rank {rank}'s, and has parts of {first}"
-                        + (f" and {more} more" if more > 0 else ""),
+                        f"{error}. It is rank {rank}'s, and has parts of {some_of(names, _MANY)}",
                         path=error.path,
                         tensors=names,
                     ) from error.__cause__

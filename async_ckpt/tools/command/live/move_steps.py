@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -30,38 +29,38 @@ _LOOK_SECONDS: Final = 1.0
 _Tell: TypeAlias = Callable[[], "runs.TiersFile | None"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveRequest:
-    """The options of `move`."""
-
-    to: tuple[str, ...]
-    once: bool
-    adopt: bool
-    retire: bool
-    yes: bool
-    unattended: bool
-
-
-def show(targets: Sequence[tuple[Place, str]], request: MoveRequest, *, as_json: bool) -> None:
+def show(
+    targets: Sequence[tuple[Place, str]],
+    *,
+    to: Sequence[str],
+    once: bool,
+    adopt: bool,
+    retire: bool,
+    yes: bool,
+    unattended: bool,
+    as_json: bool,
+) -> None:
     """Move until a signal, or with `once` until all is moved, and print each arrival.
 
     Raises KeyboardInterrupt after Ctrl-C, typer.Exit if steps are left, and the errors of `tiers.json`. Raises Answer
     for a run whose further places are not known, for a conflict that is not there, and if somebody said no.
     """
-    told = _told(targets, request)
-    if request.adopt or request.retire:
-        _resolve([one for _, one in told], request)
+    told = _told(targets, to)
+    if adopt and retire:
+        raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
+    if adopt or retire:
+        _resolve([one for _, one in told], adopts=adopt, yes=yes, unattended=unattended)
     left: list[str] = []
     with heard_signals() as signals:
         say = _say_json if as_json else _say
         movers = [run_movers.RunMovers(one, tell, copy_step, say) for tell, one in told]
         try:
-            if request.once:
+            if once:
                 for mover in movers:
                     mover.begin_end()
                 left = [words for mover in movers for words in mover.finish(lambda: not signals)]
             never = threading.Event()
-            while not (request.once or signals):
+            while not (once or signals):
                 for mover in movers:
                     mover.look()
                 never.wait(_LOOK_SECONDS)
@@ -76,13 +75,13 @@ def show(targets: Sequence[tuple[Place, str]], request: MoveRequest, *, as_json:
         raise typer.Exit(_LEFT)
 
 
-def _told(targets: Sequence[tuple[Place, str]], request: MoveRequest) -> list[tuple[_Tell, runs.TiersFile]]:
+def _told(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple[_Tell, runs.TiersFile]]:
     """The places of each run, and what tells them again."""
     found: list[tuple[_Tell, runs.TiersFile]] = []
     for place, name in targets:
         told = runs.tiers_file.read(place)
-        if request.to:
-            further = [place_like(place, one) for one in request.to]
+        if to:
+            further = [place_like(place, one) for one in to]
             further = [place_below(one, name) if name else one for one in further]
             naming = runs_at(place)[0].naming if told is None else told.naming
             told = runs.TiersFile((place, *further), naming, None if told is None else told.max_bandwidth)
@@ -106,22 +105,20 @@ def _value(told: runs.TiersFile) -> runs.TiersFile:
     return told
 
 
-def _resolve(told: Sequence[runs.TiersFile], request: MoveRequest) -> None:
+def _resolve(told: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:
     """Adopt or retire what stands against these runs at further places, once somebody has agreed."""
-    if request.adopt and request.retire:
-        raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     conflicts = [conflict for one in told for conflict in run_movers.conflicts_of(one)]
     if not conflicts:
         raise Answer("there is no conflict at any further place; leave out --adopt and --retire", USAGE)
     for conflict in conflicts:
-        refuse_writer(conflict.run, unattended=request.unattended)
-        print_note(_intention(conflict, adopts=request.adopt))
-    if not request.yes and not sys.stdin.isatty():
+        refuse_writer(conflict.run, unattended=unattended)
+        print_note(_intention(conflict, adopts=adopts))
+    if not yes and not sys.stdin.isatty():
         raise Answer("without a terminal, the command cannot ask: pass --yes", USAGE)
-    if not (request.yes or typer.confirm("Go on?", err=True)):
+    if not (yes or typer.confirm("Go on?", err=True)):
         raise Answer("nothing was changed")
     for conflict in conflicts:
-        (conflict.adopt if request.adopt else conflict.retire)()
+        (conflict.adopt if adopts else conflict.retire)()
 
 
 def _intention(conflict: run_movers.Conflict, *, adopts: bool) -> str:

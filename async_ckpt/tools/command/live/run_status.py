@@ -20,7 +20,7 @@ from typing import Any, Final
 from .... import Place
 from ....errors import CheckpointError
 from ....plumbing import events as run_events
-from ....plumbing import reports, runs, threads, timing
+from ....plumbing import reports, runs, spec, threads, timing
 from ..listing import checkpoints_of, marks_at
 from ..lookup import USUAL_NAMINGS
 from ..run_places import PlaceStatus, RunPlaces
@@ -94,7 +94,7 @@ def look_at_trainer(place: Place, late_seconds: float | None = None) -> RunStatu
     events = without_second_names(events_at(place))
     newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
     status = _status(place, timing.wall_time(), newest, events, storage.free_bytes())
-    return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), late_seconds)
+    return replace(status, num_requests=2 + 2 * len(rows), warnings=tuple(_warnings(status, late_seconds)))
 
 
 class RunWatch:
@@ -136,7 +136,7 @@ class RunWatch:
         status = replace(status, under_way=under_way, num_requests=num_requests, places=places, marks=marks)
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
-        return _with_warnings(status, self._late_seconds, damaged, broken)
+        return replace(status, warnings=tuple(_warnings(status, self._late_seconds, damaged, broken)))
 
     def _lack_of(self, newest: runs.Manifest, folder: str) -> str | None:
         """The damage of the newest step, in words. A store is asked once for each step."""
@@ -266,16 +266,20 @@ def _status(
     )
 
 
-def _with_warnings(
+def _warnings(
     status: RunStatus, late_seconds: float | None, damaged: Sequence[str] = (), broken: str | None = None
-) -> RunStatus:
-    found = (*_late(status, late_seconds), *_failures(status.saves), *_space(status), *_damage(damaged))
-    found += tuple(f"{one.place}: {one.trouble}" for one in status.places if one.trouble)
-    if (mark := status.marks.get(status.step or 0, "")).partition(":")[0] == "bad" and status.ended is None:
-        found += (f"step {status.step} is marked {mark}; a restart passes over it",)
+) -> Iterator[str]:
     if broken is not None:
-        found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
-    return replace(status, warnings=found)
+        yield f"step {status.step} is broken: {broken}; look into it with async-ckpt verify"
+    yield from _late(status, late_seconds)
+    yield from _failures(status.saves)
+    yield from _space(status)
+    if damaged:
+        yield f"the manifest of {spec.some_of(damaged, 3)} cannot be read; look into it with async-ckpt verify"
+    yield from (f"{one.place}: {one.trouble}" for one in status.places if one.trouble)
+    mark = status.marks.get(status.step or 0, "")
+    if mark.partition(":")[0] == "bad" and status.ended is None:
+        yield f"step {status.step} is marked {mark}; a restart passes over it"
 
 
 def _late(status: RunStatus, late_seconds: float | None) -> Iterator[str]:
@@ -321,9 +325,3 @@ def _space(status: RunStatus) -> Iterator[str]:
             f"{reports.sized(left)} are free, and each save takes {reports.sized(per_save)}: room for "
             f"{left / per_save:.0f} more"
         )
-
-
-def _damage(damaged: Sequence[str]) -> Iterator[str]:
-    if damaged:
-        shown = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
-        yield f"the manifest of {shown} cannot be read; look into it with async-ckpt verify"

@@ -12,12 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from .... import Place
-from ....weights.following.follower import Timing, new_sidecar
+from ....weights.following.follower import Sidecar
 from ....weights.following.health import Event
 from ....weights.following.rollout_engines import VLLM, Engine, Post, Program, SGLang, engine_of
 from ....weights.publishing.subscriber import Subscriber
@@ -27,62 +26,63 @@ from ..screen import USAGE, Answer, escaped, print_json
 _KEY: Final = "ASYNC_CKPT_ENGINE_KEY"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineChoice:
-    """The options that choose an engine; at most one of the first four is given."""
-
-    sglang: str | None
-    vllm: str | None
-    exec_: str | None
-    post: str | None
-    abort_requests: bool
-    answer_seconds: float
-
-    def engine(self) -> Engine | None:
-        """The engine, or None. Raises Answer for options that do not go together, and ValueError."""
-        given = [("--sglang", self.sglang), ("--vllm", self.vllm), ("--exec", self.exec_), ("--post", self.post)]
-        chosen = [flag for flag, value in given if value is not None]
-        if len(chosen) > 1:
-            raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
-        if self.abort_requests and not (self.sglang or self.vllm):
-            raise Answer("--abort-requests is for --sglang and --vllm", USAGE)
-        limit: dict[str, Any] = {"answer_seconds": self.answer_seconds}
-        web = {**limit, "key": os.environ.get(_KEY) or None}
-        if self.sglang is not None:
-            return SGLang(self.sglang, abort_requests=self.abort_requests, **web)
-        if self.vllm is not None:
-            return VLLM(self.vllm, abort_requests=self.abort_requests, **web)
-        if self.post is not None:
-            return Post(self.post, **web)
-        return None if self.exec_ is None else Program(self.exec_, **limit)
+def engine_by(
+    sglang: str | None,
+    vllm: str | None,
+    exec_: str | None,
+    post: str | None,
+    *,
+    abort_requests: bool,
+    answer_seconds: float,
+) -> Engine:
+    """The engine that the options choose. Raises Answer for options that do not go together, and ValueError."""
+    given = [("--sglang", sglang), ("--vllm", vllm), ("--exec", exec_), ("--post", post)]
+    chosen = [flag for flag, value in given if value is not None]
+    if len(chosen) > 1:
+        raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
+    if abort_requests and not (sglang or vllm):
+        raise Answer("--abort-requests is for --sglang and --vllm", USAGE)
+    limit: dict[str, Any] = {"answer_seconds": answer_seconds}
+    web = {**limit, "key": os.environ.get(_KEY) or None}
+    if sglang is not None:
+        return SGLang(sglang, abort_requests=abort_requests, **web)
+    if vllm is not None:
+        return VLLM(vllm, abort_requests=abort_requests, **web)
+    if post is not None:
+        return Post(post, **web)
+    return engine_of(None if exec_ is None else Program(exec_, **limit))
 
 
-@dataclass(frozen=True, slots=True)
-class FollowRequest:
-    """The options of `follow` that are not about the engine."""
-
-    root: Place
-    into: str
-    base: Path | None
-    once: bool
-    status: Path | None
-    poll_seconds: float
-    patience_seconds: float
-
-
-def show(request: FollowRequest, choice: EngineChoice, *, as_json: bool) -> None:
+def show(
+    root: Place,
+    into: str,
+    engine: Engine,
+    base: Path | None,
+    status: Path | None,
+    *,
+    once: bool,
+    poll_seconds: float,
+    patience_seconds: float,
+    as_json: bool,
+) -> None:
     """Follow until a signal, and print each event as a line, or as a document in a line.
 
     Raises KeyboardInterrupt after Ctrl-C, Answer for a wrong call, and as `follow` does.
     """
-    if not request.into:
+    if not into:
         raise Answer("--into is missing: name a local folder for the versions", USAGE)
-    engine = engine_of(choice.engine())
-    status = None if request.status is None else request.status.absolute()
-    with heard_signals() as signals, Subscriber(request.root, base=request.base) as subscriber:
-        timing = Timing(request.poll_seconds, request.patience_seconds, lambda: bool(signals))
-        say = _say_json if as_json else _say
-        new_sidecar(subscriber, request.into, engine, timing, status, say).run(once=request.once)
+    with heard_signals() as signals, Subscriber(root, base=base) as subscriber:
+        sidecar = Sidecar(
+            subscriber,
+            into,
+            engine,
+            _say_json if as_json else _say,
+            status=status,
+            poll_seconds=poll_seconds,
+            patience_seconds=patience_seconds,
+            stop=lambda: bool(signals),
+        )
+        sidecar.run(once=once)
     if signal.SIGINT in signals:
         raise KeyboardInterrupt
 

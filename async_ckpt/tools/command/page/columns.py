@@ -17,8 +17,9 @@ from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
+from ....plumbing import spec
 from ..run_places import PlaceStatus
-from ..screen import counted, mark_in_words, shown_seconds, some_of
+from ..screen import counted, mark_in_words, shown_seconds
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None
@@ -265,7 +266,7 @@ def _borrowed(event: Mapping[str, Any]) -> str:
 
 def listed(steps: Sequence[int]) -> str:
     """Steps in few words, such as "steps 1, 2 and 98 more"."""
-    return f"{'step' if len(steps) == 1 else 'steps'} {some_of([f'{step:,}' for step in steps], 8)}"
+    return f"{'step' if len(steps) == 1 else 'steps'} {spec.some_of([f'{step:,}' for step in steps], 8)}"
 
 
 def _time(value: float) -> Value:

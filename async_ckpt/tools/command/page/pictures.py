@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-from ....plumbing import reports
-from ..screen import counted, shown_seconds, some_of
+from ....plumbing import reports, spec
+from ..listing import Best
+from ..screen import counted, shown_seconds
 from .columns import RunColumns
 
 # Each meaning has one colour on the whole page; `page.css` says which.
@@ -36,14 +37,6 @@ Look: TypeAlias = Literal["line", "dashes", "area", "hollow", "dot", "ring", "cr
 
 # Records that have a picture: those that most saves have.
 MAX_RECORDS: Final = 6
-
-
-class Best(NamedTuple):
-    """The steps to mark by an entry of the records: its name, which end of it is best, and how many."""
-
-    metric: str
-    mode: Literal["min", "max"]
-    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +209,7 @@ def _sizes(run: RunColumns) -> Picture | None:
     ]
     # The groups of an event are those of rank 0, and its size is that of all ranks.
     num_ranks = run.events[row]["world_size"] or 1
-    of_groups = some_of(parts, 4)
+    of_groups = spec.some_of(parts, 4)
     of_groups = of_groups and (f", and of that rank 0: {of_groups}" if num_ranks > 1 else f": {of_groups}")
     has_ranks = any((run.events[saved]["world_size"] or 1) > 1 for saved in run.saves)
     stacked = [

@@ -19,7 +19,6 @@ from ..screen import Answer, counted, escaped, print_json, print_text
 from ..trainer_folders import events_at, without_second_names
 from .columns import RunColumns, columns_of
 from .document import page_of
-from .pictures import Best
 
 # The newest steps of a run that are looked at for what they lack.
 _LOOKED_AT: Final = 1000
@@ -32,7 +31,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     storage, name = target.object()
     if not overwrite and storage.exists(name):
         raise Answer(f"{target.shown} already exists; pass --overwrite to replace it, or give another name with -o")
-    chosen = [Best(*parse_best(text)) for text in best]
+    chosen = [*map(parse_best, best)]
     runs = [columns for one, name in targets_of(places, RUNS) for columns in _columns_at(one, name)]
     for one in chosen:
         if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):

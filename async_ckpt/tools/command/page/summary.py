@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any, Final
 
 from ....plumbing import events as run_events
-from ....plumbing import reports
-from ..screen import age, shown_seconds, some_of
+from ....plumbing import reports, spec
+from ..screen import age, shown_seconds
 from .columns import RunColumns
 
 _SHOWN: Final = 3
@@ -54,7 +54,7 @@ def _steps(steps: Sequence[int]) -> str:
     """Steps in few words, such as "3: steps 1, 2 and 5"."""
     if not steps:
         return "none"
-    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {some_of([*map(str, steps)], _SHOWN)}"
+    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {spec.some_of(steps, _SHOWN)}"
 
 
 def _median(run: RunColumns, column: str, shown: Any) -> str:

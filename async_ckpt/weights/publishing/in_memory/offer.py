@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from ....plumbing import backends, device, kept_memory, leaf_names, limits, threads
 from ....plumbing import memory as host_memory
-from ...delta import RankSlices, checksum, identity_of
+from ...delta import checksum, identity_of
 from ...lent import LentTensor, LentVersion, dump_lent
 from ..difference import checksum_of
 from .fd_passing import Giver, Handout
@@ -32,21 +33,6 @@ _MAX_BUFFERS: Final = 64
 _MAX_THREADS: Final = 8
 
 _log: Final = logging.getLogger("async_ckpt")
-
-
-class OfferedWeights(NamedTuple):
-    """The weights of a version as it is lent; `files` are the small files beside them.
-
-    Of a model that is spread over ranks, `slices` are those of this rank, and `num_ranks` is how many lend it.
-    """
-
-    version: int
-    structure: str
-    tensors: Mapping[str, torch.Tensor]
-    files: Mapping[str, bytes]
-    adapter: Mapping[str, str]
-    slices: RankSlices = RankSlices()
-    num_ranks: int = 0
 
 
 class MemoryOffer:
@@ -63,10 +49,20 @@ class MemoryOffer:
         self._is_closed = False
         kept_memory.host_memory().share(self.withdraw)
 
-    def offer(self, name: str, weights: OfferedWeights, check: Callable[[], None]) -> Mapping[str, str] | None:
-        """Lend these weights in place of the version before. Returns the checksums of all tensors.
+    def offer(
+        self,
+        name: str,
+        version: LentVersion,
+        tensors: Mapping[str, torch.Tensor],
+        check: Callable[[], None],
+        *,
+        num_ranks: int = 0,
+    ) -> Mapping[str, str] | None:
+        """Lend a version with these tensors in place of the one before. Returns the checksums of all tensors.
 
-        Returns None, after a warning, if they cannot be lent; then no version is.
+        `version` does not say yet where its tensors lie. Of a model that is spread over ranks, they are those of this
+        rank, and `num_ranks` is how many lend it. Returns None, after a warning, if they cannot be lent; then no
+        version is.
         """
         crew = threads.Crew("offer", min(_MAX_THREADS, limits.num_cpus()), background=True)
         try:
@@ -74,16 +70,16 @@ class MemoryOffer:
                 self._giver = Giver(name)
             if self._giver.num_loans >= _MAX_LOANS:
                 raise OSError(f"{_MAX_LOANS} earlier versions are still being read; end readers that are stuck")
-            tensors = self._in_shared_memory(weights.tensors, crew)
-            checksums = _checksums(tensors, crew, check)
-            self._giver.put(_loan(weights, tensors, checksums))
+            shared = self._in_shared_memory(tensors, crew)
+            checksums = _checksums(shared, crew, check)
+            self._giver.put(_loan(version, shared, checksums, num_ranks))
         except (OSError, MemoryError, RuntimeError) as error:
             check()
             self.withdraw()
             if not self._has_warned:
                 _log.warning(
                     "version %d cannot be read from memory (%s); readers on this host take it from the root",
-                    weights.version,
+                    version.version,
                     error,
                 )
             self._has_warned = True
@@ -160,7 +156,9 @@ def _checksums(tensors: Mapping[str, torch.Tensor], crew: threads.Crew, check: C
     return checksums
 
 
-def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, str]) -> Handout:
+def _loan(
+    version: LentVersion, tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, str], num_ranks: int
+) -> Handout:
     buffers: dict[host_memory.HostBuffer, int] = {}
     rows = {}
     for name, tensor in tensors.items():
@@ -172,12 +170,10 @@ def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksum
             leaf_names.dtype_name(tensor.dtype), tuple(tensor.shape), number, begin, checksums[name]
         )
     identity = identity_of(checksums)
-    data = dump_lent(
-        LentVersion(weights.version, identity, weights.structure, rows, weights.files, weights.adapter, weights.slices)
-    )
+    data = dump_lent(replace(version, identity=identity, tensors=rows))
     table = host_memory.HostBuffer(len(data), shared=True)
     table.view[:] = data
     fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
     # The tensors, and not their buffers, keep the memory from being lent to the next copy.
-    message = f"{weights.version} {identity} {checksum(data)} {weights.num_ranks} {weights.slices.start}".encode()
+    message = f"{version.version} {identity} {checksum(data)} {num_ranks} {version.slices.start}".encode()
     return Handout(message, tuple(fds), (table, list(tensors.values())))
