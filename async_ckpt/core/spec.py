@@ -89,15 +89,59 @@ class Extent:
         return self.offset + self.length
 
 
+class Box(NamedTuple):
+    """The elements of a tensor from `offsets` on, `sizes` along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.sizes)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), shape)
+
+    def common(self, other: Box) -> Box | None:
+        """The elements in both boxes; None if there are none."""
+        begins, sizes = [], []
+        for a, n, b, m in zip(*self, *other, strict=True):
+            begin, end = max(a, b), min(a + n, b + m)
+            if begin >= end:
+                return None
+            begins.append(begin)
+            sizes.append(end - begin)
+        return Box(tuple(begins), tuple(sizes))
+
+    def relative_to(self, other: Box) -> Box:
+        """The box with offsets that count from those of another box."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
+    def __str__(self) -> str:
+        """The box as a slice in Python: `[0:4, 2:6]`."""
+        return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"
+
+
+class RankFacts(NamedTuple):
+    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over: first
+    rank, shape, strides, and all ranks of one that is no regular grid.
+    """
+
+    rank: int
+    world_size: int
+    meshes: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
 class Spread(NamedTuple):
     """The division of one tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) by a mesh.
 
-    If `cuts` is None, the division follows no rule, and `held` lists the rectangles (offsets, sizes) of this rank.
+    If `cuts` is None, the division follows no rule, and `held` lists the boxes of this rank.
     """
 
     cuts: tuple[tuple[int, int, int], ...] | None
     mesh: int
-    held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    held: tuple[Box, ...] = ()
 
 
 class SliceFacts(NamedTuple):

@@ -24,7 +24,8 @@ from async_ckpt.core.runs.manifest import GroupLocation, Manifest, RankFiles, pa
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.core.slicing.boxes import Box
 from async_ckpt.core.slicing.locator import ShardLocator, StepLayout, name_of
-from async_ckpt.core.slicing.slices import Mesh, RankFacts
+from async_ckpt.core.slicing.slices import Mesh
+from async_ckpt.core.spec import RankFacts
 from async_ckpt.core.state.capture import capture
 from async_ckpt.core.state.captured import Capture
 from async_ckpt.core.state.division import StateDivider

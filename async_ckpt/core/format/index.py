@@ -18,9 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
 from .. import fields
-from ..slicing.boxes import Box
-from ..slicing.slices import RankFacts
-from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, align_up
+from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Box, Extent, Json, RankFacts, align_up
 from . import digests, safetensors, tar
 
 MEMBER: Final = "index.json"

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..slicing.slices import RankFacts
-from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, TensorSpec, align_up, by_tensor
+from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, RankFacts, TensorSpec, align_up, by_tensor
 from . import digests, index, safetensors, tar
 
 # The limit of tensors in one member, since readers refuse headers over 100 MB.

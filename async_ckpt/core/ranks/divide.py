@@ -13,7 +13,7 @@ import torch
 
 from ..format.digests import block_digest
 from ..slicing.sharded import Slicer, mesh_of
-from ..slicing.slices import RankFacts
+from ..spec import RankFacts
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
 from .calls import JointSave, OwnPart

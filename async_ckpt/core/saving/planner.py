@@ -13,8 +13,7 @@ import torch
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
-from ..slicing.slices import RankFacts
-from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up, whole_bytes
+from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture

@@ -8,49 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from math import prod
 from typing import NamedTuple
 
-from .slices import Ints, Rectangle
-
-
-class Box(NamedTuple):
-    """The elements of a tensor from `offsets` on, `sizes` along each dimension."""
-
-    offsets: Ints
-    sizes: Ints
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.sizes)
-
-    @classmethod
-    def of(cls, rectangle: Rectangle) -> Box:
-        """The place of a rectangle in its tensor."""
-        return cls(rectangle.global_offsets, rectangle.sizes)
-
-    @classmethod
-    def whole(cls, shape: Ints) -> Box:
-        return cls((0,) * len(shape), shape)
-
-    def common(self, other: Box) -> Box | None:
-        """The elements in both boxes; None if there are none."""
-        begins, sizes = [], []
-        for a, n, b, m in zip(*self, *other, strict=True):
-            begin, end = max(a, b), min(a + n, b + m)
-            if begin >= end:
-                return None
-            begins.append(begin)
-            sizes.append(end - begin)
-        return Box(tuple(begins), tuple(sizes))
-
-    def relative_to(self, other: Box) -> Box:
-        """The box with offsets that count from those of another box."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
-
-    def __str__(self) -> str:
-        """The box as a slice in Python: `[0:4, 2:6]`."""
-        return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"
+from ..spec import Box as Box
+from .slices import Ints
 
 
 class Cover(NamedTuple):

@@ -227,9 +227,9 @@ class ShardLocator:
             others = replicas.all_ranks()
             seen.update(others)
             for number, part in replicated.writers(stored, len(others)):
-                yield others[number], Box.of(part)
+                yield others[number], part.box
         for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
-            yield from ((rank, Box.of(rectangle)) for rectangle in slices.rectangles)
+            yield from ((rank, rectangle.box) for rectangle in slices.rectangles)
 
     def _shared_by(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
         """The bytes that a rank shares, and the ranks that share them; None for a tensor that it writes alone."""
@@ -299,7 +299,7 @@ class ShardLocator:
         coordinates = []
         for coordinate in product(*(range(n if dim in dims_cut else 1) for dim, n in enumerate(mesh_shape))):
             rectangles = self._at(coordinate, shape, cuts, mesh).rectangles
-            if any(Box.of(rectangle).common(box) for rectangle in rectangles for box in boxes):
+            if any(rectangle.box.common(box) for rectangle in rectangles for box in boxes):
                 coordinates.append(coordinate)
         return coordinates
 

@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ...errors import UnsupportedStateError
-from .boxes import Box
 from .slices import Cut, Ints, Mesh, Rectangle, Slices, cuts_of, flat_range
 
 _DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -453,7 +452,7 @@ def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: s
         for other in itertools.islice(ordered, number, None):
             if shape and other.global_offsets[0] >= rectangle.global_offsets[0] + rectangle.sizes[0]:
                 break  # all that follow begin behind it, too
-            if Box.of(rectangle).common(Box.of(other)) is not None:
+            if rectangle.box.common(other.box) is not None:
                 raise refused(name, f"{rectangle} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
 

@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from ..spec import MAX_DIMS
+from ..spec import MAX_DIMS, Box
 
 Ints: TypeAlias = tuple[int, ...]
 
@@ -36,6 +36,11 @@ class Rectangle(NamedTuple):
     @property
     def num_elements(self) -> int:
         return prod(self.sizes)
+
+    @property
+    def box(self) -> Box:
+        """Its place in its tensor."""
+        return Box(self.global_offsets, self.sizes)
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Rectangle:
@@ -122,14 +127,6 @@ def check_mesh(mesh: Mesh, num_ranks: int) -> None:
         raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
     if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
         raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
-
-
-class RankFacts(NamedTuple):
-    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over."""
-
-    rank: int
-    world_size: int
-    meshes: tuple[Mesh, ...] = ()
 
 
 class Replicas(NamedTuple):

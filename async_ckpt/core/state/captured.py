@@ -20,8 +20,8 @@ import torch
 
 from ...errors import ClosedError, UnsupportedStateError
 from ..slicing.sharded import Placed
-from ..slicing.slices import RankFacts, Slices
-from ..spec import Json, TensorSpec, with_article
+from ..slicing.slices import Slices
+from ..spec import Json, RankFacts, TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
 from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, parts_in, replaced
 from .wrapped import plain_parts

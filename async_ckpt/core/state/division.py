@@ -17,16 +17,16 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...errors import UnsupportedStateError
-from ..slicing.boxes import Box
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
 from ..slicing.shares import Holding, SliceCache, balance, by_everybody, rectangles_to_write, sharers
-from ..slicing.slices import Mesh, RankFacts, Rectangle, Replicas, Slices
+from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
     DTYPES,
     PER_RANK,
     ROOT_MESH,
+    RankFacts,
     SliceFacts,
     Spread,
     TensorSpec,
@@ -214,7 +214,7 @@ class StateDivider:
             is_compared = not own & {number, primary} and names[primary] not in everybody
             if is_compared and slices.rectangles and has_others(slices):
                 # Ranks with the same text have the same slices, and must have the same values.
-                boxes = _in_short([Box.of(rectangle) for rectangle in slices.rectangles])
+                boxes = _in_short([rectangle.box for rectangle in slices.rectangles])
                 copies.append((boxes, names[number], tensors[primary]))
         return copies
 
@@ -251,7 +251,7 @@ def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -
         if slices.cuts is None:
             # A copy is not listed: another rank must have the original.
             held = () if slices.is_copy else slices.rectangles
-            spread = {"held": [Box.of(rectangle) for rectangle in held]}
+            spread = {"held": [rectangle.box for rectangle in held]}
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[numbers[0]].dtype
@@ -268,7 +268,7 @@ def _digested(text: str) -> Structure:
 
 def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
     if slices.cuts is None:
-        return Spread(None, 0, tuple(Box.of(rectangle) for rectangle in slices.rectangles))
+        return Spread(None, 0, tuple(rectangle.box for rectangle in slices.rectangles))
     if slices.mesh is None:
         return None
     return Spread(slices.cuts, meshes.setdefault(slices.mesh, len(meshes)))

@@ -325,9 +325,7 @@ def _matches_torch(target: Any, rectangles: Sequence[Rectangle]) -> bool:
     """Whether these rectangles are the chunks that torch's planners see on this rank."""
     described: list[Any] = getattr(target, "__create_chunk_list__", list)()
     chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described]
-    return [chunk for chunk in chunks if chunk.num_elements] == [
-        Box.of(held) for held in rectangles if held.num_elements
-    ]
+    return [chunk for chunk in chunks if chunk.num_elements] == [held.box for held in rectangles if held.num_elements]
 
 
 def _is_at(box: Box, at: tuple[int, ...], rectangle: Rectangle, num_rectangles: int) -> bool:
@@ -336,7 +334,7 @@ def _is_at(box: Box, at: tuple[int, ...], rectangle: Rectangle, num_rectangles: 
     Plans count these from the rectangle, or from all that this rank holds; the two differ if it holds several
     rectangles.
     """
-    if Box.of(rectangle).common(box) != box:
+    if rectangle.box.common(box) != box:
         return False
     inner = tuple(a - b for a, b in zip(box.offsets, rectangle.global_offsets, strict=True))
     return inner == at or (

@@ -40,8 +40,8 @@ from ...core.saving import default
 from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
-from ...core.slicing.slices import RankFacts, Rectangle, Slices
-from ...core.spec import Spread, flag
+from ...core.slicing.slices import Rectangle, Slices
+from ...core.spec import RankFacts, Spread, flag
 from ...core.state.capture import capture
 from ...core.state.captured import RankShare
 from ...core.state.names import Path, shown
@@ -446,7 +446,7 @@ class _PlannedTensors:
         specs = []
         for spec in captured.specs:
             if spec.of is not None and (slices := captured.slices[spec.of.number]).cuts is None:
-                held = tuple((box.global_offsets, box.sizes) for box in slices.rectangles)
+                held = tuple(rectangle.box for rectangle in slices.rectangles)
                 spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
         return RankShare(captured._replace(specs=specs), RankFacts(rank, world_size))

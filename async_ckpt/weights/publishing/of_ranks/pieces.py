@@ -56,7 +56,7 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
         if sliced.slices.replicas().number:
             continue
         shape, dtype = sliced.slices.global_shape, leaf_names.dtype_name(tensor.dtype)
-        held = list(zip(map(boxes.Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
+        held = [(one.box, part) for one, part in zip(sliced.slices.rectangles, sliced.parts, strict=True)]
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
             held = [(boxes.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
