@@ -199,11 +199,11 @@ def test_a_copy_that_is_torn_leaves_the_mean_as_it_is(tmp_path, monkeypatch):
     with run(tmp_path / "a") as ckpt, run(tmp_path / "b") as other:
         save(ckpt, 1)
 
-        def torn(self: Any) -> None:
+        def torn(self: Any, _: int) -> None:
             raise async_ckpt.TornSnapshotError("it was torn", names=("model",))
 
         with monkeypatch.context() as patch:
-            patch.setattr(snapshot.SegmentFiller, "fill_now", torn)
+            patch.setattr(snapshot.SegmentFiller, "fill", torn)
             with pytest.raises(async_ckpt.TornSnapshotError):
                 ckpt.save(state_at(3), 3).result()
         save(ckpt, 4)
