@@ -299,13 +299,13 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
     body = """
     from async_ckpt.core.saving import default
     held, go = threading.Event(), threading.Event()
-    async_ckpt.wrap.__globals__["files_saver"]()
+    default.files_saver()
 
     def hold_locks():
         with (
             default.host_memory()._changed,
             async_ckpt.wrap.__globals__["_busy_lock"],
-            async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
+            default.files_saver().pool._changed,
         ):
             default.host_memory()._lent_bytes = 1 << 62
             held.set()
