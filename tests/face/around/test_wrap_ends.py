@@ -300,13 +300,13 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
     from async_ckpt.core.saving import default
     from async_ckpt.core.staging.host_copy import LentBuffer
     held, go = threading.Event(), threading.Event()
-    async_ckpt.wrap.__globals__["files_saver"]()
+    default.files_saver()
 
     def hold_locks():
         with (
             default.host_memory()._changed,
             async_ckpt.wrap.__globals__["_busy_lock"],
-            async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
+            default.files_saver().pool._changed,
         ):
             default.host_memory()._lent.add(LentBuffer(1 << 62, is_held=False))
             held.set()
