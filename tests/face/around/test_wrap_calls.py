@@ -607,7 +607,7 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(default, "_host_memory", with_budget(monkeypatch, 1000))
+    monkeypatch.setattr(default._shared, "host_memory", with_budget(monkeypatch, 1000))
     inner = wrap(torch.save)
     handles = []
 
