@@ -118,6 +118,7 @@ class Loop:
         with suppress(RuntimeError):  # the interpreter exits: the loop is closed
             while (fn := self._soon.get()) is not None:
                 self._loop.call_soon_threadsafe(fn)
+                del fn  # it may hold a state
 
     def sync(self) -> None:
         """Return when the loop's thread has run all functions that were given to `soon` before."""

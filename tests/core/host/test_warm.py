@@ -258,7 +258,7 @@ def test_a_restore_reads_through_the_pool_and_leaves_it_warm(tmp_path, made):
     made.clear()
     with open_run(tmp_path, segment_bytes=32 * MIB) as ckpt:
         assert ckpt.restore(state) == 1
-        assert set(made) == {32 * MIB}
+        assert set(made) == {4 * MIB, 32 * MIB}  # the first block is read before the size of anything is known
         until(lambda: ckpt._saver.pool.num_bytes >= 64 * MIB)
         num_made = len(made)
         ckpt.save(state, step=2).result()
