@@ -188,6 +188,8 @@ class HostBuffer:
         if not self.unpin():
             self.leak()
             return
+        if self.fd is not None:  # others may still know this object, and other memory be mapped at its address
+            _shared.pop(self.address, None)
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()

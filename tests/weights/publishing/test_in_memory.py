@@ -457,6 +457,7 @@ def test_where_there_is_no_such_memory_versions_go_by_the_root_and_it_is_said(
 def test_memory_beyond_a_limit_of_the_system_is_a_warning_and_the_version_goes_to_the_root(s3, bucket, caplog):
     root = Place(f"s3://{bucket}/weights", options=s3.options)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    gc.collect()  # memory of earlier publishers would serve this one
     with Publisher(root, local=True) as publisher, Subscriber(root) as subscriber:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # memory that is shared counts as a file
         try:
