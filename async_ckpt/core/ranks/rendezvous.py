@@ -95,8 +95,8 @@ class Rendezvous:
         return self._calls.key_of(self._joint.attempt)
 
     def wait_named(self, check: Check) -> str:
-        """The name of the call, on a thread that may block. Raises as `named`."""
-        _waited(self.named(check))
+        """The name of the call, on a thread that may block. `check` is called in this wait alone. Raises as `named`."""
+        _waited(self._until_named(check))
         return self.attempt
 
     async def named(self, check: Check) -> None:
@@ -105,7 +105,11 @@ class Rendezvous:
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
-        joint, is_told, since, self._check = self._joint, False, monotonic(), check
+        self._check = check
+        await self._until_named(check)
+
+    async def _until_named(self, check: Check) -> None:
+        joint, is_told, since = self._joint, False, monotonic()
         begun = asyncio.wrap_future(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -34,14 +34,12 @@ from ...errors import ClosedError, StorageUnavailableError
 from ..format.layout import Image
 from ..host.loop import get_loop
 from ..host.pool import Lease
-from ..host.threads import Task, running_future
+from ..host.threads import Submit, running_future
 from ..report import Progress
 from ..storage.interface import Sink, Storage
 from ..storage.pace import Pace
 from ..timing import NO_TRACE, Trace
 from .block_digests import BlockDigests, BlockReader
-
-Submit = Callable[[Task], None]
 
 
 class Writers:
@@ -190,7 +188,7 @@ class Drain:
         elif not is_early:
             self._send(filled)
         if is_last:
-            self._submit(self._digest_rest)
+            self._submit(self._digest_rest, lambda _: self._leave())  # else those do it that write
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
         """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
@@ -271,10 +269,23 @@ class Drain:
                     lane.queue.append(filled)
                     self._num_active += 1
             if taken:
-                lane.submit(partial(self._write_next, lane))
+                lane.submit(partial(self._write_next, lane), partial(self._refused, lane))
             else:
                 filled.lease.release()
         filled.lease.release()
+
+    def _refused(self, lane: Lane, error: RuntimeError) -> None:
+        """There is no new thread to write with. One that writes already may have taken all that was sent."""
+        with self._lock:
+            is_left = bool(lane.queue)
+        if is_left:
+            self._fail_lane(lane, error)
+
+    def _fail_lane(self, lane: Lane, error: BaseException) -> None:
+        if lane.follows:
+            self.drop(lane, error)
+        else:
+            self.fail(error)
 
     def _write_next(self, lane: Lane) -> None:
         while (filled := self._take(lane)) is not None:
@@ -298,10 +309,7 @@ class Drain:
             with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
                 lane.sink.write(filled.number * self.segment_bytes, data, filled.lease)
         except BaseException as error:
-            if lane.follows:
-                self.drop(lane, error)
-            else:
-                self.fail(error)
+            self._fail_lane(lane, error)
         else:
             self._count_written(lane, num_bytes)
         try:
@@ -366,7 +374,7 @@ class Drain:
             self._is_sealed = True
             tail, self._tail = self._tail, {}
             self._num_active += 1
-        self._submit(partial(self._seal, tail))
+        self._submit(partial(self._seal, tail), lambda _: self._seal(tail))
 
     def _seal(self, leases: dict[int, Lease]) -> None:
         try:

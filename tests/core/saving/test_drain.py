@@ -30,7 +30,7 @@ def leases(count):
     return [pool.lease((0, i), pin=None, check=lambda: None) for i in range(count)]
 
 
-def in_a_thread(task):
+def in_a_thread(task, refused):
     threading.Thread(target=task).start()
 
 
@@ -68,3 +68,24 @@ def test_a_failed_drain_gives_back_what_it_is_given():
     assert isinstance(lane.written.exception(60), OSError)
     assert given[0]._lender.lease((1, 0), pin=None, check=lambda: None)
     assert "0 of" not in repr(given[0]._lender)
+
+
+def test_a_refused_thread_fails_a_save_only_if_no_other_one_has_written_what_was_sent():
+    def write_at_once(task, refused):
+        task()
+        refused(RuntimeError("the interpreter is exiting"))
+
+    def refuse(task, refused):
+        refused(RuntimeError("there is no thread"))
+
+    plan = TensorPlan([TensorSpec(("model", "w"), "uint8", (5 * MIB,))])
+    layout = lay_out(plan, skeleton="{}", objects=None, step=1, mtime=0)
+    for submit, why in ((write_at_once, None), (refuse, "there is no thread")):
+        drain = Drain(layout, SEGMENT_BYTES, 8, refuse)  # nor is there one beside those that write
+        (lane,) = drain.open([(Discarding(), submit, None)])
+        for number, lease in enumerate(leases(drain.num_segments)):
+            drain.put(number, lease)
+
+        error = lane.written.exception(60)
+        assert (error and str(error)) == why
+        drain.idle.result(60)
