@@ -549,6 +549,7 @@ class _Rank:
         await self._agreement.agree(archive, SaveTimes(self._loop.time(), 0.0))
 
     async def hear(self) -> None:
+        _storage.set(self.storage)
         self._target._manifest = await self._agreement.hear()
 
 
