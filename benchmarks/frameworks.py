@@ -195,7 +195,7 @@ class _UnderDeepSpeed:
         def begin(number: int) -> object:
             self.engine.checkpoint_engine = checkpoints
             save(folder, f"save-{number}")
-            return checkpoints._pending.ended
+            return checkpoints.ended
 
         return Way(begin, checkpoints.wait, lambda number: folder / f"save-{number}")
 
