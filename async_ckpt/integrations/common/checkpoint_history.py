@@ -2,17 +2,18 @@
 
 In: what a save has come to. Out: lines of the log in the folder. Knows nothing of: frameworks.
 
-Nothing here raises an error: the history is a convenience. At a store a line takes two requests, so it is written on
-threads that no training waits for.
+Nothing here raises an error: the history is a convenience, and a durable save must not fail by it. At a store a line
+takes two requests, so it is written on threads that no training waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ... import SaveReport
+from ... import CheckpointError, SaveReport
 from ...plumbing import events, places, runs, timing
 from .frameworks import LOGGED_AS
 
@@ -31,8 +32,9 @@ class HistoryEntry:
         """Note that the checkpoint is durable. Its bytes are those of all ranks."""
         facts = dict(report) if isinstance(report, Mapping) else {one: getattr(report, one) for one in events.MEASURED}
         storage = places.storage_at(self.folder)
-        if not storage.remote and (sizes := storage.sizes(self.name)):
-            facts["num_bytes"] = sum(sizes.values())
+        with suppress(CheckpointError):  # then the bytes are those of this rank's part
+            if not storage.remote and (sizes := storage.sizes(self.name)):
+                facts["num_bytes"] = sum(sizes.values())
         facts["free_bytes"] = storage.free_bytes()
         others = {key: value for key, value in self.record.items() if not key.startswith(LOGGED_AS)}
         numbers = {key: number for key, value in others.items() if (number := runs.number(value)) is not None}
@@ -40,8 +42,7 @@ class HistoryEntry:
 
     def note_failed(self, error: BaseException) -> None:
         """Note that the save has failed."""
-        text = events.shortened(str(error))
-        _note(self.folder, "failed", self.step, error=type(error).__name__, message=text)
+        _note(self.folder, "failed", self.step, error=type(error).__name__, message=events.shortened(str(error)))
 
 
 def note_closed(folder: places.Anywhere) -> None:

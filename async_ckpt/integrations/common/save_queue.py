@@ -54,9 +54,8 @@ class _Queued:
         if self.own_report is not None:
             return self.own_report()
         reports = [handle.result() for handle in self.handles]
-        stall_seconds = self.waited_seconds + sum(report.stall_seconds for report in reports)
-        stall_seconds = max(stall_seconds, self.held_seconds)
-        return replace(reports[0], path=self.path, step=self.step, stall_seconds=stall_seconds)
+        measured = self.waited_seconds + sum(report.stall_seconds for report in reports)
+        return replace(reports[0], path=self.path, step=self.step, stall_seconds=max(measured, self.held_seconds))
 
 
 class SaveQueue:

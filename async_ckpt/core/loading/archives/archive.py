@@ -389,8 +389,8 @@ def _listed(leaves: Sequence[StoredLeaf]) -> str:
 def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:
     """The first `at_most` bytes of a file, or all of it. Raises CorruptCheckpointError if it ends too early."""
     num_bytes = min(reader.num_bytes, at_most)
-    # In whole pages, into which a disk reads past its cache.
-    data = HostBuffer(num_bytes).view
+    # A disk reads past its cache into whole pages. Such memory is made slower than that of a few bytes.
+    data = HostBuffer(num_bytes).view if num_bytes >= BLOCK_BYTES else memoryview(bytearray(num_bytes))
     try:
         reader.read_into(0, data)
     except EOFError as error:
