@@ -9,5 +9,5 @@
 - `rendezvous.py`: one call of all ranks: a part of each, and rank 0's decision; `agreement.py`: that of a save at one
   root; `comparison.py`: rank 0's checks of all receipts.
 - `one_off.py`: the folder of a save without a run.
-- `shared_root.py`: whether all ranks see the same root; `shared_values.py`: values that all ranks should have alike.
+- `shared_values.py`: values that all ranks should have alike.
 """

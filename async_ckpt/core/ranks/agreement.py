@@ -26,16 +26,14 @@ from ...errors import (
 )
 from ..format.digests import block_digest
 from ..host.loop import off_loop
-from ..host.waits import PEER_SECONDS, SHARED_SECONDS, wait_for
+from ..host.waits import wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
-from ..timing import monotonic
 from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart
 from .comparison import Comparison
 from .meeting import in_words
 from .peers import Ranks
-from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous, looks
-from .shared_root import SharedRoot
+from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous
 
 # At a root that is away, when nothing is heard of rank 0.
 _MANIFEST_LOOKS: Final = 10
@@ -54,15 +52,11 @@ class Agreement(Rendezvous):
         self._ranks, self._places = ranks, places
         self._is_committed_here = False  # as rank 0 knows
         self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
-        self._has_details = False  # of some rank
+        self._has_details = False  # of this rank; on rank 0, of any
+        self.is_apart = False  # on rank 0: another rank has written its archive to another folder
         self.found = ""  # on rank 0, what the ranks have found in the values that they have written
         self.lent: Collection[tuple[str, int]] = ()  # on rank 0, of the archives of all ranks
         self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
-
-    @property
-    def is_apart(self) -> bool:
-        """True if it is known that ranks see different folders at the place."""
-        return bool(self._joint.attempt) and self._root.is_apart
 
     @property
     def is_told(self) -> bool:
@@ -90,17 +84,8 @@ class Agreement(Rendezvous):
         return self._places[self._joint.place]
 
     @property
-    def _root(self) -> SharedRoot:
-        return self._ranks.root(self._run, self._joint)
-
-    @property
     def _exchange(self) -> Exchange:
         return Exchange(self._run.storage, self._run.folder(self._joint.step or 0), self._joint.attempt)
-
-    def claim(self) -> None:
-        """Before anything is written: have the other ranks see that it is the same root."""
-        if self.decides:
-            self._root.claim()
 
     async def has_room(self) -> None:
         """On another rank: wait until rank 0 has deleted what must make room for this save, if it does. Raises
@@ -129,12 +114,8 @@ class Agreement(Rendezvous):
         Raises PeerFailedError.
         """
         joint = self._joint
-        if self._root.is_apart:
-            self._raise_apart()
         part = joint.part
         assert part is not None
-        if not self.decides:
-            await self._see_that_it_is_shared()
         details = self._details(part)
         receipt = Receipt(
             self.rank,
@@ -152,6 +133,7 @@ class Agreement(Rendezvous):
             lent,
         )
         if details:
+            self._has_details = True
             await off_loop(partial(self._exchange.put_details, self.rank, details))
         await off_loop(partial(self._put, receipt))
         return await self._all_receipts(receipt) if self.decides else None
@@ -164,39 +146,14 @@ class Agreement(Rendezvous):
             details["structure"] = structure.text
         return details if part.copies is None else {**details, "copies": part.copies}
 
-    async def _see_that_it_is_shared(self) -> None:
-        joint, begun, named_at = self._joint, monotonic(), 0.0
-        for seconds in looks(self._run.storage.remote, self.world_size):
-            sees = await off_loop(self._root.sees)
-            if sees:
-                return
-            if self._root.is_named and not named_at:
-                named_at = monotonic()
-            if sees is False or (named_at and monotonic() > named_at + SHARED_SECONDS):
-                await off_loop(self._root.say_apart)
-                self._raise_apart()
-            self._raise_if_failed(joint.heard)
-            why = self._lost_rank_0()
-            if not why and not named_at and monotonic() > begun + PEER_SECONDS:
-                why = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {self._root.where}"
-            if why:
-                raise PeerFailedError(f"{joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
-            await self._pause(seconds)
-
     async def _all_receipts(self, own: Receipt) -> RankFiles:
         """On rank 0: wait for the receipts of the others, and compare them. Raises as `agree`."""
-
-        async def see_shared() -> None:
-            if not self._root.is_shared and await off_loop(self._root.found_apart):
-                self._raise_apart()
-
-        receipts = await self._gathered(
-            see_shared,
-            hint=lambda: "" if self._root.is_shared else f"; {self._root.where} must be shared by all ranks",
-        )
-        self._root.is_shared = True
+        receipts = await self._gathered()
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
         self._has_details = any(receipt.has_details for receipt in ordered)
+        missing = await off_loop(partial(self._exchange.missing_archive, self.world_size))
+        if missing is not None:
+            self._raise_missing_archive(missing)
         self.spread = spread_of(ordered)
         self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
         told = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
@@ -208,15 +165,23 @@ class Agreement(Rendezvous):
         self._compared = table, texts
         return of_ranks
 
-    def _raise_apart(self) -> NoReturn:
-        where, who = self._root.where, self._root.apart_rank or 0
-        reason = f"rank {who} does not see there what rank 0 has written"
-        self._joint.causes.append(Cause(who, f"{where} is another folder there"))
+    def _raise_missing_archive(self, rank: int) -> NoReturn:
+        where, self.is_apart = self._where, rank > 0
+        why = f"the archive of rank {rank} is not in {where}"
+        self._joint.causes.append(Cause(rank, why))
+        if rank == 0:
+            raise PeerFailedError(f"{self._joint.what} is not committed: {why} any more; it was deleted", rank=0)
         raise PeerFailedError(
-            f"{self._joint.what} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that "
-            "all ranks share: a folder on a shared file system, or an object store",
-            rank=who if self.decides else 0,
+            f"{self._joint.what} is not committed: {where} must be shared by all ranks, but the archive of rank {rank} "
+            "is not there, unless it was deleted just now. Give a root that all ranks share: a folder on a shared file "
+            "system, or an object store",
+            rank=rank,
         )
+
+    @property
+    def _where(self) -> str:
+        """The run's place, or the folder of a one-off save, for messages."""
+        return self._run.storage.locate(self._exchange.folder if self._joint.path else "")
 
     # --- the decision, on another rank ------------------------------------------------------------------------
 
@@ -237,7 +202,7 @@ class Agreement(Rendezvous):
         if found is None:
             raise PeerFailedError(
                 f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
-                f"{self._root.where if decision else 'rank 0'} is back",
+                f"{self._where if decision else 'rank 0'} is back",
                 rank=0,
                 undecided=True,
             )
@@ -262,7 +227,6 @@ class Agreement(Rendezvous):
         return table_of(self._run.storage, self._run.folder(manifest.step), manifest)
 
     def _is_committed(self, table: Table) -> None:
-        self._root.is_shared = True
         self._calls.decide(self._joint, JointState.COMMITTED, table)
 
     # --- the commit, on rank 0 --------------------------------------------------------------------------------
@@ -298,8 +262,6 @@ class Agreement(Rendezvous):
         with suppress(CheckpointError, OSError):  # they go with the step
             if self._has_details:
                 self._exchange.forget()
-            if self._joint.path:
-                self._root.withdraw()
 
     def refuse(self, error: BaseException) -> bool:
         """Give the save up on this rank. Whether its archive may be deleted: nobody can commit it any more. Blocks."""
@@ -309,11 +271,16 @@ class Agreement(Rendezvous):
         if not joint.attempt:  # there is no archive yet, and rank 0 is told once it makes the call
             self._calls.fail(joint, Cause(self.rank, in_words(error)))
         elif self._has_said_yes:
-            if not (joint.is_decided or self._is_refused or self._root.is_apart):
+            if not (joint.is_decided or self._is_refused):
                 return False  # rank 0 may still commit it
-        elif not (self._is_refused or self._root.is_apart):
+        elif not self._is_refused:
             wait_for(self._calls.refuse(joint.attempt, Cause(self.rank, in_words(error))), LEAVE_SECONDS)
-        return not joint.is_committed
+        if joint.is_committed:
+            return False
+        if self._has_details:
+            with suppress(CheckpointError, OSError):  # rank 0 may not see them
+                self._exchange.forget()
+        return True
 
     def _refuse_for_all(self, error: BaseException) -> bool:
         joint = self._joint
@@ -336,7 +303,7 @@ class Agreement(Rendezvous):
             with suppress(CheckpointError, OSError):
                 manifest = self._exchange.manifest()
         if manifest is not None:
-            error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
+            error.add_note(f"{joint.what} is committed all the same: its manifest is in {self._where}")
             self.committed(manifest)
             self.afterwards()
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
-from ..host.waits import SHARED_SECONDS
 from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import RankFiles, archive_name
@@ -21,14 +20,12 @@ from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table, look_all
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES, some_of
-from ..timing import TIMEKEEPER, monotonic
 from .calls import JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
 _MAX_COMPARED: Final = 64
-_LOOK_SECONDS: Final = 0.2
 
 _log = logging.getLogger("async_ckpt")
 
@@ -46,7 +43,6 @@ class Comparison:
         Returns what is known of the ranks from then on, their structures, and what it is to name. Raises
         PeerFailedError, UnsupportedStateError.
         """
-        self._see_archives(receipts)
         known = self._ranks.known
         classes: dict[str, list[int]] = {}
         for receipt in receipts:
@@ -85,26 +81,6 @@ class Comparison:
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, texts, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
-
-    def _see_archives(self, receipts: Sequence[Receipt]) -> None:
-        """See that the archives are there, which somebody may have deleted since their ranks said so. A shared folder
-        may hide for a while what other machines have written. Raises PeerFailedError.
-        """
-        storage, folder, attempt = self._exchange.storage, self._exchange.folder, self._exchange.attempt
-        rank_of = {archive_name(one.rank, attempt): one.rank for one in receipts}
-        deadline = monotonic() + SHARED_SECONDS
-        while True:
-            listed = storage.listed(folder, [*rank_of])
-            missing = [rank for name, rank in rank_of.items() if name not in listed]
-            if not missing:
-                return
-            if missing[0] == 0 or monotonic() > deadline:
-                raise PeerFailedError(
-                    f"{self._joint.what} is not committed: the archive of rank {missing[0]} is not in "
-                    f"{storage.locate(folder)} any more; it was deleted",
-                    rank=missing[0],
-                )
-            TIMEKEEPER.sleep(_LOOK_SECONDS)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
         """Check that ranks which share tensors all still have them, since each took its share counting on the others.

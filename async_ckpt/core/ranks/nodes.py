@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ...errors import CheckpointError, PeerFailedError, StorageUnavailableError
+from ..fields import count, parsed, table
 from ..host.waits import SHARED_SECONDS
 from ..runs.manifest import Archive, Manifest
 from ..runs.manifest import parse as parse_manifest
@@ -33,7 +34,6 @@ from ..storage.node_folders import HERE, AllNodes, NodeFolder, OneOfNodes
 from ..storage.served_folders import NodeServer, Peer, own_hosts
 from ..timing import TIMEKEEPER, monotonic
 from .meeting import Meeting, in_words
-from .shared_root import SharedRoot
 from .store import quietly
 
 _LOOK_SECONDS: Final = 0.05
@@ -56,7 +56,7 @@ class RunNodes:
         self._key = b""  # by which nodes prove to each other that they are of this start
         self._server: NodeServer | None = None
 
-    def meet(self, root_of: Callable[[Run, int], SharedRoot]) -> None:
+    def meet(self) -> None:
         """Find out, once, which places each node has for itself. All ranks call this, and wait for each other.
 
         Raises PeerFailedError, and StorageUnavailableError where this place has the checkpoints of another run.
@@ -69,11 +69,10 @@ class RunNodes:
         self._has_met = True
         disks = {n: run for n, run in enumerate(self._runs) if isinstance(run.storage, LocalStorage)}
         try:
-            shared = {n: root_of(run, n) for n, run in disks.items()}
             if world.rank == 0:
-                self._lead(disks, shared)
+                self._lead(disks)
             else:
-                self._join(shared)
+                self._join(disks)
         except BaseException as error:
             text = f"rank 0 could not find the places of each node ({error!r:.300}); start all ranks again"
             self._failure = error if isinstance(error, CheckpointError) else PeerFailedError(text, rank=world.rank)
@@ -93,10 +92,10 @@ class RunNodes:
 
     # --- rank 0 -----------------------------------------------------------------------------------------------
 
-    def _lead(self, disks: Mapping[int, Run], shared: Mapping[int, SharedRoot]) -> None:
+    def _lead(self, disks: Mapping[int, Run]) -> None:
         words, told = self._meeting.words(), dict[str, Any]()
         try:
-            claimed = [n for n, root in shared.items() if _claims(root)]
+            claimed = [n for n, run in disks.items() if self._may_claim(run)]
             secret = secrets.token_hex(32)
             self._key = bytes.fromhex(secret)
             words.say("nodes/claimed", json.dumps({"claimed": claimed, "key": secret}))
@@ -112,8 +111,6 @@ class RunNodes:
                 self._serve(spread)
                 told["others"] = {rank: others[rank] for ranks in spread.values() for rank in ranks}
                 told["others"][0] = self._address()
-            for n in spread:
-                shared[n].note_apart()
         except BaseException as error:
             told = {"error": in_words(error)}
             raise
@@ -177,12 +174,12 @@ class RunNodes:
 
     # --- another rank -----------------------------------------------------------------------------------------
 
-    def _join(self, shared: Mapping[int, SharedRoot]) -> None:
+    def _join(self, disks: Mapping[int, Run]) -> None:
         words, rank = self._meeting.words(), self._meeting.world.rank
         (text,) = self._meeting.hear(["nodes/claimed"], "the disks of rank 0")
         claimed = json.loads(text)
         self._key = bytes.fromhex(claimed["key"])
-        leads = {n: _lead_at(shared[n]) for n in claimed["claimed"] if n in shared}
+        leads = {n: self._lead_at(disks[n]) for n in claimed["claimed"] if n in disks}
         own = [n for n, lead in leads.items() if lead == rank]
         if own:
             self._serve(own)
@@ -200,7 +197,41 @@ class RunNodes:
             }
             run, decider = self._runs[n], self._peer(others[0], f"all/{n}", 0)
             run.root.read_from(OneOfNodes(run.storage.locate(""), peers, decider))
-            shared[n].note_apart()
+
+    # --- the claim to a folder --------------------------------------------------------------------------------
+
+    @property
+    def _claim_path(self) -> str:
+        return f"world.{self._meeting.token()}.json"
+
+    def _claim(self, run: Run) -> None:
+        """Claim the folder that this node sees at a place. Raises FileExistsError if a rank has claimed it before."""
+        world = self._meeting.world
+        claim = {"rank": world.rank, "world_size": world.size, "nonce": secrets.token_hex(8)}
+        run.storage.put_new(self._claim_path, json.dumps(claim).encode())
+
+    def _may_claim(self, run: Run) -> bool:
+        """Claim a place for rank 0. False if that fails, which its first save reports."""
+        with suppress(CheckpointError, OSError):
+            with suppress(FileExistsError):  # a put may arrive though it was answered with an error
+                self._claim(run)
+            return True
+        return False
+
+    def _lead_at(self, run: Run) -> int | None:
+        """The rank that was the first to claim the folder which this rank sees; None where that cannot be told."""
+        deadline = monotonic() + SHARED_SECONDS
+        with suppress(CheckpointError, OSError, ValueError, KeyError):  # the claim may be damaged
+            while monotonic() < deadline:
+                try:
+                    self._claim(run)
+                except FileExistsError:
+                    with suppress(FileNotFoundError):  # a shared folder may hide it for a while
+                        return count(table(parsed(run.storage.read(self._claim_path)[0]))["rank"])
+                    TIMEKEEPER.sleep(_LOOK_SECONDS)
+                else:
+                    return self._meeting.world.rank
+        return None
 
     # --- both -------------------------------------------------------------------------------------------------
 
@@ -228,25 +259,6 @@ class RunNodes:
         if rank == 0 and store is not None:
             hosts.append(store[0])  # mostly on its node
         return Peer(hosts, int(about["port"]), folder, self._key, f"rank {rank} on {hosts[0]}")
-
-
-def _claims(root: SharedRoot) -> bool:
-    """Put rank 0's file at a place. False where that fails, which its first save tells."""
-    with suppress(CheckpointError, OSError):
-        root.claim()
-        return True
-    return False
-
-
-def _lead_at(root: SharedRoot) -> int | None:
-    """The rank that answers for the node of this one at a place; None where that cannot be told."""
-    deadline = monotonic() + SHARED_SECONDS
-    with suppress(CheckpointError, OSError):
-        while monotonic() < deadline:
-            if root.sees() is not None:
-                return root.lead
-            TIMEKEEPER.sleep(_LOOK_SECONDS)
-    return None
 
 
 def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:

@@ -10,16 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
-from weakref import WeakKeyDictionary
 
 from ..runs.receipts import Cause
 from ..spec import entry_names, flag
 from ..state.captured import Capture
-from .calls import AttemptPlace, Calls, JointSave, JointState
+from .calls import Calls, JointSave, JointState
 from .divide import Divider
 from .meeting import Meeting, in_words
 from .nodes import RunNodes
-from .shared_root import SharedRoot
 from .store import quietly
 from .world import World
 
@@ -72,8 +70,6 @@ class Ranks:
         )
         self.nodes: RunNodes | None = None  # of a run at several places
         self._is_leaving = False  # rank 0 was told that some rank is to leave
-        # Those of one-off saves go with these.
-        self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
 
     @property
     def world(self) -> World:
@@ -140,28 +136,13 @@ class Ranks:
             self.meeting.does_not_meet()
             raise
 
-    def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
-        """The knowledge of the root that a save goes to."""
-        if joint.path and place not in self._roots:  # the folder of a one-off save is claimed by each of its attempts
-            key, token = f"save/{joint.attempt}", f"{self.meeting.token()}.{joint.attempt}"
-            words, folder = self.meeting.words(), place.folder(joint.step or 0)
-            self._roots[place] = SharedRoot(place.storage, key, self.world, token, words, folder=folder)
-        return self._roots[place] if joint.path else self.root_of(place, joint.place)
-
-    def root_of(self, place: AttemptPlace, number: int) -> SharedRoot:
-        """The knowledge of the run's place of this number."""
-        if place not in self._roots:
-            token, words = self.meeting.token(), self.meeting.words()
-            self._roots[place] = SharedRoot(place.storage, f"root/{number}", self.world, token, words)
-        return self._roots[place]
-
     def meet_nodes(self) -> None:
         """Find out, at the first call of all ranks, at which places each node has a folder of its own.
 
         Raises PeerFailedError, StorageUnavailableError.
         """
         if self.nodes is not None:
-            self.nodes.meet(self.root_of)
+            self.nodes.meet()
 
     def hang_up(self) -> None:
         """Much was read from other nodes, and nothing is for a while."""

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -54,10 +54,6 @@ _log = logging.getLogger("async_ckpt")
 
 def _nothing_to_check() -> None:
     """The caller waits as long as it takes."""
-
-
-async def _nothing() -> None:
-    """Between two looks there is nothing else to look at."""
 
 
 class Rendezvous:
@@ -153,11 +149,8 @@ class Rendezvous:
                 return
             TIMEKEEPER.sleep(next(pauses))
 
-    async def _gathered(
-        self, goes_on: Callable[[], Awaitable[None]] = _nothing, *, hint: Callable[[], str] = str
-    ) -> dict[int, list[Any]]:
-        """On rank 0: what each other rank has said of its part, once all have. `goes_on` is called between looks, and
-        may raise; `hint` is what else may be wrong where a rank is missing.
+    async def _gathered(self) -> dict[int, list[Any]]:
+        """On rank 0: what each other rank has said of its part, once all have.
 
         Raises PeerFailedError for a rank that refuses, is lost, or says nothing.
         """
@@ -173,7 +166,6 @@ class Rendezvous:
                 if len(parts) == size - 1:
                     start.note_all_here()
                     return parts
-            await goes_on()
             if monotonic() > min(looked + _LOOK_AROUND_SECONDS, deadline):
                 looked = monotonic()
                 there = await self._ask(self._there)
@@ -183,7 +175,7 @@ class Rendezvous:
                 if lost:
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost])) or {})
                 if looked > deadline:
-                    self._raise_missing(missing, hint())
+                    self._raise_missing(missing)
                 if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
                     tells_at = math.inf
                     _log.warning(
@@ -262,14 +254,14 @@ class Rendezvous:
         self._joint.causes += causes
         raise peers_failed(self._joint, causes)
 
-    def _raise_missing(self, missing: Sequence[int], hint: str) -> NoReturn:
+    def _raise_missing(self, missing: Sequence[int]) -> NoReturn:
         late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
         others = [rank for rank in missing if rank not in late]
         said = [f"{_named(late)} had made no call for it"] if late else []
         who = " and ".join(said + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         raise PeerFailedError(
-            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}{hint}",
+            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}",
             rank=missing[0] if missing else 0,
         )
 

@@ -26,8 +26,10 @@ from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
 from ..format.index import MAX_RANKS
 from ..host.threads import run_together
+from ..host.waits import SHARED_SECONDS
 from ..slicing.locator import Classes
 from ..storage.interface import Storage
+from ..timing import TIMEKEEPER, monotonic
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, missing_error, parse, seal, unseal
 
@@ -70,6 +72,7 @@ class Table(NamedTuple):
 
 EMPTY: Final = Table()
 NO_TABLE: Final = "0" * 16
+_LOOK_SECONDS: Final = 0.2  # between two looks at a folder that shows a file late
 # The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 128
 _RECORD: Final = struct.Struct("<Q16s")
@@ -180,6 +183,27 @@ class Exchange:
         except FileNotFoundError:
             return None
         return manifest if self.attempt in (manifest.attempt, *manifest.replaces) else None
+
+    def missing_archive(self, world_size: int) -> int | None:
+        """The first rank whose archive is not in the folder, though that rank has written it; None if all are there.
+
+        A shared folder may hide for a while what other machines have written. But it refuses a new file of a name that
+        exists: if it takes one, that rank has written to another folder, or the archive was deleted.
+        """
+        rank_of = {archive_name(rank, self.attempt): rank for rank in range(world_size)}
+        deadline = monotonic() + SHARED_SECONDS
+        while missing := rank_of.keys() - self.storage.listed(self.folder, [*rank_of]):
+            name = min(missing, key=rank_of.__getitem__)
+            if rank_of[name] == 0 or self.storage.remote or monotonic() > deadline:
+                return rank_of[name]
+            try:
+                self.storage.put_new(f"{self.folder}/{name}", b"")
+            except FileExistsError:
+                TIMEKEEPER.sleep(_LOOK_SECONDS)
+            else:
+                self.storage.delete(f"{self.folder}/{name}")
+                return rank_of[name]
+        return None
 
     # --- the objects that the manifest names ------------------------------------------------------------------
 

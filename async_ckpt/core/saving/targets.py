@@ -67,7 +67,7 @@ class Alone:
         """Do nothing: no other rank waits for a word of this one."""
 
     named = has_room = agree = hear = _wait
-    claim = made_room = committed = afterwards = _tell
+    made_room = committed = afterwards = _tell
     committing = nullcontext
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
@@ -122,10 +122,6 @@ class FolderTarget(JointTarget):
 
     def _archive_path(self) -> str:
         return self._folder.attempt_path(STEP, self._agreement.attempt, self._agreement.rank)
-
-    def open(self, size: ObjectSize) -> Sink:
-        self._agreement.claim()
-        return super().open(size)
 
     def check(self) -> None:
         if self._agreement.decides:
@@ -263,7 +259,6 @@ class StepTarget(JointTarget):
 
     def open(self, size: ObjectSize) -> Sink:
         self._num_bytes = size.num_bytes
-        self._agreement.claim()
         if self._agreement.decides and not self.storage.remote:
             if self._take():
                 self._check.again()

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
-from racing import Call, until
+from racing import until
 from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import CorruptCheckpointError, Place, verify
-from async_ckpt.core.ranks.shared_root import SharedRoot
-from async_ckpt.core.ranks.store import Connection, Words
-from async_ckpt.core.ranks.world import World
-from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt import Place, verify
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -46,56 +40,12 @@ def test_a_store_is_a_root_like_any_other(worlds, s3, bucket):
     assert not [key for key in s3.keys(bucket) if "receipts" in key]
 
 
-def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_so_beside_them(tmp_path):
-    together = threading.Barrier(2, timeout=60)
-
-    class Meeting(LocalStorage):
-        def put_new(self, *arguments, **options):
-            together.wait()
-            return super().put_new(*arguments, **options)
-
-    store = dist.HashStore()
-
-    def at(storage, rank, token):
-        return SharedRoot(storage, "root/0", World(rank, 2, store), token, Words(Connection(store), token))
-
-    root, other = at(Meeting(tmp_path), 0, "token"), at(LocalStorage(tmp_path), 1, "token")
-    saves = [Call(root.claim) for _ in range(2)]
-    for save in saves:
-        save.outcome()
-    assert other.sees()
-    at(LocalStorage(tmp_path), 0, "another").claim()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["world.another.json", "world.token.json"]
-
-
-def test_a_claim_that_was_withdrawn_before_a_rank_saw_it_does_not_make_the_root_another(tmp_path):
-    """As where rank 0 has failed, and given the save up, while another rank was still writing."""
-    store = dist.HashStore()
-    root, other = (
-        SharedRoot(LocalStorage(tmp_path), "save/1", World(rank, 2, store), "token", Words(Connection(store), "token"))
-        for rank in range(2)
-    )
-    root.claim()
-    root.withdraw()
-    assert [other.sees() for _ in range(3)] == [None] * 3
-    assert list(tmp_path.iterdir()) == []
-
-
 # As where each node has a disk of its own.
 LOCAL = """
 with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
     here.save(ckpt, {"a": numbered(9)}, 1)
     here.save(ckpt, {"a": numbered(9)}, 2)
 """
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"rank": "0", "world_size": 2, "nonce": "x"}'])
-def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
-    store = dist.HashStore()
-    root = SharedRoot(LocalStorage(tmp_path), "root/0", World(1, 2, store), "token", Words(Connection(store), "token"))
-    (tmp_path / "world.token.json").write_bytes(text)
-    with pytest.raises(CorruptCheckpointError, match=r"world\.token\.json: it is not the claim of a rank"):
-        root.sees()
 
 
 @pytest.mark.parametrize("has_group", [True, False])
@@ -106,12 +56,12 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
     assert second.saves[0]["error"] == "PeerFailedError"
-    assert "rank 1 does not see there what rank 0 has written" in second.saves[0]["text"]
-    for one in (first, second):
-        assert "Give a root that all ranks share" in one.saves[0]["text"]
-        assert one.saves[1]["error"] == "PeerFailedError"
+    assert f"the archive of rank 1 is not in {worlds.root}/node0" in second.saves[0]["text"]
+    assert "Give a root that all ranks share" in first.saves[0]["text"]
+    assert [one.saves[1]["error"] for one in (first, second)] == ["PeerFailedError"] * 2
     for rank in (0, 1):
         assert open_run(worlds.root / f"node{rank}").steps() == []
+        assert list((worlds.root / f"node{rank}").glob("step_*/*")) == []
 
 
 # Two trainings have been given one folder. The second begins while the first is about to commit.

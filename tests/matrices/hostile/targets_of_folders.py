@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import CellType
+from types import CellType, SimpleNamespace
 from typing import Any
 
 from archives import assemble
@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 import async_ckpt
 from async_ckpt.core.events.log import FOLDER, NAME, EventLog
-from async_ckpt.core.ranks.shared_root import SharedRoot
+from async_ckpt.core.ranks.nodes import RunNodes
 from async_ckpt.core.ranks.world import World
 from async_ckpt.core.runs import starts, tenure
 from async_ckpt.core.storage.local import LocalStorage
@@ -105,17 +105,20 @@ def extract_tar(data: bytes) -> None:
 
 
 def read_claim(data: bytes) -> None:
-    """What rank 0 puts at a root, by which another rank sees that it is the same."""
+    """The claim of a rank to a folder, by which the other ranks of its node know that rank."""
     folder = Scratch.emptied()
     (folder / "world.t.json").write_bytes(unwrapped(data) or data)
-    SharedRoot(LocalStorage(folder), "root", World(1, 2), "t", _Unheard()).sees()  # type: ignore[arg-type]
+    nodes = RunNodes(_Rank1(), SimpleNamespace(runs=()), lambda *_: None)  # type: ignore[arg-type]
+    nodes._lead_at(SimpleNamespace(storage=LocalStorage(folder)))  # type: ignore[arg-type]
 
 
-class _Unheard:
-    """The words of a rank 0 that has said nothing."""
+class _Rank1:
+    """Stands for the meeting of rank 1 with rank 0."""
 
-    def said(self, key: str) -> None:
-        return None
+    world = World(1, 2)
+
+    def token(self) -> str:
+        return "t"
 
 
 def read_notes(data: bytes) -> None:
