@@ -125,6 +125,28 @@ def test_a_commit_just_before_the_next_start_counts_and_that_start_is_refused(tm
     assert_line(tmp_path, [2, 10, 11])
 
 
+@pytest.mark.parametrize("later", [[3, 8], [8, 3]])
+def test_a_manifest_that_comes_late_between_steps_of_the_next_start_does_not_count(tmp_path, later):
+    """Also where the next start has rolled back below its own first step."""
+    with of_another_process(tmp_path) as old, scripted(old) as disk:
+        save(old, 2)
+        stop = disk.stop("put_new", "step_00000005/manifest.json", times=1)
+        handle = old.save(state_at(5), step=5)
+        stop.wait_reached()
+        with of_another_process(tmp_path, on_rollback="retire") as new:
+            new.restore(state_at(0))
+            save(new, *later)
+            stop.release()
+            assert isinstance(handle.exception(), RunTakenError)
+            steps = [2, *sorted(later)] if later[-1] == 8 else [2, 3]
+            assert_line(tmp_path, steps)
+            with open_run(tmp_path) as ckpt, pytest.raises(NotCommittedError):
+                ckpt.load(5)
+            save(new, 9)
+        assert_line(tmp_path, [*steps, 9])
+        assert not (tmp_path / "step_00000005" / "manifest.json").exists()
+
+
 def test_in_a_store_the_one_that_is_overtaken_is_told_who_has_the_run(s3, bucket, proxy):
     slow = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
     root = Place(f"s3://{bucket}/run", options=s3.options)
