@@ -72,7 +72,7 @@ test-cuda:                 ## torch's own CUDA build over a simulated runtime: t
 	fi
 
 mutants-cuda: $(CUDA)/.ready ## mutants of the device code, by the same tests
-	$(ON_SIMULATED_CUDA) tests/support/mutants_device.py --cuda --results $(CUDA)/mutants.jsonl
+	$(ON_SIMULATED_CUDA) tests/support/mutants_device.py --cuda
 
 $(CUDA)/.installed: constraints/cuda.txt
 	$(PYTHON) -m venv $(@D)

@@ -83,8 +83,8 @@ class RunAt:
 class OnServer(RunAt):
     """A run below a prefix of a bucket."""
 
-    def __init__(self, bucket: Bucket, engine: str) -> None:
-        super().__init__(bucket.place("runs/a", engine))
+    def __init__(self, bucket: Bucket, engine: str, **options: Any) -> None:
+        super().__init__(bucket.place("runs/a", engine, **options))
         self._bucket = bucket
 
     def names(self) -> list[str]:

@@ -43,12 +43,17 @@ class CoreMutant(NamedTuple):
     new: str
 
     @property
+    def place(self) -> Path:
+        return Path("async_ckpt", self.path)
+
+    @property
     def name(self) -> str:
         """What it is known by when lines above it come and go."""
         return f"{self.path} {self.function}: {self.old} -> {self.new}"
 
-    def changed(self, text: str) -> str:
-        lines = text.splitlines(keepends=True)
+    def changed(self) -> str:
+        """The text of the file with this change."""
+        lines = (ROOT / self.place).read_text(encoding="utf-8").splitlines(keepends=True)
         line = lines[self.line - 1].encode()
         lines[self.line - 1] = (line[: self.begin] + self.new.encode() + line[self.end :]).decode()
         return "".join(lines)
@@ -107,22 +112,6 @@ def chosen(number: int, seed: int) -> list[CoreMutant]:
     return list(by_line.values())[-number:][::-1]
 
 
-class CoreCopy(Copy):
-    options = ("--fast",)
-
-    def notices(self, mutant: CoreMutant) -> str:
-        """The test that notices a mutant; or SURVIVED."""
-        target, intact = (
-            self.folder / "async_ckpt" / mutant.path,
-            (ROOT / "async_ckpt" / mutant.path).read_text("utf-8"),
-        )
-        target.write_text(mutant.changed(intact), encoding="utf-8")
-        try:
-            return self._failing(tests_for(mutant.path))
-        finally:
-            target.write_text(intact, encoding="utf-8")
-
-
 def tests_for(path: str) -> list[str]:
     """The tests of the room; those that are named like the file first. Words have no room of their own."""
     parts = path.split("/")
@@ -143,11 +132,11 @@ def main() -> int:
     _import_for_all()
     lost = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        house = CoreCopy(Path(folder) / "house")
+        house = Copy(Path(folder) / "house", "--fast")
         for mutant in chosen(options.number, options.seed):
             before = known.get(mutant.name)
             if before is None or options.again:
-                known[mutant.name] = house.notices(mutant)
+                known[mutant.name] = house.failing(tests_for(mutant.path), mutant.place, mutant.changed())
                 if before not in (None, SURVIVED) and known[mutant.name] == SURVIVED:
                     lost.append(mutant.name)
                 KEPT.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")

@@ -1,34 +1,30 @@
 """Mutants of the device code: each changes one line of it, and the device tests must notice.
 
-`python tests/support/mutants_device.py` runs the tests against every mutant, in a copy of the package, and writes the table in
-mutants_device.md. It exits with 1 if a mutant survives, or if the text of one is not in the code exactly once. What is known of
-the same code and tests is not run again; `--shard 1/4` runs every fourth one, `--only word` those whose description has the word.
+`python tests/support/mutants_device.py` runs the tests against every mutant, in a copy of the package, and keeps the test that noticed
+each in tests/matrices/reports/mutants_device.json. It exits with 1 if a mutant survives, or if the text of one is not in the code
+exactly once. `--only word` runs those whose description has the word.
 
-The test that killed a mutant, by the table, is run first; if it passes, all device tests are.
+The test that is known to notice a mutant is run first; if it passes, all device tests are.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE_IN = Path(__file__).with_suffix(".md")
-_MARKS = "<!-- mutants -->\n", "<!-- /mutants -->\n"
+KEPT = ROOT / "tests" / "matrices" / "reports" / "mutants_device.json"
 # Where mutants are made.
 CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py", "core/host/process.py", "core/saving/story.py")
 # What must notice them, in this order; a file that is named like the mutated one comes first.
@@ -52,13 +48,12 @@ LIMIT_SECONDS = 600.0
 SURVIVED = "survived"
 TOO_LONG = "no end in time"
 CRASHED = "the interpreter crashed"
-NO_MUTANT = "no mutant"
 
 
 class Mutant(NamedTuple):
     """One change: `old` is in the device code exactly once, and becomes `new`."""
 
-    what: str  # is wrong with it; its name in the table
+    what: str  # is wrong with it; its name
     old: str
     new: str
 
@@ -345,43 +340,40 @@ def code() -> list[Path]:
 class Copy:
     """A copy of the package and its tests, in which one mutant at a time is alive."""
 
-    options: tuple[str, ...] = ()  # of pytest
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder, self._options = folder, options  # of pytest
         ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
         for part in ("async_ckpt", "tests", "examples"):
             shutil.copytree(ROOT / part, folder / part, ignore=ignored)
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, folder / name)
 
-    def killer_of_none(self) -> str:
-        """The test that fails without any mutant; or SURVIVED."""
-        return self._failing(list(TESTS))
-
-    def killer(self, mutant: Mutant, known: str | None) -> str:
-        """The test that notices a mutant; or SURVIVED."""
+    def notices(self, mutant: Mutant, known: str | None) -> str:
+        """The test that notices a mutant, by first trying the one that is known to; or SURVIVED."""
         place = mutant.place()
-        target, intact = self.folder / place, (ROOT / place).read_text(encoding="utf-8")
-        target.write_text(intact.replace(mutant.old, mutant.new), encoding="utf-8")
-        try:
-            found = self._failing([known]) if known not in (None, CRASHED) else SURVIVED
-            return found if found != SURVIVED else self._failing(list(_tests_for(place)))
-        finally:
-            target.write_text(intact, encoding="utf-8")
+        text = (ROOT / place).read_text(encoding="utf-8").replace(mutant.old, mutant.new)
+        found = self.failing([known], place, text) if known not in (None, CRASHED) else SURVIVED
+        return found if found != SURVIVED else self.failing(_tests_for(place), place, text)
 
-    def _failing(self, tests: list[str]) -> str:
-        """The first test that fails. In a forked child: torch takes longer to import than most of these tests."""
+    def failing(self, tests: Iterable[str], place: Path, text: str) -> str:
+        """The first test that fails while the file at this place of the copy has this text; or SURVIVED."""
+        target = self.folder / place
+        target.write_text(text, encoding="utf-8")
+        try:
+            return self.first_failing(list(tests))
+        finally:
+            shutil.copyfile(ROOT / place, target)
+
+    def first_failing(self, tests: list[str]) -> str:
+        """The first test that fails; or SURVIVED. In a forked child: torch takes longer to import than most of these tests."""
         log = self.folder / "log"
-        child = os.fork()
-        if child == 0:
-            try:
-                self._run_tests(tests, log)
-            finally:
-                traceback.print_exc()
-                os._exit(70)
-        status = _wait_for(child, LIMIT_SECONDS)
-        if status is None:
+        child = multiprocessing.get_context("fork").Process(target=self._run_tests, args=(tests, log))
+        child.start()
+        child.join(LIMIT_SECONDS)
+        if (status := child.exitcode) is None:
+            assert child.pid is not None
+            os.killpg(child.pid, signal.SIGKILL)
+            child.join()
             return TOO_LONG
         told = log.read_text(encoding="utf-8", errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+\.py(?:::\w+)?)", told, flags=re.MULTILINE)
@@ -400,7 +392,7 @@ class Copy:
         sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
         import pytest
 
-        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *self.options]
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *self._options]
         os._exit(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
 
 
@@ -409,67 +401,6 @@ def _tests_for(place: Path) -> Iterator[str]:
     if first:
         yield first
     yield from (test for test in TESTS if test != first)
-
-
-def _wait_for(child: int, seconds: float) -> int | None:
-    """The exit status of a child; None if it was killed after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-class Found:
-    """What is known of mutants by now: a line for each in a file, which several shards may append to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._of = path, _digest()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        rows = map(json.loads, lines)
-        self.killers = {row["what"]: row["killer"] for row in rows if row["of"] == self._of}
-
-    def note(self, what: str, killer: str) -> None:
-        self.killers[what] = killer
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"of": self._of, "what": what, "killer": killer}) + "\n")
-
-
-def _digest() -> str:
-    """Of the package, the tests and the mutants."""
-    digest = hashlib.sha256()
-    for part in ("async_ckpt", "tests"):
-        for path in sorted((ROOT / part).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
-def table() -> dict[str, str]:
-    """The tests that have killed mutants, by the table in mutants_device.md."""
-    text = TABLE_IN.read_text(encoding="utf-8")
-    rows = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0].splitlines()[2:]
-    cells = (re.fullmatch(r"\| (.+) \| `(.+)` \| `(.+)` \|", row) for row in rows)
-    return {cell.group(1): cell.group(3) for cell in cells if cell is not None}
-
-
-def write_table(killers: dict[str, str]) -> None:
-    rows = [f"| {m.what} | `{_short(m.place())}` | `{killers[m.what]}` |\n" for m in MUTANTS]
-    before, begin, rest = TABLE_IN.read_text(encoding="utf-8").partition(_MARKS[0])
-    head = "| mutant | in | killed by |\n|---|---|---|\n"
-    after = rest.partition(_MARKS[1])[2]
-    TABLE_IN.write_text(before + begin + head + "".join(rows) + _MARKS[1] + after, encoding="utf-8")
-
-
-def _short(place: Path) -> str:
-    return str(place.relative_to("async_ckpt"))
 
 
 def _import_for_all() -> None:
@@ -484,39 +415,33 @@ def _turn_to_cuda() -> None:
     global TESTS
     TESTS = OF_CUDA
     _FIRST.clear()
-    Copy.options = ("-m", "gpu")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     MUTANTS[:] = [*OF_CUDA_ALONE, *(mutant for mutant in MUTANTS if mutant.what not in NOT_OF_CUDA)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shard", default="1/1", help="such as 1/4: the first of four")
     parser.add_argument("--only", default="", help="a word in the description of a mutant")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "async_ckpt-mutants.jsonl")
-    parser.add_argument("--cuda", action="store_true", help="by the tests of tests/cuda; writes no table")
+    parser.add_argument("--cuda", action="store_true", help="by the tests of tests/cuda; keeps nothing")
     options = parser.parse_args()
     if options.cuda:
         _turn_to_cuda()
-    number, _, of = options.shard.partition("/")
-    for mutant in MUTANTS:
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.what]
+    for mutant in chosen:
         mutant.place()
-    found, known = Found(options.results), {} if options.cuda else table()
-    chosen = [m for m in MUTANTS[int(number) - 1 :: int(of)] if options.only in m.what]
+    known: dict[str, str] = {} if options.cuda else json.loads(KEPT.read_text(encoding="utf-8"))
     _import_for_all()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder) / "house")
-        if NO_MUTANT not in found.killers:
-            found.note(NO_MUTANT, copy.killer_of_none())
-        if found.killers[NO_MUTANT] != SURVIVED:
-            sys.exit(f"without any mutant {found.killers[NO_MUTANT]} fails; mend it first")
+        copy = Copy(Path(folder) / "house", *(("-m", "gpu") if options.cuda else ()))
+        if (failing := copy.first_failing(list(TESTS))) != SURVIVED:
+            sys.exit(f"without any mutant {failing} fails; mend it first")
         for mutant in chosen:
-            if mutant.what not in found.killers:
-                found.note(mutant.what, copy.killer(mutant, known.get(mutant.what)))
-            print(f"{mutant.what}: {found.killers[mutant.what]}", flush=True)
-    if not options.cuda and all(mutant.what in found.killers for mutant in MUTANTS):
-        write_table(found.killers)
-    survivors = [mutant.what for mutant in chosen if found.killers[mutant.what] == SURVIVED]
+            known[mutant.what] = copy.notices(mutant, known.get(mutant.what))
+            print(f"{mutant.what}: {known[mutant.what]}", flush=True)
+    if not options.cuda:
+        kept = {mutant.what: known[mutant.what] for mutant in MUTANTS if mutant.what in known}
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    survivors = [mutant.what for mutant in chosen if known[mutant.what] == SURVIVED]
     print(f"{len(chosen)} mutants, {len(survivors)} survived: {', '.join(survivors) or 'none'}")
     return 1 if survivors else 0
 

@@ -39,7 +39,8 @@ from rank_states import *
 from states import open_run
 here = Here()
 """
-
+# In a rank without a process group: what a launcher would give it.
+AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 
 _write = os.write  # as it is before a test watches what a rank writes to the disk
 # On a machine with other work, ranks take a minute to import a trainer.

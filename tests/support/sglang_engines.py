@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
-import http.server
-import json
-import os
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from racing import until
+from served_engines import serve
 from torch import nn
 
 with warnings.catch_warnings():
@@ -82,7 +79,7 @@ class Engine:
         return True, "Success"
 
 
-def serve(folder: str) -> None:
+def serve_in(folder: str) -> None:
     """An engine behind SGLang's routes, until it is killed. A load waits while `folder` has the file `hold`."""
     engine, version = Engine(), ["default"]
 
@@ -104,18 +101,4 @@ def serve(folder: str) -> None:
         success, message = getattr(engine, path.strip("/"))(**body)
         return 200 if success else 400, {"success": success, "message": message}
 
-    class Routes(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-            status, said = answer(self.path, body)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Nothing is printed."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    Path(folder, "port.tmp").write_text(str(server.server_address[1]))
-    os.rename(Path(folder, "port.tmp"), Path(folder, "port"))
-    threading.Thread(target=server.serve_forever).start()
+    serve(folder, answer)

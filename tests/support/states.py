@@ -70,6 +70,12 @@ def everywhere(ckpt: AsyncCheckpointer, handle: SaveHandle) -> SaveReport:
     return report
 
 
+def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
+    """Save these steps one after the other, each everywhere before the next."""
+    for step in steps:
+        everywhere(ckpt, ckpt.save(state_at(step), step=step, **options))
+
+
 def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
     """Save one state, restore it into another; returns that one."""
     ckpt.save(saved, step=1).result()

@@ -111,16 +111,6 @@ def _ports(number: int) -> list[int]:
     return found
 
 
-@contextmanager
-def s3_on(*command: str) -> Iterator[Server]:
-    """Any other server of S3 that takes any keys, by its command line."""
-    with run_program(*command) as endpoint:
-        server = _server(endpoint)
-        until(lambda: _answers(server))
-        yield server
-        server._close()
-
-
 def _server(endpoint: str) -> Server:
     options = {
         "endpoint": endpoint,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
-import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +14,7 @@ os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # it would print to where 
 
 import torch
 from racing import until
+from served_engines import serve
 from torch import nn
 
 with warnings.catch_warnings():
@@ -135,7 +134,7 @@ class Worker:
         self.version = weight_version or self.version
 
 
-def serve(folder: str) -> None:
+def serve_in(folder: str) -> None:
     """A worker behind vLLM's routes, until it is killed. A weight waits while `folder` has the file `hold`."""
     worker = Worker()
 
@@ -145,26 +144,14 @@ def serve(folder: str) -> None:
 
     worker.model.before_weight = hold  # type: ignore[assignment]
 
-    class Routes(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}") or {}
-            status, said = 200, ""
-            try:
-                if self.path == "/state":
-                    state = {name: tensor.tolist() for name, tensor in worker.model.state_dict().items()}
-                    said = json.dumps({"state": state, "version": worker.version})
-                else:
-                    getattr(worker, self.path.strip("/"))(**body)
-            except Exception as error:
-                status, said = 500, f"{type(error).__name__}: {error}"
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(said.encode())
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/state":
+            state = {name: tensor.tolist() for name, tensor in worker.model.state_dict().items()}
+            return 200, {"state": state, "version": worker.version}
+        try:
+            getattr(worker, path.strip("/"))(**body)
+        except Exception as error:
+            return 500, f"{type(error).__name__}: {error}"
+        return 200, ""
 
-        def log_message(self, *_: object) -> None:
-            """Nothing is printed."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    Path(folder, "port.tmp").write_text(str(server.server_address[1]))
-    os.rename(Path(folder, "port.tmp"), Path(folder, "port"))
-    threading.Thread(target=server.serve_forever).start()
+    serve(folder, answer)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fake_ranks import standing_at
 from rank_oracle import run_of
 from rank_states import numbered
-from rank_worlds import Worlds
+from rank_worlds import AGENT_STORE, Worlds
 from states import open_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,10 +29,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 def texts(saves: list[dict[str, object]]) -> list[object]:
     """Of each save, that it is committed, or why not."""
     return [save.get("status") or save["text"] for save in saves]
-
-
-# In a rank without a process group: what a launcher would give it.
-AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 
 
 MISTAKEN = """
@@ -111,9 +107,8 @@ def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_
 @pytest.mark.parametrize("option", ["on_overlap", "due"])
 def test_what_needs_agreement_is_taken_with_ranks_and_a_store_as_with_one_rank(tmp_path, option: str) -> None:
     given = {"on_overlap": "skip", "due": Due(seconds=3)}[option]
-    roots = [tmp_path / "a", tmp_path / "b"] if option == "commit" else tmp_path
-    open_run(roots, **{option: given}, ranks=(1, 2), store=dist.HashStore()).close()
-    open_run(roots, **{option: given}, ranks=(0, 1)).close()
+    open_run(tmp_path, **{option: given}, ranks=(1, 2), store=dist.HashStore()).close()
+    open_run(tmp_path, **{option: given}, ranks=(0, 1)).close()
 
 
 @pytest.mark.parametrize("has_group", [True, False])

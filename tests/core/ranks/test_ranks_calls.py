@@ -226,23 +226,6 @@ def test_retention_leaves_nothing_of_old_steps(worlds):
     assert [one.err for one in ended] == ["", ""]
 
 
-def test_a_rollback_retires_the_newer_steps_of_all_ranks(worlds):
-    script = """
-    with open_run(here.root) as ckpt:
-        for step in (1, 3, 5):
-            here.save(ckpt, small(step), step)
-    with open_run(here.root, on_rollback="retire") as ckpt:
-        state = small(0)
-        here.tell(ckpt.restore(state, 1))
-        here.save(ckpt, small(2), 2)
-        here.tell(ckpt.steps())
-    """
-    for one in worlds.run(2, script):
-        assert one.told[3] == 1
-        assert one.told[-1] == [1, 2]
-    assert steps_of(worlds) == [1, 2]
-
-
 def test_several_saves_may_be_under_way_while_the_state_changes_and_one_fails(worlds):
     script = """
     with open_run(here.root, max_in_flight=3) as ckpt:
@@ -406,8 +389,6 @@ def test_record_and_driver_are_those_of_rank_0(worlds):
     assert open_run(worlds.root).load(1)["loader"] == 0
 
 
-# In a rank without a process group: what a launcher would give it.
-AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 TORCHRUN = """
 import os, sys
 import torch.distributed as dist

@@ -129,26 +129,6 @@ def test_stages_of_a_pipeline_have_names_of_their_own(worlds):
         assert all(abs(num_bytes - half) < 8192 for num_bytes in found.num_bytes), found.num_bytes
 
 
-# Rank 1 is one step ahead, or its deadline is over when rank 0 gives up.
-ANOTHER_STEP = """
-with open_run(here.root) as ckpt:
-    here.save(ckpt, small(1), 1)
-    here.expire(lambda: here.rank == 1)
-    here.save(ckpt, small(2), 2 if here.rank != 1 else 3)
-"""
-
-
-def test_a_rank_that_saves_another_step_is_missed_by_name(worlds):
-    ended = worlds.run(2, ANOTHER_STEP)
-
-    first, second = (one.saves[1] for one in ended)
-    assert (first["rank"], first["undecided"]) == (1, False)
-    assert "rank 1: it has made no call for step 2; make the same calls on every rank" in first["text"]
-    assert (second["rank"], second["undecided"]) == (0, False)
-    assert "step 3 is not committed" in second["text"]
-    assert open_run(worlds.root).steps() == [1]
-
-
 ABSENT = """
 state = small(1)
 with open_run(here.root) as ckpt:

@@ -192,23 +192,6 @@ def test_an_archive_stays_whose_receipt_may_have_arrived(worlds):
     assert_whole(worlds, 1, 2, 3)
 
 
-SLOW = """
-with open_run(here.root) as ckpt:
-    if here.rank == 0:
-        here.at("looking again", lambda: here.say("waiting"))
-    if here.rank == 1:
-        here.at("write", lambda: here.hear("waiting"))
-    here.save(ckpt, small(1), 1)
-"""
-
-
-def test_a_slow_rank_is_waited_for(worlds):
-    ended = worlds.run(3, SLOW)
-
-    assert column(ended, 0, "status") == ["committed"] * 3
-    assert_whole(worlds, 1)
-
-
 # Rank 1 is ready when rank 0 has given up already.
 LATE = """
 with open_run(here.root) as ckpt:

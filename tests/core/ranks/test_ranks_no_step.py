@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from typing import Any, NamedTuple
 
 import pytest
-import slices
 import torch
 from rank_oracle import saved
 from rank_states import numbered
@@ -24,24 +22,18 @@ class Call(NamedTuple):
 
     step: int
     without_step: list[int]  # these ranks
-    raises: bool = False  # on rank 1, since its state cannot be saved
 
     def told(self, rank: int) -> str:
         if rank in self.without_step:
             return "ValueError"
-        if self.raises and rank == 1:
-            return "UnsupportedStateError"
-        return "PeerFailedError" if self.without_step or self.raises else "committed"
+        return "PeerFailedError" if self.without_step else "committed"
 
 
 PLAN = """
 plan, wrong = {plan}, {wrong!r}
 with open_run(here.root, max_in_flight={most}) as ckpt:
-    for number, (step, without_step, raises) in enumerate(plan):
-        state = dict(small(number))
-        if raises and here.rank == 1:
-            state["lost"] = torch.empty(3, device="meta")
-        here.save(ckpt, state, wrong if here.rank in without_step else step, overwrite=True)
+    for number, (step, without_step) in enumerate(plan):
+        here.save(ckpt, small(number), wrong if here.rank in without_step else step, overwrite=True)
 """
 
 
@@ -81,38 +73,6 @@ def test_all_ranks_are_told_and_the_next_save_commits_at_the_same_step_too(world
     assert_goes_as_planned(worlds, plan, wrong=wrong, most=most)
 
 
-def test_whoever_saves_nothing_and_whenever_the_ranks_stay_together(worlds):
-    """ASYNC_CKPT_PART=number is another plan."""
-    rng = random.Random(slices.PART)
-    plan = [
-        Call(
-            max(0, step - rng.choice((0, 0, 1))),
-            [rank for rank in range(SIZE) if rng.random() < 0.25],
-            raises=rng.random() < 0.15,
-        )
-        for step in range(6)
-    ]
-
-    assert_goes_as_planned(worlds, plan, wrong=None, most=rng.choice((1, 2)))
-
-
-OLD_RECEIPTS = """
-old, new = small(9), small(2)
-with open_run(here.root) as ckpt:
-    here.save(ckpt, small(1), 1)
-    here.save(ckpt, old, None if here.rank == 0 else 2)
-    here.save(ckpt, new, 2)
-"""
-
-
-def test_a_step_is_not_committed_with_archives_of_a_call_by_which_rank_0_saved_nothing(worlds):
-    ended = worlds.run(SIZE, OLD_RECEIPTS)
-
-    assert [outcome(one, 1) for one in ended] == ["ValueError", "PeerFailedError", "PeerFailedError"]
-    assert [outcome(one, 2) for one in ended] == ["committed"] * SIZE
-    assert torch.equal(saved(worlds.root, 2).tensors["model.cut"], numbered(41, 3) + 2)
-
-
 ENDING = """
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)
@@ -143,18 +103,3 @@ def test_where_overlapping_saves_are_skipped_all_ranks_are_told_too(worlds):
 
     assert [outcome(one, 0) for one in ended] == ["PeerFailedError", "ValueError", "PeerFailedError"]
     assert [outcome(one, -1) for one in ended] == ["committed"] * SIZE
-
-
-WITHOUT_GROUP = """
-store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)
-with open_run(here.root, ranks=(here.rank, here.size), store=store) as ckpt:
-    here.save(ckpt, {"number": 1}, None)
-    here.save(ckpt, {"number": 1}, 1)
-"""
-
-
-def test_ranks_without_a_process_group_go_on_after_a_call_that_was_wrong_on_all(worlds):
-    ended = worlds.run(SIZE, WITHOUT_GROUP, has_group=False)
-
-    assert [outcome(one, 0) for one in ended] == ["ValueError"] * SIZE
-    assert [outcome(one, 1) for one in ended] == ["committed"] * SIZE

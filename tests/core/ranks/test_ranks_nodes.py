@@ -8,10 +8,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tarfile
-import time
 from contextlib import closing
 from pathlib import Path
-from random import Random
 
 import pytest
 from rank_oracle import saved
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 PRELUDE = """
 import shutil
 from pathlib import Path
-from random import Random
 from async_ckpt import CheckpointError, Place
 from racing import PATIENCE, until
 ROOT = Path({root!r})
@@ -303,32 +300,6 @@ if here.rank == {rank}:
     (found,) = {tuple(one) for one in restore(worlds, tmp_path, "aabb")}
     assert found[0] >= acknowledged
     save(worlds, tmp_path, "aabb", 3)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_kills_at_random_moments_lose_nothing_that_was_acknowledged(worlds, tmp_path, seed):
-    random = Random(seed)
-    script = """
-ckpt = opened(keep=2)
-begun = restored(ckpt) or 0
-here.say(f"begun{here.rank}")
-for step in range(begun + 1, begun + 40):
-    handle = ckpt.save(small(step), step)
-    if handle.exception(PATIENCE) is None:
-        here.tell(step)
-"""
-    acknowledged = 0
-    for nodes in ("aabb", "bbaa", "abab"):
-        world = worlds.start(4, PRELUDE.format(root=str(tmp_path), nodes=nodes) + script)
-        for rank in range(4):
-            world.wait_for(f"begun{rank}")
-        time.sleep(random.uniform(0.0, 1.5))
-        for rank in random.sample(range(4), 4):
-            world.kill(rank)
-        ended = world.ended(killed=range(4))
-        acknowledged = max([acknowledged, *(step for one in ended for step in one.told)])
-        (found,) = {tuple(one) for one in restore(worlds, tmp_path, random.choice(["aabb", "bbaa", "abba"]))}
-        assert (found[0] or 0) >= acknowledged
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from racing import until
 from rank_oracle import run_of, saved
-from rank_worlds import Worlds
+from rank_worlds import AGENT_STORE, Worlds
 from states import open_run
 
 from async_ckpt.core.ranks.meeting import Meeting
@@ -20,8 +20,6 @@ from async_ckpt.core.ranks.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
-# In a rank without a process group: what a launcher would give it.
-AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 
 # When it is started again, rank 1 comes first, and looks for what rank 0 has said.
 START = """

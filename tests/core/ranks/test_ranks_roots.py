@@ -9,14 +9,13 @@ import torch
 from racing import until
 from rank_oracle import saved
 from rank_states import numbered
+from rank_worlds import AGENT_STORE
 from states import open_run
 
 from async_ckpt import Place, verify
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
-# In a rank without a process group: what a launcher would give it.
-AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 TWICE = """
 with open_run({root}) as ckpt:
     for step in (1, 2):
@@ -144,7 +143,7 @@ def test_a_rank_that_saves_another_step_leaves_nothing_at_any_of_several_roots(w
 
     assert [save.get("status") for save in first.saves] == ["committed", None, "committed", "committed"]
     assert [save.get("status") for save in second.saves] == ["committed", "committed", None, "committed"]
-    assert "rank 1: it has made no call for step 2" in first.saves[1]["text"]
+    assert "rank 1: it has made no call for step 2; make the same calls on every rank" in first.saves[1]["text"]
     assert "rank 1 has made this call alone" in second.saves[2]["text"]
     assert_committed(roots[0], [1, 7, 8])
     assert open_run(roots[1]).latest() == 8

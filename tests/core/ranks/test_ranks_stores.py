@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_oracle import saved
 from rank_states import numbered
-from rank_worlds import Worlds
+from rank_worlds import AGENT_STORE, Worlds
 from states import open_run
 
 from async_ckpt.core.ranks import meeting
@@ -20,7 +20,7 @@ from async_ckpt.core.ranks.store import Connection, Words
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 STORES = {
-    "TCPStore": "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)",
+    "TCPStore": AGENT_STORE,
     "PrefixStore": "dist.PrefixStore('of saves', {TCPStore})",
     "FileStore": "dist.FileStore({file!r}, here.size)",
 }
@@ -100,26 +100,6 @@ def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds: Worlds):
         assert [save.get("status") for one in world.ended() for save in one.saves] == ["committed"] * 6
     for name, add in (("a", 1), ("b", 2)):
         assert torch.equal(saved(worlds.root / name, 3).tensors["whole"], numbered(300, 1000) + add)
-
-
-def test_ranks_with_a_store_skip_and_commit_at_several_places_alike(worlds: Worlds):
-    body = f"""
-    roots = [here.root + "/a", here.root + "/b"]
-    state = {{"whole": numbered(3)}}
-    with open_run(
-        roots, ranks=(here.rank, here.size), store={STORES["TCPStore"]}, on_overlap="skip"
-    ) as ckpt:
-        if here.rank == 0:
-            here.at("write", lambda: here.hear("called-0", "called-1"), step=1)
-        handles = [ckpt.save(state, step) for step in (1, 2)]
-        here.meet("called")
-        here.tell([handle.result().status for handle in handles])
-    here.meet("saved")
-    """
-    for one in worlds.run(2, body, has_group=False):
-        assert one.told == [["committed", "skipped"]]
-    for name in ("a", "b"):
-        assert open_run(worlds.root / name).steps() == [1]
 
 
 def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
-
-from async_ckpt import verify
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -245,22 +242,3 @@ here.tell([word["copied"] for word in said if "copied" in word])
 
     assert first.told == [[1, 2]]
     assert [one.told for one in others] == [[[]]] * 2
-
-
-def test_the_archives_of_all_ranks_are_compressed_at_a_place_that_asks_for_it_and_read_by_other_ranks(worlds, roots):
-    far = f'Place({str(roots[1])!r}, compression="zstd")'
-    run(worlds, "ckpt.save(small(1), 1).at(Path(ckpt.roots[1])).result(PATIENCE)", roots[0], far)
-    archives = sorted((roots[1] / "step_00000001").glob("*.tar"))
-    assert [archive.name[:10] for archive in archives] == ["rank_00000", "rank_00001"]
-    for archive in archives:
-        with tarfile.open(archive) as tar:
-            assert tar.getnames()[::2] == ["index.json", "sizes.txt"]
-    assert_holds(roots[0], 1)
-    assert verify(roots[1]).num_archives == 2
-
-    script = """
-state = {"model": {"cut": spread(41, 3), "whole": numbered(300, 1000)}, "step": 0}
-here.tell(ckpt.restore(state))
-assert torch.equal(state["model"]["cut"].full_tensor(), numbered(41, 3) + 1)
-"""
-    assert [one.told for one in run(worlds, script, roots[1], size=3)] == [[1]] * 3

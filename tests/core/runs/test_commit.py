@@ -20,14 +20,11 @@ from states import MIB, assert_is_state, leftovers, names_below, open_run, recor
 import async_ckpt
 from async_ckpt import (
     CorruptCheckpointError,
-    Keep,
     NotCommittedError,
     StepBehindError,
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.core.runs.run import Run
-from async_ckpt.core.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -142,12 +139,6 @@ def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path):
         assert ckpt.load(1) == {"newer": True}
 
 
-def test_overwrite_of_a_step_that_is_not_there_is_a_save(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1), step=1, overwrite=True).result()
-        assert_is_state(ckpt.load(), 1)
-
-
 def test_an_older_step_may_be_overwritten_and_the_tracker_stays(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step in (1, 2):
@@ -204,29 +195,6 @@ def test_no_archive_is_ever_written_again(tmp_path):
 
 
 # --- retention -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [0, 5, 10, 15, 20, 25]),
-        ({"keep": 1}, [25]),
-        ({"keep": 3}, [15, 20, 25]),
-        ({"keep": 99}, [0, 5, 10, 15, 20, 25]),
-        ({"keep": Keep(last=1, every=10)}, [0, 10, 20, 25]),
-        ({"keep": Keep(last=2, every=15)}, [0, 15, 20, 25]),
-    ],
-    ids=str,
-)
-def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
-    with open_run(tmp_path, **options) as ckpt:
-        for step in (0, 5, 10, 15, 20, 25):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.wait()
-        assert ckpt.steps() == kept
-        for step in kept:
-            assert_is_state(ckpt.load(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"step_{s:08d}" for s in kept]
 
 
 def test_the_future_resolves_before_retention_begins(tmp_path):
@@ -295,28 +263,6 @@ def test_a_failure_of_retention_is_logged_and_counted_and_raised_by_nobody(tmp_p
         assert ckpt.steps() == [3]
 
 
-def test_retention_never_deletes_what_the_tracker_names(tmp_path):
-    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
-        for step in (1, 2):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.wait()
-        disk.fail("replace", "latest", error=GONE, times=2)  # so the tracker stays with step 2
-        assert ckpt.save(state_at(3), step=3).result().status == "committed"
-        ckpt.wait()
-        assert (tmp_path / "latest").read_text() == "step_00000002\n"
-        assert 2 in ckpt.steps()
-
-
-def test_retention_never_deletes_a_step_in_flight(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
-    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, keep=Keep(1))
-
-    assert run.retain(3, replaced=None, in_flight={2}) == [1]
-    assert run.steps() == [2, 3]
-
-
 def test_a_step_whose_retention_is_still_running_is_not_in_flight_any_more(tmp_path):
     with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
@@ -329,16 +275,6 @@ def test_a_step_whose_retention_is_still_running_is_not_in_flight_any_more(tmp_p
         ckpt.wait()
 
         assert ckpt.steps() == [3]
-
-
-def test_retention_works_from_what_is_on_storage(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
-    with open_run(tmp_path, keep=2) as ckpt:
-        ckpt.save(state_at(4), step=4).result()
-        ckpt.wait()
-        assert ckpt.steps() == [3, 4]
 
 
 def test_files_of_the_user_in_a_step_are_left_alone(tmp_path):
@@ -366,18 +302,6 @@ def test_a_step_behind_the_newest_is_refused(tmp_path):
         assert ckpt.steps() == [5]
 
 
-def test_after_a_restore_of_an_older_step_saving_below_the_newest_is_refused(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.restore(state_at(0), step=1)
-        with pytest.raises(StepBehindError):
-            ckpt.save(state_at(2), step=2, overwrite=True)
-        with pytest.raises((StepBehindError, StepExistsError)):
-            ckpt.save(state_at(2), step=2)
-        assert ckpt.save(state_at(4), step=4).result().status == "committed"
-
-
 def test_with_retire_newer_steps_leave_the_run_and_the_tracker_moves_back(tmp_path):
     with open_run(tmp_path, on_rollback="retire") as ckpt:
         for step in (10, 20, 30):
@@ -395,18 +319,6 @@ def test_with_retire_newer_steps_leave_the_run_and_the_tracker_moves_back(tmp_pa
             ckpt.load(20)
 
 
-def test_a_retired_step_can_be_saved_anew(tmp_path):
-    with open_run(tmp_path, on_rollback="retire", keep=2) as ckpt:
-        for step in (10, 20):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.save(state_at(15), step=15).result()
-        ckpt.save({"again": True}, step=20).result()
-        ckpt.wait()
-
-        assert ckpt.steps() == [15, 20]
-        assert ckpt.load(20) == {"again": True}
-
-
 def test_the_archive_of_a_retired_step_survives_a_sweep_and_can_be_brought_back(tmp_path):
     with open_run(tmp_path, on_rollback="retire") as ckpt:
         for step in (10, 20):
@@ -421,24 +333,6 @@ def test_the_archive_of_a_retired_step_survives_a_sweep_and_can_be_brought_back(
 
     with open_run(tmp_path) as ckpt:
         assert_is_state(ckpt.load(20), 20)
-
-
-def test_nothing_is_retired_when_the_save_fails(tmp_path):
-    with open_run(tmp_path, on_rollback="retire") as ckpt, scripted(ckpt) as disk:
-        for step in (10, 20):
-            ckpt.save(state_at(step), step=step).result()
-        disk.fail("finish", "step_00000015", error=GONE)
-        ckpt.save(state_at(15), step=15).exception()
-
-        assert ckpt.steps() == [10, 20]
-
-
-def test_without_retire_the_tracker_never_moves_back(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        for step in (10, 20):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.save({"again": True}, step=10, overwrite=True).result()
-        assert (tmp_path / "latest").read_text() == "step_00000020\n"
 
 
 # --- everything at once ----------------------------------------------------------------------------------------

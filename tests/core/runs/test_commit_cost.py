@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted_disk import scripted
 from states import assert_is_state, everywhere, journaled_steps, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place
@@ -97,19 +96,6 @@ def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, pr
         finally:
             held.clear()
         handle.result()
-
-
-def test_a_save_reads_no_manifest_of_a_step_that_it_has_seen_and_takes_the_word_of_a_listing(tmp_path):
-    with open_run(tmp_path, keep=3) as ckpt, scripted(ckpt) as disk:
-        for step in range(1, 6):
-            ckpt.save(state_at(step), step=step).result()
-            ckpt.wait()
-        disk.calls.clear()
-        ckpt.save(state_at(6), step=6).result()
-        ckpt.wait()
-        read = [path for call, path in disk.calls if call == "read" and path.endswith("manifest.json")]
-        # The one that goes is looked at again, and its archives are found by what it says.
-        assert set(read) == {"step_00000003/manifest.json"}
 
 
 def test_what_another_process_commits_deletes_and_takes_out_of_the_run_is_seen_at_the_next_save(tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
 from states import assert_is_state, everywhere, is_incidental, names_below, open_run, records, state_at
@@ -18,7 +17,6 @@ from states import assert_is_state, everywhere, is_incidental, names_below, open
 import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
-    CorruptCheckpointError,
     Keep,
     Naming,
     Place,
@@ -79,33 +77,16 @@ def test_a_naming_that_nobody_knows_is_refused(tmp_path, naming, error, said):
         AsyncCheckpointer(tmp_path / "run", naming=naming)
 
 
-@pytest.mark.parametrize("tracker", ["", "a/b", ".."])
+@pytest.mark.parametrize("tracker", ["", "a/b", "..", ".", "a\\b", "a\nb", "/latest"])
 def test_a_tracker_that_is_no_name_of_a_file_is_refused(tracker):
     with pytest.raises(ValueError, match="tracker must be the name of a file"):
         Naming(tracker=tracker)
-
-
-@pytest.mark.parametrize(
-    ("options", "tracker"),
-    [(SKYRL, "latest_ckpt_global_step.txt"), (VERL, "latest_checkpointed_iteration.txt")],
-    ids=["SkyRL", "verl"],
-)
-def test_the_known_trackers_are_numbers_for_int_and_their_folder_is_found(tmp_path, options, tracker):
-    save(tmp_path, 7, **options)
-    step = int((tmp_path / tracker).read_text())
-    assert (tmp_path / f"global_step_{step}" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("text", ["", "x", "{}{}", "{:x}", "{:8d}", "{}\n{}", "{}\nmore", "{step}", "{", "{:o}"])
 def test_a_tracker_whose_text_has_no_plain_step_is_refused(text):
     with pytest.raises(ValueError, match=r"text of tracker latest .* such as"):
         Tracker("latest", text)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "a\\b", "a\nb", "/latest"])
-def test_a_tracker_is_a_file_in_the_folder_of_the_run(name):
-    with pytest.raises(ValueError, match="name of a file"):
-        Tracker(name, "{}")
 
 
 @pytest.mark.parametrize(
@@ -142,25 +123,6 @@ def test_a_newer_step_that_the_trainer_has_written_stays_until_a_newer_one_is_co
     assert tracker.read_text() == content
     save(tmp_path, 501, **SKYRL)
     assert tracker.read_text() == "501"
-
-
-@pytest.mark.parametrize("content", ["", "latest", "global_step_500", "\x00\xff", "500 600"])
-def test_a_tracker_that_names_no_step_is_replaced(tmp_path, content):
-    tracker = tmp_path / "latest_ckpt_global_step.txt"
-    tracker.write_text(content, encoding="latin-1")
-    save(tmp_path, 400, **SKYRL)
-    assert tracker.read_text() == "400"
-
-
-def test_a_tracker_that_is_behind_or_missing_is_moved_on(tmp_path):
-    tracker = tmp_path / "latest_ckpt_global_step.txt"
-    save(tmp_path, 1, 2, **SKYRL)
-    tracker.write_text("1")
-    save(tmp_path, 3, **SKYRL)
-    assert tracker.read_text() == "3"
-    tracker.unlink()
-    save(tmp_path, 4, **SKYRL)
-    assert tracker.read_text() == "4"
 
 
 def test_what_the_trainer_writes_while_ours_is_on_its_way_is_not_overwritten(tmp_path):
@@ -225,16 +187,6 @@ def test_a_tracker_that_several_processes_write_is_only_ever_seen_to_rise(tmp_pa
     assert seen == sorted(seen)
     with open_run(tmp_path / "run") as ckpt:
         assert int(tracker.read_text()) == ckpt.latest()
-
-
-def test_a_tracker_moves_back_from_a_step_that_a_rollback_has_retired(tmp_path):
-    tracker = tmp_path / "latest_ckpt_global_step.txt"
-    with open_run(tmp_path, on_rollback="retire", **SKYRL) as ckpt:
-        for step in (10, 20, 30):
-            ckpt.save(state_at(step), step=step).result()
-        ckpt.restore(state_at(0), step=10)
-        ckpt.save(state_at(15), step=15).result()
-    assert tracker.read_text() == "15"
 
 
 def test_a_rollback_that_died_before_it_moved_the_tracker_is_finished_by_a_process_without_that_option(
@@ -395,15 +347,6 @@ def test_overwriting_a_step_replaces_its_record(tmp_path):
         (line,) = records(tmp_path)
     assert line["loss"] == 0.5
     assert "old" not in line
-
-
-@pytest.mark.parametrize("record", [5, "text", [1], None])
-def test_a_manifest_whose_record_is_no_object_is_corrupt(tmp_path, record):
-    save(tmp_path, 1)
-    path = tmp_path / "step_00000001/manifest.json"
-    forge_manifest(path, record=record)
-    with open_run(tmp_path) as ckpt, pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
-        ckpt.load(1)
 
 
 # --- the journal as tinker-cookbook reads it ---------------------------------------------------------------------

@@ -79,14 +79,6 @@ def test_folders_with_a_number_that_are_no_commits_of_ours_say_nothing(tmp_path)
         assert ckpt.restore(LIVE) is None
 
 
-def test_an_empty_folder_and_a_new_one_are_no_news(tmp_path):
-    for root in (tmp_path, tmp_path / "new"):
-        with open_run(root, naming="verl") as ckpt:
-            assert ckpt.restore(LIVE) is None
-            with pytest.raises(NotCommittedError, match="nothing is committed yet"):
-                ckpt.load()
-
-
 def dcp_folder(root: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=root, no_dist=True)
 

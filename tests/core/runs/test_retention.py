@@ -287,16 +287,6 @@ def test_a_rolling_save_goes_with_the_next_commit_and_takes_no_other_ones_place(
         assert ckpt.steps() == [2, 21]
 
 
-def test_a_rolling_save_outlives_the_process_and_goes_with_the_first_commit_of_the_next(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        save(ckpt, 1)
-        save(ckpt, 2, rolling=True)
-    with open_run(tmp_path) as ckpt:
-        assert ckpt.restore(state_at(0)) == 2
-        save(ckpt, 3)
-        assert ckpt.steps() == [1, 3]
-
-
 def test_a_rolling_save_stays_when_the_one_after_it_fails(tmp_path):
     with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
         save(ckpt, 1, rolling=True)

@@ -16,7 +16,7 @@ from disks import mounted, needs_mount
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_disk import scripted
-from states import assert_is_state, everywhere, journaled_steps, open_run, state_at
+from states import assert_is_state, journaled_steps, open_run, save, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, NotCommittedError, Place, StorageUnavailableError
 from async_ckpt.core.runs.manifest import Archive, GroupLocation, Manifest
@@ -107,11 +107,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def free_at(disk: Path) -> int:
     return shutil.disk_usage(disk).free
-
-
-def save(ckpt: AsyncCheckpointer, *steps: int, **options: object) -> None:
-    for step in steps:
-        everywhere(ckpt, ckpt.save(state_at(step), step=step, **options))
 
 
 @needs_mount

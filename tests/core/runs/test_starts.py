@@ -17,9 +17,9 @@ import torch
 from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
-from racing import Call, Gate
+from racing import Gate
 from scripted_disk import scripted
-from states import assert_is_state, everywhere, open_run, state_at
+from states import assert_is_state, open_run, save, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -28,7 +28,6 @@ from async_ckpt import (
     Place,
     RunTakenError,
     StepBehindError,
-    StepExistsError,
     StorageUnavailableError,
 )
 from async_ckpt.core.runs.manifest import Manifest, seal
@@ -44,10 +43,6 @@ def of_another_process(root: Any, **options: Any) -> AsyncCheckpointer:
     for run in ckpt._roots.runs:
         run._tenure = Tenure()
     return ckpt
-
-
-def save(ckpt: AsyncCheckpointer, step: int, **options: Any) -> None:
-    everywhere(ckpt, ckpt.save(state_at(step), step=step, **options))
 
 
 def starts(root: Path) -> list[str]:
@@ -111,8 +106,7 @@ def test_a_process_that_wakes_after_another_has_gone_on_commits_nothing_that_cou
             old.save(state_at(11), step=11)
     assert_line(tmp_path, [1, 2, 3, 4, 5, 6])
     with open_run(tmp_path) as again:  # its step is free again
-        for step in (10, 11):
-            save(again, step)
+        save(again, 10, 11)
     assert_line(tmp_path, [1, 2, 3, 4, 5, 6, 10, 11])
 
 
@@ -141,8 +135,7 @@ def test_a_manifest_that_comes_late_between_steps_of_the_next_start_does_not_cou
         stop.wait_reached()
         with of_another_process(tmp_path, on_rollback="retire") as new:
             new.restore(state_at(0))
-            for step in later:
-                save(new, step)
+            save(new, *later)
             stop.release()
             assert isinstance(handle.exception(), RunTakenError)
             steps = [2, *sorted(later)] if later[-1] == 8 else [2, 3]
@@ -152,42 +145,6 @@ def test_a_manifest_that_comes_late_between_steps_of_the_next_start_does_not_cou
             save(new, 9)
         assert_line(tmp_path, [*steps, 9])
         assert not (tmp_path / "step_00000005" / "manifest.json").exists()
-
-
-def test_until_the_next_start_has_committed_the_line_before_it_counts(tmp_path):
-    with of_another_process(tmp_path) as old, scripted(old) as disk:
-        save(old, 2)
-        stop = disk.stop("put_new", "manifest.json", times=1)
-        handle = old.save(state_at(10), step=10)
-        stop.wait_reached()
-        with of_another_process(tmp_path) as new, scripted(new) as hanging:
-            hanging.fail("write", error=GONE)
-            assert isinstance(new.save(state_at(3), step=3).exception(), StorageUnavailableError)
-        stop.release()
-        assert isinstance(handle.exception(), RunTakenError)
-    assert_line(tmp_path, [2, 10])
-
-
-@pytest.mark.parametrize("on_rollback", [None, "retire"])
-@pytest.mark.parametrize("woken_before", [5, 6])
-def test_a_restart_goes_on_where_the_new_line_ended(tmp_path, on_rollback, woken_before):
-    with of_another_process(tmp_path) as old, scripted(old) as disk:
-        for step in (1, 2):
-            save(old, step)
-        stop = disk.stop("put_new", "step_00000010/manifest.json", times=1)
-        handle = old.save(state_at(10), step=10)
-        stop.wait_reached()
-        with of_another_process(tmp_path, on_rollback=on_rollback) as new:
-            new.restore(state_at(0))
-            for step in range(3, 7):
-                if step == woken_before:
-                    stop.release()
-                    assert isinstance(handle.exception(), RunTakenError)
-                save(new, step)
-    with open_run(tmp_path, on_rollback=on_rollback) as again:
-        assert again.restore(state_at(0)) == 6
-        save(again, 7)
-    assert_line(tmp_path, [1, 2, 3, 4, 5, 6, 7])
 
 
 def test_in_a_store_the_one_that_is_overtaken_is_told_who_has_the_run(s3, bucket, proxy):
@@ -238,43 +195,6 @@ def test_a_late_rollback_between_the_steps_that_the_next_start_has_seen_is_seen_
     assert_line(tmp_path, [2, 8, 9, 10])
 
 
-def test_a_save_that_the_next_start_has_seen_is_committed_though_its_process_is_overtaken(
-    tmp_path, gate: Gate, monkeypatch
-):
-    with of_another_process(tmp_path) as old, of_another_process(tmp_path) as new:
-        save(old, 1)
-        new.restore(state_at(0))
-        run = old._roots.runs[0]
-        look = run.look_again
-        monkeypatch.setattr(run, "look_again", lambda manifest: (gate.passed(), look(manifest))[1])
-        handle = old.save(state_at(2), step=2)
-        gate.wait_reached()
-        save(new, 3)
-        gate.open()
-        assert handle.result().step == 2
-        with pytest.raises(RunTakenError, match="has taken the run over"):
-            old.save(state_at(3), step=3)
-    assert_line(tmp_path, [1, 2, 3])
-
-
-def test_in_a_store_a_late_replacement_is_refused_that_the_next_start_has_not_seen(s3, bucket, proxy):
-    slow = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
-    root = Place(f"s3://{bucket}/run", options=s3.options)
-    with of_another_process(slow) as old, of_another_process(root) as new:
-        save(old, 2)
-        new.restore(state_at(0))
-        held = proxy.delay(None, method="PUT", target=r"step_00000002/manifest\.json")
-        handle = old.save(state_at(2) | {"late": True}, step=2, overwrite=True)
-        held.wait()
-        save(new, 3)
-        held.clear()
-        with pytest.raises(StepExistsError):
-            handle.result()
-        assert "late" not in new.load(2)
-        save(new, 4)
-    assert_line(root, [2, 3, 4])
-
-
 def test_in_a_store_only_the_first_save_of_a_start_says_what_it_has_seen(s3, bucket, proxy):
     root = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
     with of_another_process(root) as first:
@@ -317,33 +237,6 @@ def test_the_retention_of_who_was_overtaken_deletes_nothing_that_the_next_start_
         for step in (8, 9):
             assert torch.equal(ckpt.load(step)["frozen"]["weight"], frozen["weight"])
             assert ckpt.load(step)["step"] == step
-
-
-def test_of_starts_that_take_a_root_at_once_one_goes_on(tmp_path):
-    ckpts = [of_another_process(tmp_path) for _ in range(4)]
-
-    def error_of(ckpt):
-        try:
-            return ckpt.save(state_at(1), step=1).exception()
-        except async_ckpt.CheckpointError as error:  # a slower one is refused at the call
-            return error
-
-    calls = [Call(lambda ckpt=ckpt: error_of(ckpt)) for ckpt in ckpts]
-    errors = [call.outcome() for call in calls]
-    alive = []
-    for ckpt in ckpts:
-        try:
-            save(ckpt, 2)
-            alive.append(ckpt)
-        except async_ckpt.CheckpointError:
-            continue
-    assert len(alive) <= 1
-    assert sum(error is None for error in errors) <= 1
-    for ckpt in ckpts:
-        ckpt.close()
-    with open_run(tmp_path) as again:
-        newest = again.restore(state_at(0)) or 0
-        save(again, newest + 1)
 
 
 def test_clocks_decide_nothing(tmp_path):
@@ -401,8 +294,7 @@ def test_roots_that_were_saved_to_separately_hide_nothing_from_each_other(tmp_pa
 def test_a_step_that_one_root_lacked_when_a_start_took_it_counts_there_once_it_is_copied(tmp_path):
     roots = [tmp_path / "near", tmp_path / "far"]
     with of_another_process(roots) as old:
-        for step in (1, 2):
-            save(old, step)
+        save(old, 1, 2)
     shutil.rmtree(roots[1] / "step_00000001")
     with of_another_process(roots[1]) as new:
         save(new, 3)
@@ -418,8 +310,7 @@ def test_a_start_at_several_roots_is_one_start(tmp_path):
         with of_another_process(roots[0]) as ckpt:
             save(ckpt, (ckpt.latest() or 0) + 1)
     with open_run(roots) as ckpt:
-        for step in (3, 4):
-            save(ckpt, step)
+        save(ckpt, 3, 4)
         ckpt.catch_up()
     near, far = (list(old_starts(root)) for root in roots)
     assert near[-1].token == far[-1].token
@@ -529,17 +420,6 @@ def test_a_forked_child_is_another_start(tmp_path, nursery):
 # --- what stays as it was --------------------------------------------------------------------------------------------
 
 
-def test_opening_and_reading_take_nothing(tmp_path):
-    with open_run(tmp_path) as ckpt:
-        save(ckpt, 1)
-    before = starts(tmp_path)
-    with open_run(tmp_path) as ckpt:
-        assert ckpt.latest() == 1
-        ckpt.load()
-        ckpt.restore(state_at(0))
-    assert starts(tmp_path) == before
-
-
 def test_checkpointers_of_one_process_share_its_start(tmp_path):
     with open_run(tmp_path) as one, open_run(tmp_path) as other:
         save(one, 1)
@@ -551,8 +431,7 @@ def test_checkpointers_of_one_process_share_its_start(tmp_path):
 
 def test_a_run_that_knows_no_starts_goes_on(tmp_path):
     with open_run(tmp_path) as ckpt:
-        for step in (1, 2):
-            save(ckpt, step)
+        save(ckpt, 1, 2)
     for manifest in tmp_path.glob("*/manifest.json"):
         made = async_ckpt.core.runs.manifest.parse(manifest.read_bytes(), path=str(manifest))
         fields = {**async_ckpt.core.runs.manifest.unseal(made.dump())}
@@ -568,8 +447,7 @@ def test_a_run_that_knows_no_starts_goes_on(tmp_path):
 
 def test_a_step_that_is_replaced_below_newer_ones_hides_none_of_them(tmp_path):
     with of_another_process(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            save(ckpt, step)
+        save(ckpt, 1, 2, 3)
     with of_another_process(tmp_path) as ckpt:
         save(ckpt, 2, overwrite=True)
         assert_line(tmp_path, [1, 2, 3])

@@ -12,9 +12,9 @@ from buckets import ENGINES, Bucket, InMemory, OnServer, RunAt
 from folders import read, write
 from fsspec.implementations.local import LocalFileSystem
 from scripted_disk import scripted
-from states import assert_is_state, everywhere, is_incidental, open_run, state_at
+from states import assert_is_state, is_incidental, open_run, save, state_at
 
-from async_ckpt import AsyncCheckpointer, Keep, Place
+from async_ckpt import Keep, Place
 
 WHOLE = Keep(last=1, whole_folder=True)
 TREE = {
@@ -39,10 +39,6 @@ def store(request: pytest.FixtureRequest) -> OnServer | InMemory:
     bucket = Bucket(server)
     server.make_bucket(bucket.name)
     return OnServer(bucket, request.param)
-
-
-def save(ckpt: AsyncCheckpointer, step: int) -> None:
-    everywhere(ckpt, ckpt.save(state_at(step), step=step))
 
 
 def folder_of(root: Place, step: int) -> Path:

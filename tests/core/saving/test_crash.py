@@ -1,8 +1,7 @@
-"""A kill at any instruction, and every way in which the kernel may refuse: what was committed loads, bit for bit."""
+"""A kill at any instruction: what was committed loads, bit for bit."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import shutil
@@ -12,16 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Child, Nursery, injected, why_no_strace
+from children import Child, Nursery
 from slices import some
 from states import assert_is_state, leftovers, names_below, open_run, state_at, weight
 
 import async_ckpt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and tracing as Linux has them")
-
-_WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
-needs_strace = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
 STATE_MIB = 5  # two segments
 
@@ -229,126 +225,6 @@ def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_commit(
         assert steps[-1] >= latest + life + 1
         latest = steps[-1]
     assert_work_goes_on(root, latest + 1)
-    assert leftovers(root) == []
-
-
-# --- refused by the kernel -------------------------------------------------------------------------------------
-
-# Commits step 1, waits for the test, saves step 2 under the fault; waits again, and saves step 3.
-REFUSED = """
-import os, sys
-from children import allow_tracing
-from states import open_run, state_at
-allow_tracing()
-with open_run(sys.argv[1]) as ckpt:
-    ckpt.save(state_at(1, 5), step=1).result()
-    ckpt.wait()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    error = ckpt.save(state_at(2, 5), step=2).exception()
-    print(type(error).__name__, getattr(error.__cause__, "errno", None) if error else "", flush=True)
-    print("steps", *ckpt.steps(), flush=True)
-    sys.stdin.readline()
-    ckpt.save(state_at(3, 5), step=3).result()
-print("end", flush=True)
-os._exit(0)  # how an interpreter ends is for other tests
-"""
-
-
-class Refused:
-    """How step 2 went under a fault."""
-
-    def __init__(self, nursery: Nursery, tmp_path: Path, *faults: str, paths: tuple[str, ...] = ()) -> None:
-        self.root = tmp_path / "run"
-        pipe = tmp_path / "stdin"
-        os.mkfifo(pipe)
-        child: Child = nursery.start(REFUSED, self.root, stdin=str(pipe))
-        with open(pipe, "w") as stdin:
-            child.wait_for_line("ready\n")
-            with injected(child, *faults, paths=tuple(str(self.root / path) for path in paths)):
-                stdin.write("\n")
-                stdin.flush()
-                child.wait_for_line("steps ")
-                child.wait_for_line("\nsteps")
-            self.after = names_below(self.root)
-            self.left = leftovers(self.root)
-            with open_run(self.root) as ckpt:
-                assert_is_state(ckpt.load(1), 1, STATE_MIB)
-            stdin.write("\n")
-            stdin.flush()
-            ended = child.ended()
-        assert (ended.status, ended.err) == (0, "")
-        lines = ended.out.splitlines()
-        self.error, _, self.errno = lines[1].partition(" ")
-        self.steps = [int(step) for step in lines[2].split()[1:]]
-        assert lines[-1] == "end"
-        with open_run(self.root) as ckpt:
-            assert ckpt.latest() == 3
-            for step in ckpt.steps():
-                assert_is_state(ckpt.load(step), step, STATE_MIB)
-
-
-@needs_strace
-@pytest.mark.parametrize(
-    ("fault", "error", "code"),
-    [
-        ("fsync:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
-        ("pwrite64:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
-        ("pwrite64:error=ENOSPC:when=1+", "StorageFullError", errno.ENOSPC),
-        ("pwrite64:error=EDQUOT:when=1+", "StorageFullError", errno.EDQUOT),
-        ("fallocate:error=ENOSPC", "StorageFullError", None),
-        ("fallocate:error=EIO", "StorageUnavailableError", errno.EIO),
-        ("mkdir:error=EACCES", "StorageUnavailableError", errno.EACCES),
-        ("rename:error=EIO", "StorageUnavailableError", errno.EIO),
-        ("link:error=EIO", "StorageUnavailableError", errno.EIO),
-    ],
-)
-def test_a_refused_call_fails_the_save_under_the_right_name_and_leaves_nothing(tmp_path, nursery, fault, error, code):
-    refused = Refused(nursery, tmp_path, fault)
-
-    assert (refused.error, refused.errno) == (error, str(code))
-    assert refused.steps == [1]
-    assert refused.left == []
-    assert refused.after == [name for name in refused.after if "step_00000002" not in name]
-
-
-@needs_strace
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "pwrite64:error=EINVAL:when=1",  # O_DIRECT is taken at open, and refused at the first write
-        "pwrite64:error=EOPNOTSUPP:when=1",
-        "fallocate:error=EOPNOTSUPP",
-        "fallocate:error=ENOSYS",
-        "link:error=EPERM",  # no hard links here: an exclusive rename does as well
-        "link:error=EOPNOTSUPP",
-        "fcntl:error=ENOLCK:when=2+",  # no record locks
-    ],
-)
-def test_what_a_file_system_cannot_do_is_done_another_way(tmp_path, nursery, fault):
-    refused = Refused(nursery, tmp_path, fault)
-
-    assert refused.error == "NoneType"
-    assert refused.steps == [1, 2]
-    assert refused.left == []
-
-
-@needs_strace
-@pytest.mark.parametrize("call", ["pwrite64", "fsync", "rename", "link", "mkdir", "unlink", "fallocate"])
-def test_killed_inside_of_a_call_what_was_committed_loads(tmp_path, nursery, call):
-    root = tmp_path / "run"
-    pipe = tmp_path / "stdin"
-    os.mkfifo(pipe)
-    child = nursery.start(REFUSED, root, stdin=str(pipe))
-    with open(pipe, "w") as stdin:
-        child.wait_for_line("ready\n")
-        with injected(child, f"{call}:signal=KILL:when=1"):
-            stdin.write("\n")
-            stdin.flush()
-            assert child.ended().status == -9
-
-    assert assert_every_commit_loads(root) in ([1], [1, 2])
-    assert_work_goes_on(root, 2)
     assert leftovers(root) == []
 
 

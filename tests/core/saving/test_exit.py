@@ -249,27 +249,6 @@ def test_ctrl_c_in_the_training_drains_and_a_second_one_gives_the_save_up(tmp_pa
     assert leftovers(root) == []
 
 
-def test_a_single_ctrl_c_loses_nothing(tmp_path, nursery):
-    root = tmp_path / "run"
-    body = """
-    ckpt = open_run(root)
-    go = slow_disk()
-    ckpt.save(state_at(1, 5), step=1)
-    try:
-        train()
-    finally:
-        go.set()
-    """
-    child = nursery.start(script(body), root)
-    child.wait_for_line("training\n")
-    child.send(signal.SIGINT)
-    ended = child.ended()
-
-    assert ended.status == -signal.SIGINT
-    assert "async_ckpt:" not in ended.err
-    assert committed(root) == [1]
-
-
 def test_ctrl_c_while_a_block_is_left_gives_the_save_up(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
@@ -314,24 +293,6 @@ def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_pa
     assert 2 not in steps
     assert 3 in steps
     assert leftovers(root) == []
-
-
-def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
-    root = tmp_path / "run"
-    body = """
-    async_ckpt.core.host.waits.ABANDON_SECONDS = 0.1
-    ckpt = open_run(root)
-    ckpt.save(state_at(1, 5), step=1).result()
-    slow_disk()
-    hold_writes()
-    ckpt.save(state_at(2, 5), step=2)
-    """
-    child = nursery.start(script(body), root)
-    child.wait_for_line("waiting\n")
-    child.send(signal.SIGINT)
-
-    assert child.ended().status in (1, 75, 130)
-    assert committed(root) == [1]
 
 
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):

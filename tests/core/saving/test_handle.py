@@ -247,12 +247,6 @@ def test_the_names_of_distributed_checkpoint_are_there(held):
 # --- event loops -----------------------------------------------------------------------------------------------
 
 
-async def test_a_handle_can_be_awaited(ckpt):
-    report = await ckpt.save(state_at(1), step=1)
-
-    assert report.status == "committed"
-
-
 async def test_a_handle_that_has_ended_can_be_awaited_again_and_again(ckpt):
     handle = ckpt.save(state_at(1), step=1)
     assert await handle is await handle is handle.result()
@@ -286,15 +280,6 @@ async def test_an_await_that_is_cancelled_leaves_the_save_alone(held):
 
     assert (await handle).status == "committed"
     assert not handle.cancelled()
-
-
-async def test_an_await_that_times_out_leaves_the_save_alone(held):
-    handle, stop = held
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(handle, timeout=0.01)
-    stop.release()
-
-    assert (await asyncio.wait_for(handle, timeout=60)).status == "committed"
 
 
 async def test_a_wrapped_handle_is_a_future_of_the_loop(ckpt):

@@ -413,11 +413,6 @@ def test_a_run_learns_from_its_saves_how_late_the_last_one_may_be(tmp_path):
         assert not ckpt.should_save(5)
 
 
-def test_the_margin_of_a_run_can_be_set(tmp_path):
-    with open_run(tmp_path, due=Due(deadline=lambda: 500.0, margin_seconds=1000)) as ckpt:
-        assert ckpt.should_save(1)
-
-
 def test_a_save_that_a_run_skips_stays_due(tmp_path):
     with open_run(tmp_path, due=Due(seconds=1e-9), on_overlap="skip") as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
@@ -440,13 +435,3 @@ def test_asking_does_not_count_as_having_looked_at_an_error(tmp_path):
 
         with pytest.raises(StorageFullError):
             ckpt.close()
-
-
-def test_a_run_without_a_rule_says_what_to_give(tmp_path):
-    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match="due="):
-        ckpt.should_save(1)
-
-
-def test_a_rule_that_means_nothing_opens_no_run(tmp_path):
-    with pytest.raises(ValueError, match="whole number from 1 on, got 0"):
-        open_run(tmp_path / "run", due=Due(every=0))

@@ -8,7 +8,6 @@ import textwrap
 from concurrent.futures import Future
 
 import pytest
-from racing import Call
 from states import assert_is_state, leftovers, open_run, state_at
 
 from async_ckpt import Due, StorageFullError
@@ -568,7 +567,3 @@ def test_signals_alone_are_a_rule_and_none_are_not(tmp_path):
     with open_run(tmp_path) as ckpt:
         assert not ckpt.preempted
         ckpt.save(state_at(1), step=1)
-
-
-def test_nothing_is_installed_for_a_checkpointer_on_a_thread_without_signals(tmp_path):
-    Call(lambda: open_run(tmp_path, due=Due(every=1)).close()).outcome()

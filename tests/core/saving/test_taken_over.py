@@ -174,7 +174,6 @@ def test_a_counted_write_after_the_call_is_a_matter_of_the_next_save(tmp_path, m
         assert all(torch.equal(ckpt.load(2)["model"][name], tensor) for name, tensor in before.items())
         assert BASE / 2 < save(ckpt, model, 3) < BASE
         assert lenders(tmp_path, 3) == {1}
-        assert lenders(tmp_path, 3) == {1}
         assert save(ckpt, model, 4) < BASE / 10
         assert lenders(tmp_path, 4) == {1, 3}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from racing import PATIENCE, Call, until
 from scripted_disk import ScriptedStorage
-from states import assert_is_state, leftovers, names_below, open_run, state_at
+from states import assert_is_state, leftovers, names_below, open_run, save, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExistsError, StorageUnavailableError
@@ -79,15 +79,6 @@ def damage(root: Path, step: int) -> None:
     data = bytearray(archive.read_bytes())
     data[len(data) // 2] ^= 1
     archive.write_bytes(data)
-
-
-def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
-    """Save steps one after the other, each everywhere before the next."""
-    for step in steps:
-        handle = ckpt.save(state_at(step), step=step, **options)
-        for place in ckpt.roots[1:]:
-            assert handle.at(place).result(PATIENCE) == step
-    ckpt.wait()
 
 
 @pytest.fixture
@@ -621,17 +612,6 @@ def test_an_overwritten_step_replaces_its_copy(roots):
         assert len(list(root.glob("step_*/*.tar"))) == 1
 
 
-def test_a_step_that_exists_at_the_first_place_is_refused(roots):
-    with open_run(roots[0]) as alone:
-        alone.save(state_at(1), step=1).result()
-    with open_run(roots) as ckpt:
-        with pytest.raises(StepExistsError):
-            ckpt.save(state_at(1), step=1)
-        with pytest.raises(StepBehindError):
-            ckpt.save(state_at(0), step=0)
-        assert ckpt.steps() == [1]
-
-
 # --- reading --------------------------------------------------------------------------------------------------
 
 
@@ -661,18 +641,6 @@ def test_order_decides_between_places_that_hold_the_step(roots):
         assert_is_state(ckpt.load(1), 10)
     with open_run(roots[::-1]) as ckpt:
         assert_is_state(ckpt.load(1), 20)
-
-
-def test_a_damaged_archive_is_read_from_the_next_place(roots):
-    with open_run(roots) as ckpt:
-        save(ckpt, 1)
-        damage(roots[0], 1)
-        with pytest.warns(RuntimeWarning, match="read from another place"):
-            assert_is_state(ckpt.load(1), 1)
-        state = state_at(0)
-        with pytest.warns(RuntimeWarning, match="read from another place"):
-            assert ckpt.restore(state) == 1
-        assert_is_state(state, 1)
 
 
 def test_a_place_that_does_not_answer_is_left_out_of_reading(roots):
@@ -739,31 +707,22 @@ def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("given", "commit", "message"),
     [
-        ([], {}, "at least one root"),
-        (["a", "a"], {}, "the same"),
-        (["a", "b"], {"commit": "all"}, r"handle\.at\(place\)"),
-        (["a"], {"commit": "most"}, "commit"),
-        ([Place("a", keep=1), "a/b"], {}, "inside"),
+        (["a", "b"], "all", r"handle\.at\(place\)"),
+        (["a"], "most", "commit"),
     ],
 )
-def test_places_that_make_no_sense_are_refused(given, options, message, tmp_path, monkeypatch):
+def test_rules_of_commits_that_make_no_sense_are_refused(given, commit, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        AsyncCheckpointer(given, **options)
+        AsyncCheckpointer(given, commit=commit)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_rule_any_is_what_several_places_do_and_warns(roots):
     with pytest.warns(DeprecationWarning, match="leave it out"):
         open_run(roots, commit="any").close()
-
-
-@pytest.mark.parametrize(("option", "value"), [("every", 0), ("every", 1.5), ("volatile", "yes")])
-def test_options_of_a_place_that_make_no_sense_are_refused(option, value):
-    with pytest.raises((ValueError, TypeError), match=option):
-        Place("runs/a", **{option: value})
 
 
 def test_a_handle_knows_only_the_places_of_its_run(roots, tmp_path):

@@ -22,7 +22,6 @@ from states import MIB, assert_is_state, leftovers, open_run, state_at
 import async_ckpt
 from async_ckpt import StorageUnavailableError, TornSnapshotError
 from async_ckpt.core.host import memory as memory_module
-from async_ckpt.core.host.threads import is_library_thread
 from async_ckpt.core.saving import default
 from async_ckpt.core.staging import side_stream, tensors
 from async_ckpt.core.staging.device import Device
@@ -350,23 +349,6 @@ def test_a_checkpointer_closes_on_a_broken_device(tmp_path, sim):
         ckpt.save(state_of(3.0), step=1).result()
         sim.sim.break_down(0)
     assert async_ckpt.load(tmp_path) is not None
-
-
-def test_memory_is_page_locked_on_threads_of_the_library(tmp_path, sim, monkeypatch):
-    """Which have told the driver to leave captures of graphs alone."""
-    register, on = simulated.Runtime.simHostRegister, []
-
-    def noted(self: simulated.Runtime, *arguments: int) -> int:
-        on.append(is_library_thread())
-        return register(self, *arguments)
-
-    monkeypatch.setattr(simulated.Runtime, "simHostRegister", noted)
-    with open_run(tmp_path) as ckpt:
-        ckpt.save(state_of(3.0), step=1).result()
-        with async_ckpt.snapshot({"w": torch.ones(3 * MIB + 1, device="sim")}) as held:
-            held.completion.result()
-    assert on
-    assert all(on)
 
 
 def test_prewarm_makes_all_that_the_first_save_needs_of_a_device(tmp_path, sim):

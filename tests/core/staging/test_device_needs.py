@@ -10,6 +10,7 @@ import torch
 from accelerators import Simulated
 from states import MIB, open_run
 
+import async_ckpt
 from async_ckpt import TornSnapshotError
 from async_ckpt.core.host.threads import is_library_thread
 from async_ckpt.core.staging import guard as guard_module
@@ -47,7 +48,8 @@ def test_a_guarded_first_save_page_locks_nothing_after_prewarm(tmp_path, fresh, 
         assert fresh.sim.num_registrations == before
 
 
-def test_a_guarded_save_page_locks_on_threads_of_the_library_alone(tmp_path, fresh, monkeypatch):
+def test_memory_is_page_locked_on_threads_of_the_library_alone(tmp_path, fresh, monkeypatch):
+    """Which have told the driver to leave captures of graphs alone."""
     runtime = type(fresh.module.simrt())
     register, on = runtime.simHostRegister, []
 
@@ -62,6 +64,10 @@ def test_a_guarded_save_page_locks_on_threads_of_the_library_alone(tmp_path, fre
     monkeypatch.setattr(side_stream.side_of, "_made", {})
     with open_run(tmp_path / "warm", guard=optimizer) as ckpt:
         ckpt.prewarm({"p": made})
+    with open_run(tmp_path / "not guarded") as ckpt:
+        ckpt.save({"p": made}, step=1).result()
+    with async_ckpt.snapshot({"w": torch.ones(3 * MIB + 1, device="sim")}) as held:
+        held.completion.result()
 
     assert on
     assert all(on)

@@ -94,23 +94,6 @@ def data_replaced_before_it_is_enqueued(root: Path, device: Simulated) -> str | 
         return wrong(ckpt.load(1), 3.0)
 
 
-def memory_of_another_stream_freed(root: Path, device: Simulated) -> str | None:
-    """What was allocated on another stream is freed right after `save`."""
-    other = device.stream()
-    with device.module.stream(other):
-        state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
-    device.module.current_stream().wait_stream(other)
-    with open_run(root) as ckpt:
-        with device.ahead():
-            handle = ckpt.save(state, step=1)
-            state.clear()
-            with device.module.stream(other):
-                for _ in range(2):
-                    torch.full((4 * ITEMS,), -1.0, device="sim")
-        handle.result()
-        return wrong(ckpt.load(1), 3.0)
-
-
 def resized_right_after_save(root: Path, device: Simulated) -> str | None:
     """What is not deferred loses its memory while it is copied, as FSDP frees its full parameters."""
     state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
@@ -391,10 +374,9 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario]] = [
     (samples_only_of_the_first_device, write_to_the_second_device_outside_of_the_step),
     (a_box_is_lent_twice, another_save_samples_before_a_write),
 ]
-# The last four find mutants of a line, which `mutants_device` makes.
+# The last three find mutants of a line, which `mutants_device` makes.
 SCENARIOS = [
     *dict.fromkeys(scenario for _, scenario in MUTANTS),
-    memory_of_another_stream_freed,
     resized_between_enqueue_and_copy,
     two_threads_gather_small_tensors,
     a_step_waits_behind_a_kernel_when_the_save_ends,

@@ -235,16 +235,6 @@ def test_the_hook_is_registered_once_however_many_saves_and_checkpointers_there_
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_a_step_with_nothing_in_flight_is_not_held(tmp_path):
-    p = parameter(mib=2)
-    optimizer = sgd(p)
-    with open_run(tmp_path, guard=optimizer) as ckpt:
-        ckpt.save({"p": p}, step=1).result()
-        optimizer.step()
-
-    assert bool((p == 0).all())
-
-
 def test_the_guard_lets_go_of_an_optimizer_that_is_deleted(tmp_path):
     import gc
     import weakref
@@ -294,19 +284,6 @@ def test_steps_that_are_held_are_woken_when_the_copy_ends(training, monkeypatch)
         call.outcome()
 
 
-def test_the_optimizer_inside_of_a_wrapper_is_found(training):
-    p = parameter()
-    optimizer = sgd(p)
-    handle = training.ckpt.save({"p": p}, step=1, guard=Wrapper(Wrapper(optimizer)))
-    stepping = training.step_in_thread(optimizer)
-    assert stepping.is_alive()
-    training.release()
-    stepping.outcome()
-    handle.result()
-
-    assert bool((training.ckpt.load(1)["p"] == 1).all())
-
-
 @pytest.fixture
 def accelerator():
     """A fresh one; accelerate keeps its state in the process."""
@@ -347,34 +324,6 @@ def test_the_step_of_a_prepared_optimizer_waits_and_the_old_values_are_saved(tra
     assert training.order == ["released", "stepped"]
     assert torch.equal(model.weight, want - 1)
     assert torch.equal(training.ckpt.load(1)["model"]["weight"], want)
-
-
-def test_a_training_with_accelerate_saves_the_state_before_each_step(tmp_path, accelerator):
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    wanted = []
-    with open_run(tmp_path, host_bytes=BUDGET, guard=optimizer) as ckpt:
-        for step in range(4):
-            optimizer.zero_grad()
-            accelerator.backward(model(torch.randn(4, 512)).square().sum())
-            moments = optimizer.state_dict()["state"]
-            wanted.append(
-                (
-                    {k: v.clone() for k, v in model.state_dict().items()},
-                    {n: {k: v.clone() for k, v in s.items()} for n, s in moments.items()},
-                )
-            )
-            ckpt.save({"model": model, "optimizer": optimizer}, step=step)
-            optimizer.step()
-            schedule.step()
-        ckpt.wait()
-        for step, (weights, moments) in enumerate(wanted):
-            saved = ckpt.load(step)
-            assert all(torch.equal(saved["model"][k], v) for k, v in weights.items())
-            for number, moment in moments.items():
-                assert all(torch.equal(saved["optimizer"]["state"][number][k], v) for k, v in moment.items())
 
 
 def test_a_scheduler_is_refused_in_whatever_it_is_wrapped(accelerator):
@@ -535,29 +484,6 @@ def test_tied_weights_are_guarded_once_and_saved_once(training):
     saved = training.ckpt.load(1)
     assert bool((saved["in"] == 1).all())
     assert bool((saved["out"] == 1).all())
-
-
-def test_the_data_of_a_parameter_may_be_replaced_while_it_is_copied(training):
-    p = parameter()
-    optimizer = sgd(p)
-    handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
-    assert not handle.staging_completion.done()
-    p.data = torch.full_like(p, 9.0)
-    training.release()
-    handle.result()
-
-    assert bool((training.ckpt.load(1)["p"] == 1).all())
-
-
-def test_the_data_of_a_parameter_may_be_replaced_by_a_smaller_one_while_it_is_copied(training):
-    p = parameter()
-    optimizer = sgd(p)
-    handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
-    p.data = torch.empty(0)
-    training.release()
-    handle.result()
-
-    assert bool((training.ckpt.load(1)["p"] == 1).all())
 
 
 # --- broken promises ------------------------------------------------------------------------------------------

@@ -127,20 +127,6 @@ def test_the_hooks_of_a_container_are_called_and_that_of_the_guard_once_for_each
     assert after == [number + 1 for number in before]
 
 
-def test_many_guarded_steps_of_a_container_save_the_state_before_each(tmp_path: Path):
-    parts, container = made(several=True)
-    wanted = []
-    with open_run(tmp_path, guard=container) as ckpt:
-        for step in range(4):
-            flat = container.state_dict()
-            wanted.append({name: value.clone() for name, value in flat.items() if torch.is_tensor(value)})
-            ckpt.save({"model": nn.ModuleList(parts), "optimizer": container}, step)
-            container.step()
-        for step, want in enumerate(wanted):
-            saved = ckpt.load(step)["optimizer"]
-            assert all(torch.equal(saved[name], value) for name, value in want.items())
-
-
 @pytest.mark.parametrize("wrap", [Wrapper, lambda one: Wrapper(Wrapper(one)), lambda one: [one]])
 def test_the_optimizers_inside_of_a_wrapped_container_are_found(held: Held, wrap: Any):
     parts, container = made()

@@ -628,13 +628,6 @@ def test_handles_that_are_kept_keep_no_memory(tmp_path):
     assert copy() is None
 
 
-def test_the_memory_of_the_process_is_given_back_by_release():
-    async_ckpt.snapshot({"w": torch.ones(MIB)}).close()
-    gc.collect()
-    async_ckpt.release()
-    assert "0 buffers idle" in repr(default.host_memory())
-
-
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not guarded"])
 def test_a_process_that_exits_with_one_open_saves_what_it_was_told_to(guarded, tmp_path, nursery):
     script = """

@@ -137,20 +137,6 @@ def assert_whole(path: Path, segments: Segments) -> None:
         assert reader.num_bytes == segments.num_bytes
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.permutations(range(9)), st.integers(1, 4))
-def test_segments_in_any_order_are_in_file_order_in_the_object(tmp_path_factory, order, threads):
-    folder, segments = tmp_path_factory.mktemp("sink"), Segments(9, segment_bytes=64 * 1024)
-    sink = sink_for(LocalStorage(folder), segments, threads=threads)
-    for number in order:
-        segments.write(sink, number)
-    sink.finish()
-    sink.close()
-
-    assert segments.num_lent == 0
-    assert_whole(folder / "x.zst", segments)
-
-
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_segments_by_many_threads_at_once_are_each_there_once(tmp_path, threads):
     for attempt in range(5):
@@ -219,28 +205,6 @@ def test_a_segment_is_compressed_by_one_thread_even_when_another_comes_in_that_m
 
     assert sorted(taken) == [0, 1, 2, 3]
     assert_whole(tmp_path / "x.zst", segments)
-
-
-def test_no_more_threads_compress_at_once_than_told(tmp_path, monkeypatch):
-    segments = Segments(24, segment_bytes=256 * 1024)
-    sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
-    compress, inside, most, lock = CompressingSink._compress, 0, 0, threading.Lock()
-
-    def counted(self: CompressingSink, *taken: Any) -> None:
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        compress(self, *taken)
-        with lock:
-            inside -= 1
-
-    monkeypatch.setattr(CompressingSink, "_compress", counted)
-    for call in [Call(lambda n=n: segments.write(sink, n)) for n in range(24)]:  # type: ignore[misc]
-        call.outcome()
-    sink.finish()
-    sink.close()
-    assert most <= 3  # one may be on its way out
 
 
 def test_after_many_segments_no_more_threads_compress_than_before(tmp_path, monkeypatch):

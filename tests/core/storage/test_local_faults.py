@@ -1,7 +1,8 @@
-"""What the kernel refuses while a save fails already: nothing of it stays longer than until the next save."""
+"""What the kernel refuses in a save: the right error, or another way; and nothing of it stays longer than until the next save."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ with open_run(sys.argv[1]) as ckpt:
     print("ready", flush=True)
     sys.stdin.readline()
     error = ckpt.save(state_at(2, 5), step=2).exception()
-    print("saved", type(error).__name__, flush=True)
+    ckpt.wait()
+    print("saved", type(error).__name__, getattr(error.__cause__, "errno", None) if error else None, flush=True)
     sys.stdin.readline()
     ckpt.save(state_at(3, 5), step=3).result()
     ckpt.wait()
@@ -56,7 +58,7 @@ class Faulty:
             self.folders = sorted(path.name for path in root.iterdir() if path.is_dir())
         ended = child.ended()
         assert (ended.status, ended.err) == (0, "")
-        self.error = ended.out.splitlines()[1].split()[1]
+        _, self.error, self.errno = ended.out.splitlines()[1].split()
         with open_run(root) as ckpt:
             self.steps = ckpt.steps()
             for step in self.steps:
@@ -64,6 +66,45 @@ class Faulty:
 
 
 FOLDERS = ["step_00000001", "step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "code"),
+    [
+        ("fsync:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
+        ("pwrite64:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
+        ("pwrite64:error=ENOSPC:when=1+", "StorageFullError", errno.ENOSPC),
+        ("pwrite64:error=EDQUOT:when=1+", "StorageFullError", errno.EDQUOT),
+        ("fallocate:error=ENOSPC", "StorageFullError", None),
+        ("fallocate:error=EIO", "StorageUnavailableError", errno.EIO),
+        ("mkdir:error=EACCES", "StorageUnavailableError", errno.EACCES),
+        ("rename:error=EIO", "StorageUnavailableError", errno.EIO),
+        ("link:error=EIO", "StorageUnavailableError", errno.EIO),
+    ],
+)
+def test_a_refused_call_fails_the_save_under_the_right_name_and_leaves_nothing(tmp_path, nursery, fault, error, code):
+    faulty = Faulty(nursery, tmp_path, fault)
+
+    assert (faulty.error, faulty.errno) == (error, str(code))
+    assert (faulty.left, faulty.folders, faulty.steps) == ([], FOLDERS, [1, 3])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "pwrite64:error=EINVAL:when=1",  # O_DIRECT is taken at open, and refused at the first write
+        "pwrite64:error=EOPNOTSUPP:when=1",
+        "fallocate:error=EOPNOTSUPP",
+        "fallocate:error=ENOSYS",
+        "link:error=EPERM",  # no hard links here: an exclusive rename does as well
+        "link:error=EOPNOTSUPP",
+        "fcntl:error=ENOLCK:when=2+",  # no record locks
+    ],
+)
+def test_what_a_file_system_cannot_do_is_done_another_way(tmp_path, nursery, fault):
+    faulty = Faulty(nursery, tmp_path, fault)
+
+    assert (faulty.error, faulty.left, faulty.steps) == ("NoneType", [], [1, 2, 3])
 
 
 @pytest.mark.parametrize(

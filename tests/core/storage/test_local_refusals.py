@@ -23,8 +23,6 @@ from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.integrations.common.folders import FolderHold
 
-SHM = Path("/dev/shm")
-
 
 @pytest.fixture
 def disk(tmp_path):
@@ -325,20 +323,6 @@ def test_a_folder_that_takes_the_place_of_the_file_meanwhile_fails_the_save_and_
     sink.abort()
 
     assert os.listdir(disk.root) == ["x.tar"]
-
-
-@pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm here")
-def test_a_file_system_in_memory_is_a_place_like_any_other(tmp_path_factory):
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=SHM) as folder:
-        with open_run(folder, keep=1) as ckpt:
-            for step in (1, 2):
-                ckpt.save(state_at(step, 9), step=step).result()
-            ckpt.wait()
-            assert ckpt.steps() == [2]
-            assert_is_state(ckpt.load(), 2, 9)
-        assert leftovers(folder) == []
 
 
 @pytest.mark.parametrize("direct", [True, False])

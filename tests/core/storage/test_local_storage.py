@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -32,34 +31,6 @@ def disk(tmp_path):
 
 
 # --- one object ------------------------------------------------------------------------------------------------
-
-
-def test_an_object_appears_whole_when_it_is_finished_and_not_before(disk):
-    sink = disk.create("a/b/x.tar", num_bytes=8192)
-    sink.write(4096, memoryview(b"b" * 4096))
-    sink.write(0, memoryview(b"a" * 4096))
-    assert not disk.exists("a/b/x.tar")
-    sink.finish()
-    sink.close()
-
-    assert disk.read("a/b/x.tar")[0] == b"a" * 4096 + b"b" * 4096
-    assert disk.names("a/b") == ["x.tar"]
-
-
-def test_segments_written_by_many_threads_in_any_order_are_all_there(disk):
-    segments = [HostBuffer(4 * MIB) for _ in range(8)]
-    for number, segment in enumerate(segments):
-        segment.tensor.fill_(number)
-    sink = disk.create("x.tar", num_bytes=32 * MIB)
-    calls = [Call(lambda n=n: sink.write(n * 4 * MIB, segments[n].view)) for n in (3, 1, 7, 0, 5, 2, 6, 4)]
-    for call in calls:
-        call.outcome()
-    sink.finish()
-    sink.close()
-
-    written = (disk.root / "x.tar").read_bytes()
-    assert len(written) == 32 * MIB
-    assert all(written[n * 4 * MIB :][: 4 * MIB] == bytes([n]) * 4 * MIB for n in range(8))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 511, 4095, 4097, 3 * 4096 + 17])
@@ -94,34 +65,6 @@ def test_a_write_that_takes_less_than_it_is_given_is_continued(disk, monkeypatch
     write_whole(disk, "x", data)
 
     assert disk.read("x")[0] == data
-
-
-def test_an_aborted_object_leaves_no_trace(disk):
-    sink = disk.create("new/folder/x.tar", num_bytes=4096)
-    sink.write(0, memoryview(b"a" * 4096))
-    sink.abort()
-    sink.abort()
-    sink.close()
-
-    assert names_below(disk.root) == []
-    assert not (disk.root / "new/folder").exists()
-
-
-def test_an_abort_leaves_what_was_there_before(disk):
-    write_whole(disk, "folder/x", b"old")
-    sink = disk.create("folder/x", num_bytes=3)
-    sink.write(0, memoryview(b"new"))
-    sink.abort()
-
-    assert disk.read("folder/x")[0] == b"old"
-    assert disk.names("folder") == ["x"]
-
-
-def test_a_finished_object_replaces_what_was_there(disk):
-    write_whole(disk, "x", b"old")
-    write_whole(disk, "x", b"new!")
-
-    assert disk.read("x")[0] == b"new!"
 
 
 def test_an_object_that_lacks_bytes_cannot_be_finished(disk, monkeypatch):
@@ -228,54 +171,7 @@ def test_reading_past_the_end_says_where_it_ends(disk):
                 reader.read_into(0, target)
 
 
-def test_a_missing_object_is_a_file_not_found_and_its_deletion_no_error(disk):
-    for read in (disk.read, disk.open):
-        with pytest.raises(FileNotFoundError):
-            read("missing")
-    disk.delete("missing")
-    disk.delete("missing/too")
-    assert disk.names("missing") == []
-    assert not disk.exists("missing")
-    assert not disk.root.exists()
-
-
-def test_a_folder_is_no_object(disk):
-    (disk.root / "folder").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError):
-        disk.open("folder")
-    with pytest.raises(StorageUnavailableError):
-        disk.read("folder")
-
-
 # --- small objects ---------------------------------------------------------------------------------------------
-
-
-def test_a_new_object_is_refused_when_there_is_one(disk):
-    disk.put_new("a/manifest", b"first")
-    with pytest.raises(FileExistsError):
-        disk.put_new("a/manifest", b"second")
-
-    assert disk.read("a/manifest")[0] == b"first"
-    assert disk.names("a") == ["manifest"]
-
-
-def test_of_many_threads_that_put_a_new_object_exactly_one_wins(disk):
-    together = threading.Barrier(8)
-
-    def put(number: int) -> bool:
-        together.wait(60)
-        try:
-            disk.put_new("manifest", str(number).encode())
-        except FileExistsError:
-            return False
-        return True
-
-    calls = [Call(lambda number=number: put(number)) for number in range(8)]
-    won = [number for number, call in enumerate(calls) if call.outcome()]
-
-    assert len(won) == 1
-    assert disk.read("manifest")[0] == str(won[0]).encode()
-    assert disk.names("") == ["manifest"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the exclusive rename is of Linux")
@@ -301,64 +197,6 @@ def test_the_version_changes_whenever_an_object_is_replaced(disk):
 
     assert len(versions) == 20
     assert disk.read("x") == disk.read("x")
-
-
-def test_replacing_needs_the_version_that_was_read(disk):
-    disk.replace("x", b"one")
-    first = disk.read("x")[1]
-    disk.replace("x", b"two", version=first)
-    with pytest.raises(FileExistsError):
-        disk.replace("x", b"three", version=first)
-    with pytest.raises(FileExistsError):
-        disk.replace("missing", b"one", version=first)
-
-    assert disk.read("x")[0] == b"two"
-    assert disk.names("") == ["x"]
-
-
-def test_of_many_threads_that_replace_one_version_exactly_one_wins(disk):
-    disk.replace("x", b"old")
-    version = disk.read("x")[1]
-    together = threading.Barrier(8)
-
-    def replace(number: int) -> bool:
-        together.wait(60)
-        try:
-            disk.replace("x", str(number).encode(), version=version)
-        except FileExistsError:
-            return False
-        return True
-
-    calls = [Call(lambda number=number: replace(number)) for number in range(8)]
-    assert sum(call.outcome() for call in calls) == 1
-
-
-def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(disk):
-    disk.replace("x", b"0" * 5000)
-    stop = threading.Event()
-
-    def read() -> int:
-        count = 0
-        while not stop.is_set() or not count:
-            data = disk.read("x")[0]
-            assert len(data) == 5000
-            assert len(set(data)) == 1
-            count += 1
-        return count
-
-    reading = Call(read)
-    for number in range(30):
-        disk.replace("x", str(number % 10).encode() * 5000)
-    stop.set()
-    assert reading.outcome() > 0
-
-
-def test_moving_keeps_the_content(disk):
-    disk.replace("a/x", b"data")
-    disk.move("a/x", "a/y")
-
-    assert disk.names("a") == ["y"]
-    assert disk.read("a/y")[0] == b"data"
 
 
 def test_a_folder_that_a_deletion_leaves_empty_goes_too_but_never_the_root(disk):
@@ -424,14 +262,6 @@ def test_a_name_that_is_too_long_is_said_to_be(tmp_path):
         async_ckpt.save(state_at(1), tmp_path / ("a" * 256)).result()
 
     assert names_below(tmp_path) == []
-
-
-def test_a_run_below_a_deep_new_folder_is_made(tmp_path):
-    root = tmp_path / "über" / "ein" / "neuer" / "Ordner"
-    with open_run(root) as ckpt:
-        ckpt.save(state_at(1), step=1).result()
-
-    assert_is_state(async_ckpt.load(root), 1)
 
 
 def test_a_symbolic_link_to_a_folder_is_a_folder(tmp_path):

@@ -38,10 +38,7 @@ def test_the_scheme_and_the_engine_choose_the_storage(root, kind):
         ("s3://", {}, "bucket"),
         ("s3://bucket/run?versionId=1", {}, "options="),
         ("nowhere://x", {}, "nowhere"),
-        ("memory://x", {"engine": "s3fs"}, "s3fs"),
-        ("s3://bucket", {"engine": "boto"}, "engine"),
         ("s3://bucket", {"options": {"endpint": "http://x"}}, "endpint"),
-        ("", {}, "empty"),
     ],
 )
 def test_what_is_no_place_is_refused_with_what_is_wrong(root, options, message):

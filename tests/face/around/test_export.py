@@ -99,14 +99,6 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "outer" / "model"
 
 
-@pytest.fixture
-def config_folder(tmp_path: Path) -> Path:
-    """The config of the small Llama, as it comes without weights."""
-    folder = tmp_path / "config"
-    transformers.LlamaConfig(**SMALL, num_key_value_heads=2).save_pretrained(folder)
-    return folder
-
-
 # --- what transformers loads --------------------------------------------------------------------------------------
 
 
@@ -266,6 +258,9 @@ def test_every_dtype_that_safetensors_knows_keeps_every_bit(out):
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
         "one": torch.ones(1).bool(),
+        "payload of a NaN, and minus nought": torch.tensor([0x7FC00001, -0x80000000])
+        .to(torch.int32)
+        .view(torch.float32),
     }
     async_ckpt.export_hf({name: tensor.clone() for name, tensor in state.items()}, out).result()
 
@@ -595,14 +590,6 @@ def test_of_several_adapters_in_use_none_is_guessed(out):
             async_ckpt.export_hf(model, out)
 
     assert_only(out.parent)
-
-
-@pytest.fixture
-def adapter_config(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "bias": "none"}')
-    return folder
 
 
 def test_a_state_dict_is_an_adapter_where_its_config_lies_whichever_names_it_has(out, adapter_config):

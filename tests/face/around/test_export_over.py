@@ -9,17 +9,16 @@ import shutil
 import subprocess
 import sys
 import threading
-import uuid
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from buckets import Bucket, InMemory, OnServer
 from children import injected, why_no_strace
+from disks import mounted, needs_mount
 from exported import (
-    SMALL,
     PeftModel,
     Tensors,
     adapter_of,
@@ -35,7 +34,7 @@ from exported import (
 )
 from racing import Call, until
 from slices import some
-from states import MIB, bits_of, names_below
+from states import MIB, names_below
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 
@@ -43,7 +42,7 @@ import transformers
 from safetensors import safe_open
 
 import async_ckpt
-from async_ckpt import Place, StorageFullError, StorageUnavailableError
+from async_ckpt import StorageFullError, StorageUnavailableError
 from async_ckpt.core.saving.default import host_memory
 from async_ckpt.core.storage.store_facts import PROBE
 from async_ckpt.testing import FaultyProxy
@@ -54,22 +53,6 @@ def out(tmp_path: Path) -> Path:
     """A folder that is not there yet, in one where nothing else is."""
     (tmp_path / "outer").mkdir()
     return tmp_path / "outer" / "model"
-
-
-@pytest.fixture
-def config_folder(tmp_path: Path) -> Path:
-    """The config of the small Llama, as it comes without weights."""
-    folder = tmp_path / "config"
-    transformers.LlamaConfig(**SMALL, num_key_value_heads=2).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def adapter_config(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "bias": "none"}')
-    return folder
 
 
 # --- over what is there -------------------------------------------------------------------------------------------
@@ -248,16 +231,9 @@ def test_killed_at_any_change_of_the_disk_one_export_is_there_or_the_other(was_t
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a file system needs root")
+@needs_mount
 def test_a_disk_without_room_is_told_before_a_byte_is_written_and_a_read_only_one_too(tmp_path, config_folder):
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(mount)], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip("mounting a file system needs root")
-    try:
+    with mounted(tmp_path / "disk", "size=2m") as mount:
         async_ckpt.export_hf({"w": torch.ones(1000)}, mount / "model", config_folder).result()
         state = {"v": torch.ones(MIB // 4), "w": torch.ones(MIB // 2)}
         with pytest.raises(StorageFullError) as caught:
@@ -273,8 +249,6 @@ def test_a_disk_without_room_is_told_before_a_byte_is_written_and_a_read_only_on
             async_ckpt.export_hf({"w": torch.ones(5)}, mount / "other", config_folder).result()
         assert_only(mount, "model")
         assert_same(weights_in(mount / "model"), {"w": torch.ones(1000)})
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 FAILING = """
@@ -331,38 +305,22 @@ def _opened_later(path: Path) -> Path:
 # --- stores -------------------------------------------------------------------------------------------------------
 
 
-class Far:
-    """A folder in a store, and what it holds behind the library's back."""
-
-    def __init__(self, place: Place, names: Callable[[], list[str]], read: Any) -> None:
-        self.place, self.names, self.read = place, names, read
-
-    def fetched(self, folder: Path) -> Path:
-        for name in self.names():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(self.read(name))
-        return folder
-
-
 @pytest.fixture(params=["s3", "memory"])
-def far(request: pytest.FixtureRequest) -> Far:
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    if request.param == "memory":
-        from fsspec.implementations.memory import MemoryFileSystem
+def far(request: pytest.FixtureRequest) -> OnServer | InMemory:
+    return InMemory() if request.param == "memory" else OnServer(request.getfixturevalue("bucket"), "obstore")
 
-        fs, root = MemoryFileSystem(), f"/{name}/models/a"
-        return Far(
-            Place(f"memory://{name}/models/a"),
-            lambda: sorted(path.removeprefix(f"{root}/") for path in fs.find(root)),
-            lambda path: fs.cat_file(f"{root}/{path}"),
-        )
-    server = request.getfixturevalue("s3")
-    server.make_bucket(name)
-    return Far(
-        Place(f"s3://{name}/models/a", options=server.options),
-        lambda: [key.removeprefix("models/a/") for key in server.keys(name)],
-        lambda path: server.client.get_object(Bucket=name, Key=f"models/a/{path}")["Body"].read(),
-    )
+
+@pytest.fixture
+def watched(bucket: Bucket, proxy: FaultyProxy) -> OnServer:
+    """A folder in a bucket behind the proxy."""
+    return OnServer(bucket, "obstore", endpoint=proxy.endpoint)
+
+
+def fetched(far: OnServer | InMemory, folder: Path) -> Path:
+    for name in far.names():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(far.read(name))
+    return folder
 
 
 def test_a_model_in_a_store_loads_and_the_next_one_leaves_no_shard_of_it(far, tmp_path):
@@ -372,21 +330,21 @@ def test_a_model_in_a_store_loads_and_the_next_one_leaves_no_shard_of_it(far, tm
     spoil(model)
     report = handle.result()
 
-    first = far.fetched(tmp_path / "first")
+    first = fetched(far, tmp_path / "first")
     assert_loads(first, wanted, transformers.GPT2LMHeadModel)
     assert report.num_bytes == sum(path.stat().st_size for path in first.iterdir())
     assert "model.safetensors.index.json" in far.names()
 
     async_ckpt.export_hf(model, far.place).result()
     assert far.names() == ["config.json", "generation_config.json", "model.safetensors"]
-    assert_loads(far.fetched(tmp_path / "second"), state_of(model), transformers.GPT2LMHeadModel)
+    assert_loads(fetched(far, tmp_path / "second"), state_of(model), transformers.GPT2LMHeadModel)
 
 
 def test_the_config_in_a_store_stays_where_only_weights_come(far, tmp_path):
     async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 2), 2000).result()
     async_ckpt.export_hf(version(2), far.place).result()
 
-    assert_is_version(far.fetched(tmp_path / "fetched"), 2)
+    assert_is_version(fetched(far, tmp_path / "fetched"), 2)
 
 
 def test_an_adapter_in_a_store_comes_with_its_config_last_and_keeps_a_model_away(far, tmp_path):
@@ -397,26 +355,9 @@ def test_an_adapter_in_a_store_comes_with_its_config_last_and_keeps_a_model_away
 
     assert far.names() == ["adapter_config.json", "adapter_model.safetensors"]
     assert_same(
-        weights_in(far.fetched(tmp_path / "fetched")),
+        weights_in(fetched(far, tmp_path / "fetched")),
         adapter_of(model.base_model.model.state_dict(), "mine"),
     )
-
-
-@pytest.fixture
-def watched(s3: Any) -> Iterator[tuple[FaultyProxy, Far]]:
-    """A folder in a bucket behind a proxy."""
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3.make_bucket(name)
-    with FaultyProxy(s3.endpoint) as proxy:
-        options = {**s3.options, "endpoint": proxy.endpoint}
-        yield (
-            proxy,
-            Far(
-                Place(f"s3://{name}/a", options=options),
-                lambda: [key.removeprefix("a/") for key in s3.keys(name)],
-                lambda path: s3.client.get_object(Bucket=name, Key=f"a/{path}")["Body"].read(),
-            ),
-        )
 
 
 def changes(proxy: FaultyProxy) -> list[str]:
@@ -428,44 +369,43 @@ def changes(proxy: FaultyProxy) -> list[str]:
     ]
 
 
-def test_in_a_store_the_config_goes_first_and_comes_last(watched, tmp_path):
-    proxy, far = watched
-    async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 1), 4000).result()
+def test_in_a_store_the_config_goes_first_and_comes_last(watched, proxy, tmp_path):
+    async_ckpt.export_hf(version(1), watched.place, config_of(tmp_path / "config", 1), 4000).result()
     assert changes(proxy) == [
         "+model-00001-of-00002.safetensors", "+model-00002-of-00002.safetensors", "+model.safetensors.index.json",
         "+config.json",
     ]  # fmt: skip
     before = len(changes(proxy))
-    async_ckpt.export_hf(version(2), far.place, config_of(tmp_path / "config", 2)).result()
+    async_ckpt.export_hf(version(2), watched.place, config_of(tmp_path / "config", 2)).result()
 
     assert changes(proxy)[before:] == [
         "-config.json", "+model.safetensors", "-model-00001-of-00002.safetensors", "-model-00002-of-00002.safetensors",
         "-model.safetensors.index.json", "+config.json",
     ]  # fmt: skip
-    assert_is_version(far.fetched(tmp_path / "fetched"), 2)
+    assert_is_version(fetched(watched, tmp_path / "fetched"), 2)
 
 
-def test_an_upload_that_fails_in_the_middle_leaves_nothing_that_loads_and_the_next_export_mends_it(watched, tmp_path):
-    proxy, far = watched
-    async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 1), 2000).result()
+def test_an_upload_that_fails_in_the_middle_leaves_nothing_that_loads_and_the_next_export_mends_it(
+    watched, proxy, tmp_path
+):
+    async_ckpt.export_hf(version(1), watched.place, config_of(tmp_path / "config", 1), 2000).result()
     fault = proxy.answer("AccessDenied", target="model-00002-of-00002", method="PUT")
     with pytest.raises(StorageUnavailableError):
-        async_ckpt.export_hf(version(2), far.place, config_of(tmp_path / "config", 2), 4000).result()
+        async_ckpt.export_hf(version(2), watched.place, config_of(tmp_path / "config", 2), 4000).result()
     assert fault.hits
-    assert "config.json" not in far.names()
+    assert "config.json" not in watched.names()
     proxy.clear()
-    async_ckpt.export_hf(version(3), far.place, config_of(tmp_path / "config", 3), 4000).result()
+    async_ckpt.export_hf(version(3), watched.place, config_of(tmp_path / "config", 3), 4000).result()
 
-    assert_is_version(far.fetched(tmp_path / "fetched"), 3)
+    assert_is_version(fetched(watched, tmp_path / "fetched"), 3)
 
 
-def test_a_large_shard_goes_up_in_parts(watched, tmp_path):
-    proxy, far = watched
+def test_a_large_shard_goes_up_in_parts(watched, proxy, tmp_path):
     state = {"w": torch.arange(10 * MIB // 2), "v": torch.arange(3)}
-    async_ckpt.export_hf(state, far.place).result()
+    async_ckpt.export_hf(state, watched.place).result()
 
     assert proxy.count(kind="upload_part") >= 2
-    assert_same(weights_in(far.fetched(tmp_path / "fetched")), state)
+    assert_same(weights_in(fetched(watched, tmp_path / "fetched")), state)
 
 
 # --- its life -----------------------------------------------------------------------------------------------------
@@ -540,11 +480,3 @@ def test_many_exports_keep_no_thread_no_file_no_memory_and_no_model(tmp_path):
     assert counted() <= before
     assert gone() is None
     assert not host_memory()._bytes(held=False)
-
-
-def test_bits_are_those_of_the_tensor_whatever_they_mean(out):
-    """NaNs keep their payload, and minus nought its sign."""
-    state = {"w": torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32).view(torch.float32)}
-    async_ckpt.export_hf(state, out).result()
-
-    assert torch.equal(bits_of(weights_in(out)["w"]), bits_of(state["w"]))

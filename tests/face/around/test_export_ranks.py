@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from buckets import Bucket
 from rank_worlds import Worlds
 from states import difference
 
-from async_ckpt import Place
-from async_ckpt.testing.servers import Server
+from async_ckpt import files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -78,15 +78,13 @@ def test_shards_are_as_of_a_whole_model_and_the_next_export_takes_their_place(wo
     assert sorted(path.name for path in tmp_path.iterdir() if "parts" in path.name) == []
 
 
-def test_in_a_store(worlds: Worlds, s3: Server, bucket: str, tmp_path: Path):
-    place = f"Place('s3://{bucket}/hf', options={s3.options})"
+def test_in_a_store(worlds: Worlds, bucket: Bucket, tmp_path: Path):
+    place = f"Place({bucket.url('hf')!r}, options={bucket.server.options})"
     ended = worlds.run(2, EXPORT.format(make="fsdp()", out=place, most=10**9, times=2))
 
     assert len(ended) == 2
-    assert s3.keys(bucket) == ["hf/model.safetensors"]
-    import async_ckpt
-
-    async_ckpt.files.download_directory(Place(f"s3://{bucket}/hf", options=s3.options), tmp_path / "hf")
+    assert bucket.keys() == ["hf/model.safetensors"]
+    files.download_directory(bucket.place("hf"), tmp_path / "hf")
     assert_is_whole(worlds, tmp_path / "hf")
 
 

@@ -68,12 +68,6 @@ CLEANING = [name for name, writer in WRITERS.items() if writer.cleans]
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
-@pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Where a scratch folder is about to be removed."""
     gate, remove = Gate(), Scratch.remove

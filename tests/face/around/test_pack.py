@@ -16,11 +16,10 @@ from typing import Any
 
 import fsspec
 import pytest
-from buckets import bucket  # noqa: F401
 from packing import kept, names, settled
 from racing import PATIENCE, Thrown, until
 from states import MIB
-from tarballs import look, make_tree
+from tarballs import look
 
 from async_ckpt import (
     CheckpointError,
@@ -36,18 +35,6 @@ from async_ckpt.files import extract, pack_folder
 ZSTD_MAGIC = bytes.fromhex("28b52ffd")
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return make_tree(tmp_path / "tree")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A folder for archives, so that what is left beside them is seen."""
-    (tmp_path / "archives").mkdir()
-    return tmp_path / "archives"
 
 
 class Held:
@@ -168,13 +155,6 @@ def test_nothing_written_leaves_what_was_there(out):
     assert (out / "x.tar").read_bytes() == b"of before"
 
 
-def test_folders_alone_are_something(out):
-    with pack(out / "x.tar") as folder:
-        (folder / "a").mkdir()
-    folder.handle.result()
-    assert os.listdir(extract(out / "x.tar", out / "out")) == ["a"]
-
-
 async def test_leaving_the_block_does_not_hold_up_a_running_loop_and_the_handle_is_awaited_there(out, held):
     with pack(out / "x.tar") as folder:
         (folder / "a").write_bytes(bytes(20 * MIB))
@@ -187,18 +167,6 @@ async def test_leaving_the_block_does_not_hold_up_a_running_loop_and_the_handle_
 
     assert (await waiting).status == "committed"
     assert (await folder.handle).num_bytes > 20 * MIB
-
-
-async def test_a_cancelled_await_leaves_the_pack_alone(out, held):
-    with pack(out / "x.tar") as folder:
-        (folder / "a").write_text("b")
-    waiting = asyncio.ensure_future(folder.handle)
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    held.go_on.set()
-    assert (await folder.handle).status == "committed"
 
 
 def test_two_packs_to_one_destination_are_both_made_and_the_later_one_stays(out, held):
@@ -352,7 +320,7 @@ def test_a_name_with_a_query_promises_what_stands_before_it(out, tree):
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
-def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine, name):  # noqa: F811
+def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine, name):
     place = bucket.place(f"runs/{name}", engine)
     (tree / "weights").write_bytes(random.Random(0).randbytes(18 * MIB))
     with pack(place, scratch=tmp_path / "scratch") as folder:
@@ -371,7 +339,7 @@ def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
-def test_an_upload_that_fails_leaves_the_folder_and_no_object(bucket, proxy, tmp_path, engine, name):  # noqa: F811
+def test_an_upload_that_fails_leaves_the_folder_and_no_object(bucket, proxy, tmp_path, engine, name):
     bucket.write([f"runs/{name}"], b"of before")
     proxy.answer("AccessDenied", kind="upload_part", target=r"partNumber=2\b")
     data = random.Random(0).randbytes(40 * MIB)
@@ -385,7 +353,7 @@ def test_an_upload_that_fails_leaves_the_folder_and_no_object(bucket, proxy, tmp
     assert bucket.uploads() == []
 
 
-def test_an_upload_that_breaks_off_is_made_again(bucket, proxy, tmp_path):  # noqa: F811
+def test_an_upload_that_breaks_off_is_made_again(bucket, proxy, tmp_path):
     place = bucket.place("x.tar", endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, times=1, kind="upload_part", target=r"partNumber=2\b")
     data = random.Random(0).randbytes(70 * MIB)
@@ -427,15 +395,6 @@ with pack(out / "x.tar") as folder:
     assert names(out) == ["x.tar"]
     with unpack(out / "x.tar") as folder:
         assert (folder / "a").read_bytes() == b"b" * (30 * MIB)
-
-
-@needs_fork
-def test_a_failure_at_the_end_of_the_process_says_where_the_folder_is(out, nursery):
-    ended = nursery.run(HEAD + 'with pack(out / "x.tar") as folder:\n    os.mkfifo(folder / "pipe")\n', out)
-
-    assert ended.status == 75
-    assert "x.tar was not saved: UnsupportedStateError" in ended.err
-    assert str(kept(out)) in ended.err
 
 
 @needs_fork
@@ -492,32 +451,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         (folder / "a").write_text("b")
     folder.handle.result()
     assert names(out) == ["x.tar", "y.tar"]
-
-
-@needs_fork
-def test_the_folder_of_a_living_process_is_not_swept(out, nursery):
-    os.mkfifo(out.parent / "stdin")
-    code = (
-        HEAD
-        + """
-with pack(out / "x.tar") as folder:
-    (folder / "a").write_text("theirs")
-    print("inside", flush=True)
-    sys.stdin.readline()
-print(folder.handle.result().status)
-"""
-    )
-    child = nursery.start(code, out, stdin=str(out.parent / "stdin"))
-    with open(out.parent / "stdin", "w") as stdin:
-        child.wait_for_line("inside\n")
-        with pack(out / "x.tar") as folder:
-            (folder / "a").write_text("ours")
-        folder.handle.result()
-        stdin.write("\n")
-    assert child.ended().out == "inside\ncommitted\n"
-    assert names(out) == ["x.tar"]
-    with unpack(out / "x.tar") as unpacked:
-        assert (unpacked / "a").read_text() == "theirs"
 
 
 @needs_fork

@@ -23,7 +23,7 @@ from packing import kept, names
 from racing import PATIENCE, Thrown, until
 from slices import examples
 from states import MIB
-from tarballs import gnu_tar, in_names, look, make_tree, tar, with_holes
+from tarballs import gnu_tar, in_names, look, tar, with_holes
 
 from async_ckpt import (
     StorageFullError,
@@ -45,18 +45,6 @@ from async_ckpt.files import extract, pack_folder
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 GIB = 1 << 30
 BLOCK = 4 * MIB
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return make_tree(tmp_path / "tree")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A folder for archives, so that what is left beside them is seen."""
-    (tmp_path / "archives").mkdir()
-    return tmp_path / "archives"
 
 
 # --- what comes of it ------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buckets import bucket  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from racing import Call, until
@@ -35,14 +34,6 @@ zstandard = pytest.importorskip("zstandard")
 
 posix = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 pytestmark = posix
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder for archives and what is made of them, with a file beside it that no archive may reach."""
-    (tmp_path / "outside").write_text("untouched")
-    (tmp_path / "place").mkdir()
-    return tmp_path / "place"
 
 
 # --- every tar comes back --------------------------------------------------------------------------------------
@@ -100,17 +91,6 @@ def test_what_tarfile_has_packed_in_any_of_its_formats_comes_back(tmp_path, form
     extract(tmp_path / "x.tar", tmp_path / "out")
 
     assert look(tmp_path / "out" / (top or ".")) == look(tree)
-
-
-def test_archives_as_skyrl_writes_them_come_back_whatever_they_are_called(tmp_path):
-    tree = make_tree(tmp_path / "tree")
-    with tarfile.open(tmp_path / "torch.tar.gz", "w") as plain:
-        plain.add(tree, arcname=".")
-    with tarfile.open(tmp_path / "jax.tar.gz", "w:gz", compresslevel=0) as packed:
-        packed.add(tree, arcname="")
-    for name in ("torch.tar.gz", "jax.tar.gz"):
-        with unpack(tmp_path / name) as folder:
-            assert look(folder) == look(tree)
 
 
 def test_a_name_says_nothing_about_what_is_in_a_file(tmp_path):
@@ -345,7 +325,7 @@ def test_a_forked_child_leaves_its_parents_folder_alone(good, tmp_path, nursery)
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
-def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):  # noqa: F811
+def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):
     data = plain_tar([member("a", os.urandom(20 * MIB)), member("b", b"c")])
     bucket.server.client.put_object(Bucket=bucket.name, Key="runs/x.tar.gz", Body=data)
 
@@ -361,7 +341,7 @@ def test_an_archive_in_a_bucket_comes_back(bucket, tmp_path, engine):  # noqa: F
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_an_object_that_is_replaced_while_it_is_unpacked_is_said_to_be(bucket, proxy, tmp_path):  # noqa: F811
+def test_an_object_that_is_replaced_while_it_is_unpacked_is_said_to_be(bucket, proxy, tmp_path):
     old, new = (plain_tar([member("a", bytes([i]) * (20 * MIB))]) for i in (1, 2))
     bucket.server.client.put_object(Bucket=bucket.name, Key="x.tar", Body=old)
     held = proxy.delay(
@@ -377,7 +357,7 @@ def test_an_object_that_is_replaced_while_it_is_unpacked_is_said_to_be(bucket, p
     assert os.listdir(tmp_path) == []
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(bucket, proxy, tmp_path):  # noqa: F811
+def test_an_answer_that_breaks_off_is_asked_for_again(bucket, proxy, tmp_path):
     data = plain_tar([member("a", os.urandom(12 * MIB))])
     bucket.server.client.put_object(Bucket=bucket.name, Key="x.tar", Body=data)
     proxy.cut_response(100_000, kind="get_object", times=2)

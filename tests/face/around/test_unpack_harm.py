@@ -89,14 +89,6 @@ def file_member(name: bytes = b"x", data: bytes = b"") -> bytes:
 END = bytes(1024)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder for archives and what is made of them, with a file beside it that no archive may reach."""
-    (tmp_path / "outside").write_text("untouched")
-    (tmp_path / "place").mkdir()
-    return tmp_path / "place"
-
-
 def refused(
     place: Path,
     data: bytes,
@@ -486,7 +478,7 @@ def test_a_wrong_header_of_a_later_member_is_damage_and_not_the_end(place, recor
 @pytest.mark.parametrize("packed", [gzip.compress, zstandard.ZstdCompressor(write_checksum=True).compress])
 def test_what_is_compressed_and_cut_off_is_damage_wherever_the_cut_is(place, packed):
     data = packed(sample())
-    for cut in [*range(0, len(data), 17), *range(len(data) - 12, len(data))]:
+    for cut in [*range(8), *range(8, len(data), 17), *range(len(data) - 12, len(data))]:
         refused(place, data[:cut], CorruptCheckpointError)
     (place / "x.tar").write_bytes(data)
     extract(place / "x.tar", place / "out")
@@ -540,11 +532,6 @@ def test_an_archive_with_any_bytes_wrong_is_extracted_or_a_checkpoint_error(chan
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 def test_what_is_no_archive_is_damage(place, data, packed):
     refused(place, packed(data), CorruptCheckpointError)
-
-
-def test_only_the_magic_of_a_compressed_file_is_damage(place):
-    for magic in (b"\x1f\x8b", b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd\0\0"):
-        refused(place, magic, CorruptCheckpointError)
 
 
 def test_archives_one_behind_the_other_are_refused(place):

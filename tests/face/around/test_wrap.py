@@ -218,10 +218,11 @@ def test_a_function_that_takes_an_open_file_is_streamed(tmp_path):
         given.append(file)
         pickle.dump(value, file)
 
-    save = wrap(dump, file_object=True)
-    save([1, 2], tmp_path / "x.pkl").result()
+    wrap(dump, file_object=True)([1, 2], tmp_path / "x.pkl").result()
+    wrap(pickle.dump, file_object=True)([1, 2], tmp_path / "y.pkl").result()
 
-    assert pickle.loads((tmp_path / "x.pkl").read_bytes()) == [1, 2]
+    for name in ("x.pkl", "y.pkl"):
+        assert pickle.loads((tmp_path / name).read_bytes()) == [1, 2]
     with pytest.raises(ValueError, match="the function has returned"):
         given[0].write(b"more")
 

@@ -148,24 +148,6 @@ def test_an_exit_in_a_function_ends_no_process_and_is_a_failure(tmp_path, nurser
 # --- killed ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["held folder", "held stream"])
-def test_killed_in_the_middle_nothing_is_visible_and_the_next_call_sweeps(tmp_path, nursery, kind):
-    (tmp_path / "x").mkdir() if kind == "held folder" else (tmp_path / "x").write_text("old")
-    before = names_below(tmp_path)
-    child = nursery.start(script(SAVES[kind] + ".result()"), tmp_path)
-    child.wait_for_line("inside")
-    child.send(signal.SIGKILL)
-    assert child.ended().status == -signal.SIGKILL
-
-    left = [name for name in names_below(tmp_path) if name not in before]
-    assert left
-    assert all(name.startswith(".x.") for name in left)
-
-    ended = nursery.run(script(SAVES["folder" if kind == "held folder" else "stream"]), tmp_path)
-    assert (ended.status, ended.err) == (0, "")
-    assert names_below(tmp_path) == (["x/config.json", "x/state.pt"] if kind == "held folder" else ["x"])
-
-
 def test_a_living_process_is_not_swept(tmp_path, nursery):
     child = nursery.start(script(SAVES["held folder"]), tmp_path)
     child.wait_for_line("inside")

@@ -130,17 +130,13 @@ class CallAttacker:
             told = told_by(scenario, notes)
             if status == 0 and NOT_MET in ended.out:
                 return NOT_MET
-            if fault.code == _KILL and status == -signal.SIGKILL:
-                pass
-            elif status != 0:
-                return f"the child ended with {status}: {error[-600:]}"
-            elif fault.is_survived and told.refused:
-                return f"it has failed: {'; '.join(told.refused)}"
-            elif not scenario.has_plain_errors and any("OSError" in one for one in told.refused):
-                return f"it has raised an error that is none of the library's: {'; '.join(told.refused)}"
-            elif "Traceback" in error:
-                return f"it has printed: {error[-600:]}"
-            return broken(scenario, root, told)
+            if not (fault.code == _KILL and status == -signal.SIGKILL):
+                if status != 0:
+                    return f"the child ended with {status}: {error[-600:]}"
+                if "Traceback" in error:
+                    return f"it has printed: {error[-600:]}"
+            refusal = told.wrong_refusal(is_survived=fault.is_survived, has_plain_errors=scenario.has_plain_errors)
+            return refusal or broken(scenario, root, told)
         except AssertionError as hung:
             return f"{hung!s:.600}"
         finally:

@@ -118,7 +118,7 @@ def _check_run(
     root: Path, told: Told, opened: Callable[[Path], AsyncCheckpointer] = _open, keep: int | None = None
 ) -> None:
     with opened(root) as ckpt:
-        _check_steps(ckpt, told, keep)
+        check_steps(ckpt, told, keep)
         ckpt.save(state_of(990), 99).result()
         ckpt.wait()
         assert number_of(ckpt.load(99)) == 990
@@ -128,17 +128,19 @@ def _check_run(
 def _check_three(root: Path, told: Told, keep: int | None = None) -> None:
     """Also if the memory is lost, of which no handle has told."""
     with _without_memory(root) as ckpt:
-        _check_steps(ckpt, told, keep)
+        check_steps(ckpt, told, keep)
     _check_run(root, told, _three, keep)
 
 
-def _check_steps(ckpt: AsyncCheckpointer, told: Told, keep: int | None) -> None:
+def check_steps(ckpt: AsyncCheckpointer, told: Told, keep: int | None = None) -> dict[int, int]:
+    """Of all that is there, the numbers by step: each is one that it may be, and none that was told of is missing."""
     steps = ckpt.steps()
     numbers = {step: number_of(ckpt.load(step)) for step in steps}
     told.check(steps, keep)
     for step, number in numbers.items():
-        allowed = told.may[step] if step in told.unsure else {told.told[step]}
+        allowed = told.may[step] if step in told.unsure else {told.told.get(step)}
         assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+    return numbers
 
 
 def _check_leftovers(root: Path) -> None:

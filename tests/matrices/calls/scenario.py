@@ -76,6 +76,15 @@ class Told:
         gone = [key for key in kept if key not in self.unsure and key not in there]
         assert not gone, f"{gone} were told of, and are gone: {there}"
 
+    def wrong_refusal(self, *, is_survived: bool, has_plain_errors: bool = False) -> str | None:
+        """What should not have been refused, or not by this error. None if nothing."""
+        refused = "; ".join(self.refused)
+        if is_survived and refused:
+            return f"it has failed: {refused}"
+        if "OSError" in refused and not has_plain_errors:
+            return f"it has raised an error that is none of the library's: {refused}"
+        return None
+
     def read(self, path: Path) -> Told:
         for line in path.read_text().splitlines():
             kind, what, key, number = line.split()

@@ -22,8 +22,8 @@ from tests.matrices.hostile.instrumentation import instrumented
 
 with instrumented():  # before anything imports the library
     from tests.matrices.hostile import input_engines as engines
-    from tests.matrices.hostile import targets_in_memory, targets_of_folders
     from tests.matrices.hostile.hostile_corpus import BESIDE, FAULT, SOUND, fewest, inputs_of, keep, kept
+    from tests.matrices.hostile.hostile_slice import TARGETS
     from tests.matrices.hostile.hostile_target import Scratch, Target
 
 INPUTS = 1_050_000
@@ -43,10 +43,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", action="store_true", help="write the corpus anew from what the library writes")
     parser.add_argument("--grow", action="store_true", help="keep what the run has found in the corpus")
     return parser.parse_args(arguments)
-
-
-def all_targets() -> list[Target]:
-    return [*targets_in_memory.TARGETS, *targets_of_folders.TARGETS]
 
 
 def watched(target: Target, failures: Path) -> Any:
@@ -159,11 +155,11 @@ def replay(target: Target, path: Path) -> int:
 
 def main() -> int:
     options = parsed()
-    targets = all_targets()
+    targets = TARGETS
     if options.only:
         targets = [target for target in targets if target.name.replace(" ", "-") == options.only.replace(" ", "-")]
         if not targets:
-            print(f"no target {options.only}; there are {', '.join(target.name for target in all_targets())}")
+            print(f"no target {options.only}; there are {', '.join(target.name for target in TARGETS)}")
             return 2
     if options.seeds:
         write_seeds(targets)

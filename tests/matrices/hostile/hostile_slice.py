@@ -5,7 +5,6 @@ In: a number of inputs for each target, a seed. Out: what was wrong. Knows nothi
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from . import targets_in_memory, targets_of_folders
@@ -34,7 +33,3 @@ def try_all(num_inputs: int, seed: int, failures: Path) -> int:
         wrong += sum(watch.tally.wrong.values())
         print(f"{target.name}: {watch.tally.as_dict()}", flush=True)
     return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(1 if try_all(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) else 0)

@@ -86,17 +86,19 @@ def small_safetensors() -> Path:
 
 def archive_with_objects(pickled: bytes) -> bytes:
     path = Scratch.file((_laid_out() / "x.tar").read_bytes(), "swapped.tar")
-    objects_swapped(path, pickled if pickled.startswith(b"PK") else _zip_of(pickled))
+    objects_swapped(path, pickled if pickled.startswith(b"PK") else packed(pickled))
     return path.read_bytes()
 
 
-def _zip_of(program: bytes) -> bytes:
+def packed(program: bytes) -> bytes:
+    """What torch.save writes around a pickle, with two storages."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, content in (
             ("data.pkl", program),
             ("byteorder", b"little"),
             ("data/0", bytes(24)),
+            ("data/1", bytes(8)),
             ("version", b"3\n"),
         ):
             archive.writestr(f"archive/{name}", content)

@@ -5,12 +5,8 @@ In: bytes. Out: nothing, or a documented error. Knows nothing of: files.
 
 from __future__ import annotations
 
-import io
-import json
 import pickle
-import zipfile
 from functools import partial
-from typing import Any
 
 from async_ckpt.core.events import shapes
 from async_ckpt.core.format import digests, index, safetensors, tar, zstd
@@ -208,24 +204,9 @@ def parse_dcp_metadata(data: bytes) -> None:
     dcp_metadata.parse(unwrapped(data) or data)
 
 
-def _packed(program: bytes) -> bytes:
-    """What torch.save writes around a pickle, with two storages."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        for name, content in (
-            ("data.pkl", program),
-            ("byteorder", b"little"),
-            ("data/0", bytes(24)),
-            ("data/1", bytes(8)),
-            ("version", b"3\n"),
-        ):
-            archive.writestr(f"archive/{name}", content)
-    return out.getvalue()
-
-
 def locate_dcp_tensor(data: bytes) -> None:
     raw = unwrapped(data)
-    file = _packed(data) if raw is None else raw
+    file = seeds.packed(data) if raw is None else raw
     place = dcp_metadata.locate_tensor(lambda at, length: file[at : at + length], dcp_metadata.Blob("x", 0, len(file)))
     _ = place.is_dense
     assert 0 <= place.begin <= place.begin + place.num_bytes <= len(file)
@@ -238,7 +219,7 @@ class Refused(Exception):
 def load_objects(data: bytes) -> None:
     raw = unwrapped(data)
     try:
-        saved_objects.load(_packed(data) if raw is None else raw, trust=False)
+        saved_objects.load(seeds.packed(data) if raw is None else raw, trust=False)
     except pickle.UnpicklingError:
         raise
     except (MemoryError, RecursionError):
@@ -250,10 +231,6 @@ def load_objects(data: bytes) -> None:
 def read_reply(data: bytes) -> None:
     """What a rollout engine answers."""
     Reply(200, data.decode(errors="replace")).fields()
-
-
-def _json_of(value: Any) -> bytes:
-    return json.dumps(value).encode()
 
 
 TARGETS = [

@@ -174,20 +174,16 @@ class RequestAttacker:
         return _Ended(ended.status, ended.out + ended.err, told_by(SCENARIOS[name], notes))
 
     def _wrong_end(self, scenario: str, fault: Fault, ended: _Ended) -> str | None:
-        refused = "; ".join(ended.told.refused)
         if self._server.options["secret_access_key"] in ended.printed:
             return "it has printed a secret key"
         if fault.kills and ended.status == -signal.SIGKILL:
             return None
         if ended.status != 0:
             return f"the child ended with {ended.status}: {ended.printed[-1500:]}"
-        if fault.is_survived and refused:
-            return f"it has failed: {refused} {ended.printed[-600:]}"
-        if "OSError" in refused and not SCENARIOS[scenario].has_plain_errors:
-            return f"it has raised an error that is none of the library's: {refused}"
         if "Traceback" in ended.printed:
             return f"it has printed: {ended.printed[-1500:]}"
-        return None
+        has_plain_errors = SCENARIOS[scenario].has_plain_errors
+        return ended.told.wrong_refusal(is_survived=fault.is_survived, has_plain_errors=has_plain_errors)
 
     def _broken(self, scenario: str, bucket: Bucket, local: Path, told: Told) -> str | None:
         found = broken(SCENARIOS[scenario], self._root(bucket, local), told)

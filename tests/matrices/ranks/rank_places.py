@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,7 @@ from racing import until
 from rank_worlds import World, Worlds
 
 from tests.matrices.attack_driver import NOT_MET, Place
-from tests.matrices.calls.attack_places import FAULTS, build_shim, state_of_process
+from tests.matrices.calls.attack_places import FAULTS, broken, build_shim, state_of_process, told_by
 from tests.matrices.calls.scenario import Told
 from tests.matrices.ranks.rank_scenarios import NEXT, RANK_SCENARIOS, Decided
 
@@ -168,17 +167,7 @@ class RankAttacker:
                 return f"rank {rank} ended with {ended.status}: {ended.err[-600:]}"
             if "Traceback" in ended.err and not is_killed:
                 return f"rank {rank} has printed: {ended.err[-600:]}"
-        if fault.is_survived and told.refused:
-            return f"it has failed: {'; '.join(told.refused)}"
-        if any("OSError" in one for one in told.refused):
-            return f"it has raised an error that is none of the library's: {'; '.join(told.refused)}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                scenario.check(root, told)
-            except Exception as error:  # whatever it is, the promise is broken
-                return f"{type(error).__name__}: {error!s:.500}"
-        return None
+        return told.wrong_refusal(is_survived=fault.is_survived) or broken(scenario, root, told)
 
     def _ready(self, name: str) -> _Prepared:
         if name not in self._prepared:
@@ -313,8 +302,7 @@ def _told(name: str, root: Path) -> Told:
             if (what, key) in told_of:
                 merged.write(f"told {what} {key} {number}\n")
         merged.writelines(f"{' '.join(line)}\n" for line in lines if line[0] == "refused")
-    before = RANK_SCENARIOS[name].before
-    return Told(dict(before), {step: {number} for step, number in before.items()}).read(together)
+    return told_by(RANK_SCENARIOS[name], together)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError, Place
 from async_ckpt.integrations.dcp import TarStorageWriter
-from tests.matrices.calls.attack_scenarios import closing
+from tests.matrices.calls.attack_scenarios import check_steps, closing
 from tests.matrices.calls.scenario import FROZEN, Notes, Told, number_of, state_of
 
 _TWO_DAYS: Final = 2 * 86_400
@@ -152,7 +152,7 @@ def _age(root: Path) -> None:
 def _check_three(root: Path, told: Told) -> None:
     """Also if the memory is lost, of which no handle has told."""
     with AsyncCheckpointer([root / "second", root / "third"]) as ckpt:
-        _check_steps(ckpt, told)
+        check_steps(ckpt, told)
     _check_run(root, told, opened=_three)
 
 
@@ -161,7 +161,7 @@ def _check_run(
 ) -> None:
     _age(root)
     with opened(root) as ckpt:
-        numbers = _check_steps(ckpt, told, keep)
+        numbers = check_steps(ckpt, told, keep)
         steps = [*numbers]
         live = {**state_of(0), "frozen": {"base": FROZEN.clone()}}
         if steps:
@@ -177,16 +177,6 @@ def _check_run(
         left = [path.name for path in run.rglob("*") if ".tmp" in path.name or "rollback-" in path.name]
         left += [path.name for path in run.rglob("*.tar") if path.name.split(".")[1] not in named]
         assert not left, f"left in {run.name}: {', '.join(left)}"
-
-
-def _check_steps(ckpt: AsyncCheckpointer, told: Told, keep: int | None = None) -> dict[int, int]:
-    steps = ckpt.steps()
-    numbers = {step: number_of(ckpt.load(step)) for step in steps}
-    told.check(steps, keep)
-    for step, number in numbers.items():
-        allowed = told.may[step] if step in told.unsure else {told.told.get(step)}
-        assert number in allowed, f"step {step} is {number}, and may be {allowed}"
-    return numbers
 
 
 def _check_dcp(root: Path, told: Told) -> None:
