@@ -108,9 +108,7 @@ def trainer_of(place: Place) -> tuple[Place, str] | None:
 
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
-    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it.
-    Raises Answer if a folder has nothing of these kinds.
-    """
+    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it."""
     targets: list[tuple[Place, str]] = []
     for place in places:
         if kind_of(place) != "runs":
