@@ -125,7 +125,9 @@ def show(
     if name == "step":  # whose folder is in a run
         _step_of(request.target)
     else:
-        _refuse_existing(request)
+        storage, inside = request.target.object()
+        if not request.overwrite and (storage.exists(inside) or storage.names(inside)):
+            raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
     if name in _OF_STATE:
         num_bytes = _write_state(request, _OF_STATE[name])
     else:
@@ -359,18 +361,14 @@ def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest,
     disk.make_folder(scratch)
 
     def converted(state: Any) -> int:
-        return write(request, _stripped(state, request.strip))
+        for key in filter(None, request.strip.rstrip(".").split(".")):
+            if not isinstance(state, dict) or key not in state or len(state) > 1:
+                why = "not all names have this prefix; choose some with --select"
+                raise Answer(f"--strip {request.strip!r}: {why}", USAGE)
+            state = state[key]
+        return write(request, state)
 
     return states.with_state(request.source, converted, scratch=scratch, **request.options)
-
-
-def _stripped(state: Any, prefix: str) -> Any:
-    """The state below the dotted name that ends in `prefix`."""
-    for key in filter(None, prefix.rstrip(".").split(".")):
-        if not isinstance(state, dict) or key not in state or len(state) > 1:
-            raise Answer(f"--strip {prefix!r}: not all names have this prefix; choose some with --select", USAGE)
-        state = state[key]
-    return state
 
 
 # --- destinations -------------------------------------------------------------------------------------------------
@@ -385,12 +383,6 @@ def _local_target(request: ConversionRequest) -> Iterator[Path]:
         yield written
         scratches.sync_all(written)
         scratches.publish(written, target)
-
-
-def _refuse_existing(request: ConversionRequest) -> None:
-    storage, name = request.target.object()
-    if not request.overwrite and (storage.exists(name) or storage.names(name)):
-        raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
 
 
 # The writers of items, which are read piece by piece, and those of a state.

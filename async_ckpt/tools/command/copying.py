@@ -87,36 +87,30 @@ def copy_place(
     trainer = trainer_of(source)
     if own_kind(target, target.storage().names("")) == ("run" if trainer else "trainer"):
         raise Answer(f"{target.shown} has checkpoints of another training; copy to another folder; nothing was copied")
+    begin = timing.monotonic()
     if trainer is not None:
-        _refuse_inside(source, trainer[0].storage(), target)
-        _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
+        root, name = trainer
+        _refuse_inside(source, root.storage(), target)
+        if name and which:
+            raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
+        ones = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
+        with progress("copy", sum(row.num_bytes or 0 for row in ones)) as advance:
+            is_whole = not (name or which)
+            outcomes = copy_checkpoints(root, target, ones, advance, overwrite=overwrite, is_whole=is_whole)
+        rows = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in ones]
+        _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
         return
     found = runs_at(source)
     _refuse_inside(source, found[0].run.storage, target)
     if which and found[0].step is not None:
         raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
     chosen = [(one, chosen_steps(one.run, *which) if one.step is None else [one.step]) for one in found]
-    begin = timing.monotonic()
     rows = [
         row for one, steps in chosen for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not which)
     ]
     _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
-
-
-def _copy_checkpoints(
-    source: Place, root: Place, name: str, target: Place, which: Sequence[str], *, overwrite: bool, as_json: bool
-) -> None:
-    """Copy the checkpoints of a trainer: the one of this name, those that `which` says, or all."""
-    if name and which:
-        raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
-    rows = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
-    begin, is_whole = timing.monotonic(), not (name or which)
-    with progress("copy", sum(row.num_bytes or 0 for row in rows)) as advance:
-        outcomes = copy_checkpoints(root, target, rows, advance, overwrite=overwrite, is_whole=is_whole)
-    copied = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in rows]
-    _tell(copied, source, target, timing.monotonic() - begin, as_json=as_json)
 
 
 def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:

@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from ... import Naming, Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, runs, spec, threads, timing, urls
+from ...plumbing import Storage, runs, spec, threads, timing
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
@@ -37,7 +37,7 @@ from .screen import (
     shown_seconds,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
-from .where import place_below
+from .where import parent_of, place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions
@@ -127,7 +127,7 @@ def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bo
     """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
     `records` shows a hundred entries of records instead of three.
     """
-    storage = place.storage()
+    storage, metric = place.storage(), None if best is None else parse_best(best)
     names = storage.names("")
     kind = kind_of(place, names)
     if kind == "publication":
@@ -136,7 +136,7 @@ def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bo
             _print_steps(place, steps_of(storage, names), as_json=False)
     elif kind == "runs":
         below = walk(place)
-        _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
+        _print_runs(place, rows_of(place, below, metric, check=check), below.unseen, metric, as_json=as_json)
     elif kind in ("run", "trainer") or (kind == "nothing" and all_):
         statuses: Sequence[PlaceStatus] = ()
         spent = run_events.Goodput()
@@ -151,10 +151,13 @@ def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bo
             rows = _with_places(rows, everywhere.places, statuses)
         if not rows:
             raise nothing_at(place)
-        if best is not None:
-            _mark_best(rows, best)
-        wanted = (None if best is None else parse_best(best).metric, _MOST_METRICS if records else _FEW_METRICS)
-        _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
+        if metric is not None:
+            if not (found := best_of(rows, metric)):
+                raise Answer(f"no record of these steps has the metric {metric.metric!r}")
+            for _, row in found[: metric.num_steps]:
+                row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
+        most = _MOST_METRICS if records else _FEW_METRICS
+        _print_steps(place, rows, statuses, spent, metric, most, as_json=as_json)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
@@ -239,11 +242,10 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
     return row
 
 
-def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool = False) -> list[RunRow]:
+def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: bool = False) -> list[RunRow]:
     """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
     the objects of each step are looked for in a store, too.
     """
-    metric = None if best is None else parse_best(best)
     rows: list[RunRow] = []
 
     def look(one: Found) -> None:
@@ -284,8 +286,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         return RunRow(
             one.name, len(versions), newest_version, None, sum(row.num_bytes for row in versions), "publication"
         )
-    parent, name = urls.parent_and_name(place.url, fs=place.fs)
-    folder = replace(place, url=parent)
+    folder, name = parent_of(place)
     return RunRow(one.name, 0, None, time_of(folder, name), size_of(folder.storage(), name), one.writer)
 
 
@@ -435,15 +436,6 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
     return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
 
 
-def _mark_best(rows: Sequence[StepRow], text: str) -> None:
-    best = parse_best(text)
-    found = best_of(rows, best)
-    if not found:
-        raise Answer(f"no record of these steps has the metric {best.metric!r}")
-    for _, row in found[: best.num_steps]:
-        row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
-
-
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
     """The rows that have a metric with its values, and are not bad, the best one first; of equal ones, the newest."""
     sound = [row for row in rows if not any(mark.partition(":")[0] == "bad" for mark in row.marks)]
@@ -496,16 +488,15 @@ def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) 
 
 
 def _print_runs(
-    place: Place, rows: Sequence[RunRow], unseen: Sequence[str], best: str | None, *, as_json: bool
+    place: Place, rows: Sequence[RunRow], unseen: Sequence[str], metric: Best | None, *, as_json: bool
 ) -> None:
     if as_json:
         document = {"place": place.shown, "runs": rows, "not_looked_into": [*unseen]}
         print_json("runs", document)
         return
-    now = timing.wall_time()
-    metric = parse_best(best).metric if best is not None else "best"
+    now, best = timing.wall_time(), metric.metric if metric else "best"
     print_table(
-        ("name", "kind", ">steps", ">latest", ">age", ">size", f">{metric}", ">at step", "broken"),
+        ("name", "kind", ">steps", ">latest", ">age", ">size", f">{best}", ">at step", "broken"),
         (
             (
                 *(row.name, row.kind, row.num_steps or None, row.latest),
@@ -526,7 +517,8 @@ def _print_steps(
     rows: Sequence[StepRow],
     statuses: Sequence[PlaceStatus] = (),
     spent: run_events.Goodput | None = None,
-    metrics_wanted: tuple[str | None, int] = (None, _FEW_METRICS),
+    metric: Best | None = None,
+    most: int = _FEW_METRICS,
     *,
     as_json: bool,
 ) -> None:
@@ -543,7 +535,7 @@ def _print_steps(
         for key, value in row.record.items()
         if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
     )
-    best, most = metrics_wanted
+    best = metric and metric.metric
     ordered = sorted(
         counts, key=lambda key: (key != best, key.endswith(_SPEEDS), -counts[key], "loss" not in key.lower(), key)
     )

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from ... import Keep, Naming, Place
 from ...errors import CheckpointError, ConflictError
-from ...plumbing import Storage, runs, timing, urls
+from ...plumbing import Storage, runs, timing
 from ...plumbing import events as run_events
-from .where import DEADLINE_SECONDS, place_below
+from .where import DEADLINE_SECONDS, parent_of, place_below
 
 # How durable a step is, by what it outlives at the best of its places, which comes last.
 DURABLE: Final = {"process": "no", "reboot": "on this machine", "machine": "beyond it"}
@@ -69,8 +69,7 @@ def places_of(place: Place) -> list[Place]:
     """
     below = ""
     if place.storage().exists(runs.MANIFEST_NAME):
-        parent, below = urls.parent_and_name(place.url, fs=place.fs)
-        place = replace(place, url=parent)
+        place, below = parent_of(place)
     told = runs.tiers_file.read(place)
     places = [place] if told is None else [*told.places]
     for number, one in enumerate(places):

@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 
 from ... import Keep, Naming, Place
 from ...errors import CorruptCheckpointError, NotCommittedError
-from ...plumbing import Storage, runs, urls
+from ...plumbing import Storage, runs
 from .listing import StepRow, best_of, checkpoints_of, parse_best
 from .lookup import beside_versions, kind_of, nothing_at
 from .run_places import open_run
 from .screen import USAGE, Answer
-from .where import place_below
+from .where import parent_of, place_below
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
 # A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
@@ -80,8 +80,8 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
         kind = "run"
     if kind == "step":
-        parent, name = urls.parent_and_name(place.url, fs=place.fs)
-        place, step_name = replace(place, url=parent), runs.parse_step_name(name)
+        place, name = parent_of(place)
+        step_name = runs.parse_step_name(name)
         if step_name is None:
             raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
     elif kind != "run":

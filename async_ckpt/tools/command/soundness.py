@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing, urls
+from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
@@ -38,7 +38,7 @@ from .screen import NO, USAGE, Answer, print_json, print_text, progress, shown_r
 from .selection import ChosenRun, refuse_newer, runs_at
 from .statuses import for_each
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
-from .where import place_below
+from .where import parent_of, place_below
 
 _SHOWN_NAMES: Final = 3
 # What something of a newer version costs, and the command for it.
@@ -219,8 +219,8 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     """The soundness of the checkpoints of a framework, or of the one that the place is."""
     root = place
     if kind == "checkpoint":
-        parent, name = urls.place_and_name(place.url, fs=place.fs)
-        root, names = replace(place, url=parent), [name]
+        root, name = parent_of(place)
+        names = [name]
     storage = root.storage()
     ones = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
     steps = {row.folder: row.step for row in checkpoints_of(root, names) if row.step >= 0}

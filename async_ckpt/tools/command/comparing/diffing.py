@@ -154,16 +154,12 @@ def _pairs(
     a, b = ({states.typed(item.path): item for item in items} for items in (ours, theirs))
     partner = {path: path for path in a if path in b}
     if naming is not states.PathForm.EXACT:
-        loose = _loose(naming)
+        loose = leaf_names.dotted if naming is states.PathForm.FLAT else lambda path: tuple(map(str, path))
         alone_a, alone_b = (_alone(loose, (p for p in one if p not in partner), one) for one in (a, b))
         partner |= {path: alone_b[name] for name, path in alone_a.items() if name in alone_b}
     for path, item in a.items():
         yield item, b.pop(partner[path]) if path in partner else None
     yield from ((None, item) for item in b.values())
-
-
-def _loose(naming: states.PathForm) -> Callable[[states.Path], Hashable]:
-    return leaf_names.dotted if naming is states.PathForm.FLAT else lambda path: tuple(map(str, path))
 
 
 def _alone(
