@@ -28,8 +28,8 @@ from async_ckpt.core.runs.manifest import NAME as MANIFEST
 from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes
 from async_ckpt.core.runs.naming import STEP_FORMAT, TRACKER
 from async_ckpt.stores.s3.store import ObjectStorage
-from async_ckpt.tools.command.copying import show as show_copied
-from async_ckpt.tools.command.soundness import show as verify
+from async_ckpt.tools.command.copying import copy_place
+from async_ckpt.tools.command.soundness import verify_place
 
 from . import probe
 from .browser import MISSING, Chromium, opened, program
@@ -156,7 +156,7 @@ def reading(setting: Setting) -> dict[str, Figure]:
 
     pairs = side_by_side(
         setting.rounds,
-        lambda: rate(lambda: _called(verify, Place(setting.folder / "run"), base=None, as_json=False)),
+        lambda: rate(lambda: _called(verify_place, Place(setting.folder / "run"), base=None, as_json=False)),
         lambda: rate(lambda: ring.read_seconds(archive)),
     )
     title, limit = f"verify of {num_bytes / 1e9:.2g} GB on the disk", "O_DIRECT read, same threads"
@@ -168,7 +168,7 @@ def copying(setting: Setting) -> dict[str, Figure]:
     archive = _saved(root, {"model": tensors(setting.state_bytes)}, num_steps=1)[0]
     num_bytes, copies = archive.stat().st_size, map(str, itertools.count())
     ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
-    cp = partial(show_copied, ranges=(), latest=False, best=None, overwrite=False, as_json=False)
+    cp = partial(copy_place, ranges=(), latest=False, best=None, overwrite=False, as_json=False)
 
     def rate(copy: Callable[[Path], float]) -> float:
         drop_cache(archive)

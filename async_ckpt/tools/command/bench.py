@@ -30,7 +30,7 @@ import torch
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
 from ...plumbing import Reader, bulk, disk, limits, places, reports, spec, threads, timing
-from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
+from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_rate, shown_seconds
 from .where import place_below
 
 _PIECE_BYTES: Final = 8 * spec.MIB
@@ -82,10 +82,11 @@ class Measured:
         }
 
 
-def show(root: Place, num_bytes: int, num_tensors: int, *, as_json: bool) -> None:
-    """Measure saves of a state of so many bytes and tensors, and print the table or the document. Raises Answer if the
-    state does not fit into memory, or its numbers make no sense, and StorageFullError if it does not fit onto the disk.
+def show(root: Place | None, *, size: str, tensors: int, as_json: bool) -> None:
+    """Measure saves of a state of this size in so many tensors, and print the table or the document. Raises
+    StorageFullError if it does not fit onto the disk.
     """
+    root, num_bytes, num_tensors = root or Place("."), size_of(size), tensors
     _refuse(num_bytes, num_tensors)
     with _own_folder(root) as folder:
         rows = _measured(folder, num_bytes, num_tensors)
@@ -96,17 +97,16 @@ def show(root: Place, num_bytes: int, num_tensors: int, *, as_json: bool) -> Non
         print_json("bench", document | found)
         return
     print_table(
-        ("what", "time", "bandwidth", "ratio"),
+        ("what", ">time", ">bandwidth", "ratio"),
         (
             (
                 row.name,
                 shown_seconds(row.median),
-                f"{reports.sized(row.num_bytes / row.median)}/s" if row.num_bytes else "",
-                "" if row.beside is None else f"{row.ratio:.2f} of {_plain(row.beside)}",
+                shown_rate(row.num_bytes / row.median) if row.num_bytes else None,
+                None if row.beside is None else f"{row.ratio:.2f} of {_plain(row.beside)}",
             )
             for row in rows
         ),
-        right=("time", "bandwidth"),
     )
     print_text(
         f"{reports.sized(num_bytes)} in {num_tensors:,} tensors at {root.shown}, medians of "
@@ -115,7 +115,7 @@ def show(root: Place, num_bytes: int, num_tensors: int, *, as_json: bool) -> Non
 
 
 def size_of(text: str) -> int:
-    """A number of bytes: "1GB", "512MiB", "4096". Raises Answer for anything else."""
+    """A number of bytes: "1GB", "512MiB", "4096"."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise Answer(f"give the size as 1GB, 512MiB or 4096, not {text!r}", USAGE)
@@ -160,20 +160,21 @@ def _interrupt(number: int, _: object) -> None:
 
 
 def _measured(root: Place, num_bytes: int, num_tensors: int) -> list[Measured]:
-    candidates = _Candidates(root, num_bytes, num_tensors)
     begin = timing.monotonic()
-    with progress("bench", _NUM_ROUNDS * len(candidates.all)) as advance, candidates:
-        for _ in range(_NUM_ROUNDS):
-            for candidate in candidates.all:
-                candidate()
-                advance(1)
-            if timing.monotonic() - begin > _SECONDS:
-                break
-    return [row for row in candidates.rows if row.seconds]
+    with _Candidates(root, num_bytes, num_tensors) as candidates:
+        rows = candidates.rows()
+        with progress("bench", _NUM_ROUNDS * len(rows)) as advance:
+            for _ in range(_NUM_ROUNDS):
+                for row, measure in rows:
+                    row.seconds.append(measure())
+                    advance(1)
+                if timing.monotonic() - begin > _SECONDS:
+                    break
+    return [row for row, _ in rows]
 
 
 class _Candidates:
-    """The candidates, which take turns in a round, and the rows that they fill. `_measured` uses it as a context."""
+    """The candidates, which take turns in a round. `_measured` uses it as a context."""
 
     def __init__(self, root: Place, num_bytes: int, num_tensors: int) -> None:
         self._storage, self._root, self._num_bytes = root.storage(), root, num_bytes
@@ -191,37 +192,32 @@ class _Candidates:
         self._state = _state(num_bytes, num_tensors)
         # Written once: the pages of new memory are scattered, and reads into them past the page cache twice as slow.
         self._pieces = [_random_piece() for _ in range(_NUM_THREADS)]
-        self._step = 0
-        kind = "O_DIRECT" if self._folder is not None else "multipart"
-        raw_write, raw_read = (Measured(f"raw {word}, {kind}", num_bytes) for word in ("write", "read"))
-        self._save = Measured("save until durable", num_bytes, raw_write)
-        self._stall = Measured("training held up")
-        self._restore = Measured("restore, in place", num_bytes, raw_read)
-        torch_save = Measured("torch.save and fsync", num_bytes, raw_write)
-        small = Measured("fsync of 4 kB" if self._folder is not None else "conditional put of 4 kB")
-        listing = Measured("listing")
-        self.rows = [raw_write, self._save, self._stall, raw_read, self._restore, torch_save, small, listing]
-        write, read = (
-            (self._write_file, self._read_file) if self._folder is not None else (self._write_object, self._read_object)
-        )
-        self.all: list[Callable[[], None]] = [
-            self._forget_raw,
-            partial(_time, raw_write, write),
-            self._save_once,
-            partial(_time, raw_read, read),
-            self._restore_once,
-            partial(_time_small, small, self._put_small),
-            partial(_time_small, listing, lambda _: self._storage.names("")),
-        ]
-        if self._folder is not None:
-            self.all.append(partial(_time, torch_save, self._torch_save))
+        self._step, self._stall_seconds = 0, 0.0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Candidates:
         self._checkpointer = AsyncCheckpointer(place_below(self._root, "run"))
         self._checkpointer.prewarm(self._state)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._checkpointer.close()
+
+    def rows(self) -> list[tuple[Measured, Callable[[], float]]]:
+        """The rows of the table, each with the call that measures it once, in seconds."""
+        is_disk, num_bytes = self._folder is not None, self._num_bytes
+        kind, small = ("O_DIRECT", "fsync of 4 kB") if is_disk else ("multipart", "conditional put of 4 kB")
+        raw_write, raw_read = (Measured(f"raw {word}, {kind}", num_bytes) for word in ("write", "read"))
+        rows: list[tuple[Measured, Callable[[], float]]] = [
+            (raw_write, self._write_raw),
+            (Measured("save until durable", num_bytes, raw_write), self._save),
+            (Measured("training held up"), lambda: self._stall_seconds),
+            (raw_read, self._read_raw),
+            (Measured("restore, in place", num_bytes, raw_read), self._restore),
+            (Measured("torch.save and fsync", num_bytes, raw_write), self._torch_save),
+            (Measured(small), partial(_median_of, self._put_small)),
+            (Measured("listing"), partial(_median_of, lambda: self._storage.names(""))),
+        ]
+        return [(row, measure) for row, measure in rows if is_disk or measure != self._torch_save]
 
     # --- what the place gives -------------------------------------------------------------------------------------
 
@@ -230,10 +226,15 @@ class _Candidates:
         assert self._folder is not None
         return self._folder / "raw"
 
-    def _forget_raw(self) -> None:
-        if self._folder is not None:
-            for path in self._folder.glob("raw*"):
-                path.unlink()
+    def _write_raw(self) -> float:
+        if self._folder is None:
+            return _seconds_of(self._write_object)
+        for path in self._folder.glob("raw*"):
+            path.unlink()
+        return _seconds_of(self._write_file)
+
+    def _read_raw(self) -> float:
+        return _seconds_of(self._read_object if self._folder is None else self._read_file)
 
     def _write_file(self) -> None:
         """A new file, as the archive of a save is one."""
@@ -268,39 +269,39 @@ class _Candidates:
 
             _in_pieces(self._num_bytes, read)
 
-    def _put_small(self, number: int) -> None:
-        data = os.urandom(4096)
+    def _put_small(self) -> None:
+        name, data = f"small.{secrets.token_hex(4)}", os.urandom(4096)
         if self._folder is None:
-            self._storage.put_new(f"small.{secrets.token_hex(4)}", data)
+            self._storage.put_new(name, data)
             return
-        with open(self._folder / f"small.{number}", "wb") as file:
+        with open(self._folder / name, "wb") as file:
             file.write(data)
             os.fsync(file.fileno())
 
     # --- what is reached beside it --------------------------------------------------------------------------------
 
-    def _save_once(self) -> None:
+    def _save(self) -> float:
         self._step += 1
         for tensor in self._state.values():
             tensor.view(-1)[0] = self._step
         report = self._checkpointer.save(self._state, self._step).result()
-        self._save.seconds.append(report.total_seconds)
-        self._stall.seconds.append(report.stall_seconds)
+        self._stall_seconds = report.stall_seconds
+        return report.total_seconds
 
-    def _restore_once(self) -> None:
+    def _restore(self) -> float:
         if self._folder is not None:
             for archive in self._folder.glob("run/*/*.tar"):
                 _drop_cache(archive)
-        begin = timing.monotonic()
-        step = self._checkpointer.restore(self._state)
-        self._restore.seconds.append(timing.monotonic() - begin)
-        assert step == self._step
+        return _seconds_of(lambda: self._checkpointer.restore(self._state))
 
-    def _torch_save(self) -> None:
-        with open(self._raw_path.with_suffix(".pt"), "wb") as file:
-            torch.save(self._state, file)
-            file.flush()
-            os.fsync(file.fileno())
+    def _torch_save(self) -> float:
+        def save() -> None:
+            with open(self._raw_path.with_suffix(".pt"), "wb") as file:
+                torch.save(self._state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        return _seconds_of(save)
 
 
 def _state(num_bytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
@@ -318,19 +319,14 @@ def _random_piece() -> mmap.mmap:
     return piece
 
 
-def _time(row: Measured, action: Callable[[], None]) -> None:
+def _seconds_of(action: Callable[[], object]) -> float:
     begin = timing.monotonic()
     action()
-    row.seconds.append(timing.monotonic() - begin)
+    return timing.monotonic() - begin
 
 
-def _time_small(row: Measured, action: Callable[[int], object]) -> None:
-    times = []
-    for number in range(_NUM_SMALL):
-        begin = timing.monotonic()
-        action(number)
-        times.append(timing.monotonic() - begin)
-    row.seconds.append(statistics.median(times))
+def _median_of(action: Callable[[], object]) -> float:
+    return statistics.median(_seconds_of(action) for _ in range(_NUM_SMALL))
 
 
 def _in_pieces(num_bytes: int, move: Callable[[int, int], object]) -> None:
@@ -393,6 +389,6 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
             "async-ckpt doctor shows whether the processors or the memory are limited."
         )
     if save.median > _LONG_SAVE:
-        slow = reports.sized(write.num_bytes / write.median)
-        return f"The place itself gives {slow}/s: with unchanged=, only what has changed is written."
+        slow = shown_rate(write.num_bytes / write.median)
+        return f"The place itself gives {slow}: with unchanged=, only what has changed is written."
     return "Nothing stands out; the defaults suit this place."

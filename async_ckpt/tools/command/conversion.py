@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,10 @@ from ...plumbing import (
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
+from .screen import USAGE, Answer, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
+from .where import place_like
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
@@ -76,33 +77,41 @@ class ConversionRequest:
 
     source: Place
     target: Place
-    select: tuple[str, ...] = ()
-    strip: str = ""
-    trust: bool = False
-    overwrite: bool = False
-    from_ranks: tuple[str, ...] = ()
+    select: Sequence[str]
+    from_ranks: Sequence[str]
+    strip: str
+    trust: bool
+    overwrite: bool
     config: str = ""  # the folder of a model, or its id on the hub
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"select": list(self.select) or None, "trust": self.trust, "from_ranks": self.rank_of_names}
-
-    @property
-    def rank_of_names(self) -> dict[str, int] | None:
-        """The ranks whose values are taken, by name."""
+        """The options of a reader. `from_ranks` are the ranks whose values are taken, by name."""
         pairs = [text.rpartition("=") for text in self.from_ranks]
         if not all(name and rank.isdecimal() for name, _, rank in pairs):
             raise Answer("--from-rank takes a name and a rank, such as rng=0", USAGE)
-        return {name: int(rank) for name, _, rank in pairs} or None
+        from_ranks = {name: int(rank) for name, _, rank in pairs}
+        return {"select": [*self.select] or None, "trust": self.trust, "from_ranks": from_ranks or None}
 
 
-def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) -> None:
-    """Convert a checkpoint, and print what was written, or its document. Raises Answer if the format is not known,
-    cannot hold the checkpoint, or the destination is there, UntrustedObjectError if something would have to be
-    unpickled, and that was not allowed, and CorruptCheckpointError if the source is damaged. Nothing is left at the
+def show(
+    src: Place,
+    dst: Place | None = None,
+    *,
+    to: str = "",
+    as_: str | None,
+    select: Sequence[str] | None,
+    from_rank: Sequence[str] | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Convert a checkpoint, and print what was written, or its document. After an error, nothing is left at the
     destination.
     """
-    name = format_name or _format_of(request.target)
+    if dst is None and not to:
+        raise Answer("--to is missing: name the file or folder to write, such as F.safetensors, F.pt or F.tar", USAGE)
+    request = ConversionRequest(src, dst or place_like(src, to), select or (), from_rank or (), **options)
+    name = as_ or _format_of(request.target)
     if request.config and name != "hf":
         raise Answer(f"--config is only for a folder of Hugging Face, but this is {name}; pass --to hf", USAGE)
     if name not in FORMATS:
@@ -116,7 +125,9 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     if name == "step":  # whose folder is in a run
         _step_of(request.target)
     else:
-        _refuse_existing(request)
+        storage, inside = request.target.object()
+        if not request.overwrite and (storage.exists(inside) or storage.names(inside)):
+            raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
     if name in _OF_STATE:
         num_bytes = _write_state(request, _OF_STATE[name])
     else:
@@ -124,12 +135,10 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
     if others := state_files_of(request.source):
         print_note(f"these files were not converted: {spec.some_of(others, _SHOWN_NAMES)}")
     if as_json:
-        print_json(
-            "conversion",
-            {"source": request.source.shown, "target": request.target.shown, "format": name, "num_bytes": num_bytes},
-        )
+        places = {"source": src.shown, "target": request.target.shown}
+        print_json("conversion", {**places, "format": name, "num_bytes": num_bytes})
     else:
-        print_text(f"{escaped(request.target.shown)}: {name}, {reports.sized(num_bytes)}")
+        print_text(f"{request.target.shown}: {name}, {reports.sized(num_bytes)}")
 
 
 def _format_of(target: Place) -> str:
@@ -208,7 +217,7 @@ def _pieces(
 
 
 def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, states.NamedItem]:
-    """The items by their names in a flat file, which has no containers. Raises Answer for two of one name."""
+    """The items by their names in a flat file, which has no containers."""
     by_name: dict[str, states.NamedItem] = {}
     for item in items.leaves:
         name = item.name.removeprefix(request.strip)
@@ -224,7 +233,7 @@ def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, state
 def _shards(
     request: ConversionRequest, items: states.Items, by_name: Mapping[str, states.NamedItem], *, max_bytes: int
 ) -> list[hf_shards.Shard]:
-    """The plan of the files. Raises Answer for what safetensors cannot hold."""
+    """The plan of the files. What safetensors cannot hold is refused."""
     refused = [
         f"{leaf_names.shown(item.path)} ({why})"
         for item in items.leaves
@@ -272,7 +281,7 @@ def _write_step(request: ConversionRequest, state: Any) -> int:
 
 
 def _step_of(target: Place) -> tuple[Place, Naming, int]:
-    """The root and the naming of the run that a step is written to, and the step. Raises Answer if it has no number."""
+    """The root and the naming of the run that a step is written to, and the step."""
     parent, name = urls.parent_and_name(target.url, fs=target.fs)
     step_name = runs.parse_step_name(name)
     if step_name is None:
@@ -283,21 +292,19 @@ def _step_of(target: Place) -> tuple[Place, Naming, int]:
 
 def _write_torch(request: ConversionRequest, state: Any) -> int:
     with _local_target(request) as written, _refused_by("torch.save"):
-        write_by_torch(_without_arrays(state), written)
+        write_by_torch(tree_map(_plain, state), written)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(written):
             print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
         return written.stat().st_size
 
 
-def _without_arrays(state: Any) -> Any:
-    """The state with tensors in place of arrays of numpy, and numbers in place of its scalars, such as in random
-    states: plain torch.load reads no others.
-    """
-    return tree_map(lambda leaf: _plain(leaf) if type(leaf).__module__ == "numpy" else leaf, state)
-
-
 def _plain(leaf: Any) -> Any:
-    if not hasattr(leaf, "dtype") or leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:
+    """A tensor for an array of numpy, and a number for a scalar of it, as in random states: plain torch.load reads no
+    others.
+    """
+    if type(leaf).__module__ != "numpy" or not hasattr(leaf, "dtype"):
+        return leaf
+    if leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:
         return leaf
     return torch.from_numpy(leaf) if leaf.ndim or type(leaf).__name__ == "ndarray" else leaf.item()
 
@@ -333,7 +340,7 @@ def _entry(name: str, value: Any, request: ConversionRequest) -> Any:
 
 @contextlib.contextmanager
 def _refused_by(writer: str) -> Iterator[None]:
-    """Raises Answer where a writer of torch cannot hold the state: it raises whatever comes to pass inside."""
+    """Refuse a state that a writer of torch cannot hold: it raises whatever comes to pass inside."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -354,18 +361,14 @@ def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest,
     disk.make_folder(scratch)
 
     def converted(state: Any) -> int:
-        return write(request, _stripped(state, request.strip))
+        for key in filter(None, request.strip.rstrip(".").split(".")):
+            if not isinstance(state, dict) or key not in state or len(state) > 1:
+                why = "not all names have this prefix; choose some with --select"
+                raise Answer(f"--strip {request.strip!r}: {why}", USAGE)
+            state = state[key]
+        return write(request, state)
 
     return states.with_state(request.source, converted, scratch=scratch, **request.options)
-
-
-def _stripped(state: Any, prefix: str) -> Any:
-    """The state below the dotted name that ends in `prefix`."""
-    for key in filter(None, prefix.rstrip(".").split(".")):
-        if not isinstance(state, dict) or key not in state or len(state) > 1:
-            raise Answer(f"--strip {prefix!r}: not all names have this prefix; choose some with --select", USAGE)
-        state = state[key]
-    return state
 
 
 # --- destinations -------------------------------------------------------------------------------------------------
@@ -380,12 +383,6 @@ def _local_target(request: ConversionRequest) -> Iterator[Path]:
         yield written
         scratches.sync_all(written)
         scratches.publish(written, target)
-
-
-def _refuse_existing(request: ConversionRequest) -> None:
-    storage, name = request.target.object()
-    if not request.overwrite and (storage.exists(name) or storage.names(name)):
-        raise Answer(f"{request.target.shown} already exists; pass --overwrite to replace it, or give another name")
 
 
 # The writers of items, which are read piece by piece, and those of a state.

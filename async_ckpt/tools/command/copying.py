@@ -5,8 +5,7 @@ Knows nothing of: arguments.
 
 The steps are copied one after the other, the oldest first; of each, all archives at once. Each is committed when its
 bytes have been compared with their digests and are durable, so the root is a run at every instant. A copy that was
-ended goes on where it was: steps that are there, and archives that are, are not copied again. A step that is damaged at
-its source is left out. The tracker comes last.
+ended goes on where it was: steps and archives that are there are not copied again. The tracker comes last.
 """
 
 from __future__ import annotations
@@ -14,16 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import typer
 
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, compressed, copy_step, find, reports, runs, timing, verification
-from .lookup import own_kind, trainer_of
-from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
-from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
+from .lookup import RUNS, own_kind, targets_of, trainer_of
+from .run_places import everywhere, open_run
+from .screen import NO, USAGE, Answer, in_table, print_json, print_table, print_text, progress, shown_rate
+from .selection import ChosenRun, chosen_checkpoints, chosen_steps, runs_at
+from .statuses import for_each
 from .trainer_changes import copy_checkpoints
 from .where import place_below
 
@@ -51,6 +53,20 @@ class CopyRow:
 
 
 def show(
+    src: Sequence[Place], dst: Place, *, steps: Sequence[str] | None, all_: bool, as_json: bool, **options: Any
+) -> None:
+    """Copy steps of each source, and print a table of them, or a document."""
+    pairs = [
+        (one, target)
+        for source, target in _targets_below(targets_of(src, RUNS), dst)
+        for one in everywhere([source], asks_all=all_)
+        if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
+    ]
+    copy = partial(copy_place, ranges=steps or (), as_json=as_json, **options)
+    for_each(copy, *zip(*pairs, strict=True), with_headings=not as_json)
+
+
+def copy_place(
     source: Place,
     target: Place,
     *,
@@ -60,10 +76,9 @@ def show(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Copy steps, and print a table of them, or a document. Raises Answer if there is nothing to copy, the steps are
-    named in two ways, or the target has another run, or is inside the source, StepExistsError if a step is there in
-    another version, and `overwrite` was not given, and typer.Exit if a step is damaged at its source. All others are
-    copied.
+    """Copy steps of one source. A step that is damaged there is left out, and typer.Exit is raised at the end.
+
+    Raises StepExistsError if a step is at the target in another version, unless `overwrite` was given.
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
@@ -72,36 +87,30 @@ def show(
     trainer = trainer_of(source)
     if own_kind(target, target.storage().names("")) == ("run" if trainer else "trainer"):
         raise Answer(f"{target.shown} has checkpoints of another training; copy to another folder; nothing was copied")
+    begin = timing.monotonic()
     if trainer is not None:
-        _refuse_inside(source, trainer[0].storage(), target)
-        _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
+        root, name = trainer
+        _refuse_inside(source, root.storage(), target)
+        if name and which:
+            raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
+        ones = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
+        with progress("copy", sum(row.num_bytes or 0 for row in ones)) as advance:
+            is_whole = not (name or which)
+            outcomes = copy_checkpoints(root, target, ones, advance, overwrite=overwrite, is_whole=is_whole)
+        rows = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in ones]
+        _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
         return
     found = runs_at(source)
     _refuse_inside(source, found[0].run.storage, target)
-    chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in found]
-    begin = timing.monotonic()
+    if which and found[0].step is not None:
+        raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
+    chosen = [(one, chosen_steps(one.run, *which) if one.step is None else [one.step]) for one in found]
     rows = [
-        row
-        for one, steps in chosen
-        for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
+        row for one, steps in chosen for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not which)
     ]
     _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
-
-
-def _copy_checkpoints(
-    source: Place, root: Place, name: str, target: Place, which: Sequence[str], *, overwrite: bool, as_json: bool
-) -> None:
-    """Copy the checkpoints of a trainer: the one of this name, those that `which` says, or all."""
-    if name and which:
-        raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
-    rows = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
-    begin, is_whole = timing.monotonic(), not (name or which)
-    with progress("copy", sum(row.num_bytes or 0 for row in rows)) as advance:
-        outcomes = copy_checkpoints(root, target, rows, advance, overwrite=overwrite, is_whole=is_whole)
-    copied = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in rows]
-    _tell(copied, source, target, timing.monotonic() - begin, as_json=as_json)
 
 
 def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
@@ -111,29 +120,26 @@ def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float,
         print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
         return
     print_table(
-        ("step", "size", "checkpoint", "outcome"),
+        (">step", ">size", "checkpoint", "outcome"),
         (
             (
-                str(row.step) if row.step >= 0 else "",
-                in_table(row.num_bytes) if row.num_bytes else "",
-                escaped(row.name),
+                row.step if row.step >= 0 else None,
+                in_table(row.num_bytes) if row.num_bytes else None,
+                row.name,
                 row.outcome,
             )
             for row in rows
         ),
-        right=("step", "size"),
     )
     for row in rows:
         if row.error:
-            print_text(escaped(f"step {row.step} was not copied: {row.error}"))
-    speed = f", {reports.sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
-    print_text(f"{reports.sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
+            print_text(f"step {row.step} was not copied: {row.error}")
+    speed = f", {shown_rate(num_bytes / seconds)}" if num_bytes and seconds else ""
+    print_text(f"{reports.sized(num_bytes)} copied to {target.shown} in {seconds:.1f} s{speed}", "dim")
 
 
-def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
-    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
-    Raises Answer if two have one name, or the target is inside the folder of the sources.
-    """
+def _targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
+    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name."""
     if len(sources) == 1 and not sources[0][1]:
         return [(sources[0][0], target)]
     for source, name in sources:
@@ -147,31 +153,13 @@ def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[t
     return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
 
 
-def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:
-    run = one.run
-    if one.step is not None:
-        if ranges or latest or best:
-            raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
-        return [one.step]
-    if best is not None:
-        return [best_step(run, best)]
-    if ranges:
-        return steps_in(run, ranges)
-    steps = run.steps()
-    if not steps:
-        raise Answer(f"{run.storage.locate('')}: nothing is committed there", NO)
-    return steps[-1:] if latest else steps
-
-
 def copy_steps(
     source: ChosenRun, target: Place, steps: Sequence[int], *, overwrite: bool, is_whole: bool
 ) -> list[CopyRow]:
     """Copy steps with those that lend to them, then the tracker. With `is_whole`, a step may be deleted meanwhile.
 
     With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
-    copied again where they are damaged. Raises Answer if the target has another run, RunTakenError if a living process
-    writes to the target, or has begun to, before a step was committed there, and StepExistsError as `show` does;
-    nothing has been copied then.
+    copied again where they are damaged. If the target is refused, nothing has been copied.
     """
     to = open_run(target.storage(), source.naming)
     to.steps()
@@ -278,8 +266,6 @@ def _refuse_unrelated(source: runs.Run, to: runs.Run, steps: Collection[int]) ->
 
     A start is known to a run by a file in its root, as an ancestor, or by a commit; a copy has only the commits. The
     runs are one if either knows the starts of the other's commits: of those that `to` gets, or that stay there.
-
-    Raises Answer.
     """
     here, there = source.view(), to.view()
     given = _starts_of(here[step] for step in steps if step in here)

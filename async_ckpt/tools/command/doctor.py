@@ -25,7 +25,7 @@ import typer
 
 from ... import Place
 from ...plumbing import limits, reports, timing, urls
-from .screen import NO, escaped, print_json, print_table
+from .screen import NO, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
 
@@ -65,7 +65,7 @@ def show(root: Place | None, *, as_json: bool) -> None:
     if as_json:
         print_json("findings", {"findings": lines})
     else:
-        print_table(("", "what", "is"), ((one.verdict, one.subject, escaped(one.text)) for one in lines))
+        print_table(("", "what", "is"), ((one.verdict, one.subject, one.text) for one in lines))
     if any(one.verdict == "bad" for one in lines):
         raise typer.Exit(NO)
 
@@ -83,6 +83,11 @@ def findings(root: Place | None) -> Iterator[Finding]:
         yield from _disk(root) if root.is_local else _store(root)
 
 
+def _noted(subject: str, advice: object, fine: str) -> Finding:
+    """A note if there is advice, else what is fine."""
+    return Finding("note", subject, str(advice)) if advice else Finding("ok", subject, fine)
+
+
 def _torch() -> Iterator[Finding]:
     if find_spec("torch") is None:
         yield Finding("bad", "torch", "is not installed: pip install torch")
@@ -93,10 +98,8 @@ def _torch() -> Iterator[Finding]:
 
     yield Finding("ok", "torch", torch.__version__)
     device = backends.accelerator()
-    if device is None:
-        yield Finding("note", "accelerator", "torch sees none: install a torch for your device, if there is one")
-    else:
-        yield Finding("ok", "accelerator", str(device))
+    lacks = "" if device else "torch sees none: install a torch for your device, if there is one"
+    yield _noted("accelerator", lacks, str(device))
 
 
 def _packages() -> Iterator[Finding]:
@@ -107,28 +110,19 @@ def _packages() -> Iterator[Finding]:
                 found.append(f"{package} {version(package)}")
             except PackageNotFoundError:
                 lacking.append(package)
-        if lacking:
-            text = f'{", ".join(lacking)} not installed: pip install "async_ckpt[{extra}]" if you need it'
-            yield Finding("note", f"extra {extra}", text)
-        else:
-            yield Finding("ok", f"extra {extra}", ", ".join(found))
+        advice = f'{", ".join(lacking)} not installed: pip install "async_ckpt[{extra}]" if you need it'
+        yield _noted(f"extra {extra}", lacking and advice, ", ".join(found))
 
 
 def _memory() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("ok", "memlock", "unlimited")
-    else:
-        text = f"{reports.sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l"
-        yield Finding("note", "memlock", text)
+    advice = f"{reports.sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l"
+    yield _noted("memlock", soft != resource.RLIM_INFINITY and advice, "unlimited")
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if huge.exists():
         chosen = huge.read_text().partition("[")[2].partition("]")[0]
-        if chosen == "never":
-            text = f"off, so that a first save takes longer: echo madvise > {huge}"
-            yield Finding("note", "huge pages", text)
-        else:
-            yield Finding("ok", "huge pages", chosen)
+        advice = f"off, so that a first save takes longer: echo madvise > {huge}"
+        yield _noted("huge pages", chosen == "never" and advice, chosen)
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         text = f"{reports.sized(int(text))}; host_bytes must fit in it beside the training"

@@ -33,9 +33,7 @@ _SHOWN: Final = 3
 
 
 def folder_of(config: str) -> Path:
-    """The folder of a model, fetched from the hub if `config` is an id. Raises Answer if there is no config, and
-    ImportError if Transformers is not installed.
-    """
+    """The folder of a model, fetched from the hub if `config` is an id. Raises ImportError without Transformers."""
     import_module("transformers")
     folder = Path(config)
     if not folder.is_dir():
@@ -64,9 +62,7 @@ def name_in_adapter(name: str) -> str:
 
 
 def adapter_config_of(source: Place, config: str) -> bytes | None:
-    """The settings of an adapter: those in a folder that the user names, else those beside the weights. Raises Answer
-    if the named folder has none.
-    """
+    """The settings of an adapter: those in a folder that the user names, else those beside the weights."""
     place = Place(config) if config else source
     with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, CheckpointError):
         return place.storage().read(ADAPTER_CONFIG)[0]
@@ -80,8 +76,8 @@ def adapter_config_of(source: Place, config: str) -> bytes | None:
 
 
 def missing_of(folder: Path, names: Collection[str]) -> list[str]:
-    """The weights of the model that these names lack, for which a model that is loaded has new ones. Raises Answer if
-    some of the names are none of the model's. It says which prefix to strip, or what to select.
+    """The weights of the model that these names lack, for which a model that is loaded has new ones. Names that are
+    none of the model's are refused, with the prefix to strip, or what to select.
     """
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)

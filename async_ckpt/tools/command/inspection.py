@@ -19,7 +19,7 @@ import torch
 from ... import Place
 from ...plumbing import contents, find, leaf_names, reports, states
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
-from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
+from .screen import Answer, as_json_text, counted, if_known, in_table, print_json, print_table, print_text, short
 
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
@@ -31,8 +31,9 @@ _STATISTICS: Final = {
 }  # fmt: skip
 
 
-def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -> None:
-    """Print the table of the names in a checkpoint, or its document. Raises Answer if none of the names matches."""
+def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: bool) -> None:
+    """Print the table of the names in a checkpoint, or its document."""
+    patterns = names or ()
     rows, items = find.from_path(
         place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True
     )
@@ -42,47 +43,39 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         print_json("names", {"place": place.shown, "names": rows})
         return
     if patterns and all(row.kind == "value" for row in rows):
-        print_text(_values_as_json(rows, patterns))
+        if [row.name for row in rows] == [*patterns]:  # one plain value, as it is
+            print(as_json_text(rows[0].value))
+        else:
+            lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
+            print("{\n" + ",\n".join(lines) + "\n}")
         return
     files = FilesOfRows.of(rows)
-    headings = [*_STATISTICS.values()] if stats else ["value or place"]
+    headings = [f">{name}" for name in _STATISTICS.values()] if stats else ["value or place"]
     if not rows:
         print_text("0 names: it is empty", "dim")
         return
     print_table(
-        ("name", "type", "shape", "size", *headings),
-        ((*_columns(row), *(_statistics_in(row) if stats else [_value_or_place(row, files)])) for row in rows),
-        right=("size", *_STATISTICS.values()),
+        ("name", "type", "shape", ">size", *headings),
+        (_cells(row, files, stats=stats) for row in rows),
     )
     if items is not None:
-        print_text(items)
+        print(items)
         for one in rows[0].places:
-            print_text(escaped(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}"), "dim")
+            print_text(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}", "dim")
     else:
         print_text(_totals(rows, files), "dim")
 
 
-def _values_as_json(rows: Sequence[states.NameRow], patterns: Sequence[str]) -> str:
-    """A plain value as it is; several by their names, each in one line."""
-    if [row.name for row in rows] == [*patterns]:
-        return as_json_text(rows[0].value)
-    lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _columns(row: states.NameRow) -> tuple[str, ...]:
-    return (
-        escaped(row.name),
-        _type_of(row),
-        "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar",
-        in_table(row.num_bytes) if row.dtype else "",
-    )
-
-
-def _type_of(row: states.NameRow) -> str:
-    if row.kind == "array":
-        return f"array of {row.dtype}"
-    return row.dtype if row.kind == "tensor" and row.dtype else row.kind
+def _cells(row: states.NameRow, files: FilesOfRows, *, stats: bool) -> Iterator[str | None]:
+    yield row.name
+    kind = row.dtype if row.kind == "tensor" and row.dtype else row.kind
+    yield f"array of {row.dtype}" if row.kind == "array" else kind
+    yield if_known(row.shape, lambda shape: "x".join(map(str, shape)) or "scalar")
+    yield in_table(row.num_bytes) if row.dtype else None
+    if stats:
+        yield from ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
+    else:
+        yield _value_or_place(row, files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +96,7 @@ class FilesOfRows:
         return cls("".join(f"{name}/" for name in common), max(files, key=files.__getitem__), len(files) > 1)
 
     def shown(self, file: str) -> str:
-        return escaped(file.removeprefix(self.folder))
+        return file.removeprefix(self.folder)
 
 
 def _value_or_place(row: states.NameRow, files: FilesOfRows) -> str:
@@ -111,7 +104,7 @@ def _value_or_place(row: states.NameRow, files: FilesOfRows) -> str:
     if row.kind == "value":
         return short(row.value)
     if row.alias_of is not None:
-        return f"same as {escaped(row.alias_of)}"
+        return f"same as {row.alias_of}"
     if row.ranks:
         return f"of rank{'s' if len(row.ranks) > 1 else ''} {_ranks(row)}"
     if len(row.places) == 1:
@@ -124,17 +117,13 @@ def _totals(rows: Sequence[states.NameRow], files: FilesOfRows) -> str:
     """The number of names and bytes, and the bytes of the largest top-level entries."""
     totals = states.entry_sizes(rows)
     largest = sorted(totals, key=lambda top: -totals[top])
-    parts = [f"{escaped(top)} {reports.sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
+    parts = [f"{top} {reports.sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
     if len(largest) > _SHOWN_TOTALS:
         parts.append(f"{len(largest) - _SHOWN_TOTALS:,} more")
     inside = f" in {files.shown(files.main)}" if files.main else ""
     inside += " where no other file is named" if files.has_others else ""
     by_entry = f": {', '.join(parts)}" if parts else ""
     return f"{counted(len(rows), 'name')}, {reports.sized(sum(totals.values()))}{inside}{by_entry}"
-
-
-def _statistics_in(row: states.NameRow) -> Iterator[str]:
-    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
 
 
 def _ranks(row: states.NameRow) -> str:
@@ -149,7 +138,11 @@ def _looked_at(
     parts: Sequence[contents.Part], patterns: Sequence[str], *, stats: bool, places: bool
 ) -> tuple[list[states.NameRow], str | None]:
     """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
-    rows = states.rows_of(parts, patterns, measured_by=_statistics_of if stats else None, places=places)
+
+    def measured(archive: contents.Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
+        return partial(statistics, states.TensorReader(archive, numbers))
+
+    rows = states.rows_of(parts, patterns, measured_by=measured if stats else None, places=places)
     if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
         return rows, None
     for part in parts:
@@ -190,10 +183,6 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
         return f"as bytes, since torch cannot print {items.dtype}: {rows}"
     finally:
         torch.set_printoptions(profile="default")
-
-
-def _statistics_of(archive: contents.Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
-    return partial(statistics, states.TensorReader(archive, numbers))
 
 
 def statistics(reader: states.TensorReader, number: int) -> dict[str, float] | None:

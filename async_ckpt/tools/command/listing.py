@@ -11,32 +11,33 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from ... import Place
+from ... import Naming, Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, reports, runs, spec, threads, timing, urls
+from ...plumbing import Storage, runs, spec, threads, timing
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
-from .run_places import DURABLE, PlaceStatus, RunPlaces, run_at
+from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
 from .screen import (
     USAGE,
     Answer,
     age,
     counted,
-    escaped,
+    if_known,
     in_table,
     mark_in_words,
     print_json,
     print_table,
     print_text,
     short,
+    shown_rate,
     shown_seconds,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
-from .where import place_below
+from .where import parent_of, place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions
@@ -122,11 +123,11 @@ class VersionRow:
     num_complete: int = 1
 
 
-def show(place: Place, *, with_all: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
+def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
     """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
-    `records` shows a hundred entries of records instead of three. Raises Answer if there is nothing to list.
+    `records` shows a hundred entries of records instead of three.
     """
-    storage = place.storage()
+    storage, metric = place.storage(), None if best is None else parse_best(best)
     names = storage.names("")
     kind = kind_of(place, names)
     if kind == "publication":
@@ -135,8 +136,8 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
             _print_steps(place, steps_of(storage, names), as_json=False)
     elif kind == "runs":
         below = walk(place)
-        _print_runs(place, rows_of(place, below, best, check=check), below.unseen, best, as_json=as_json)
-    elif kind in ("run", "trainer") or (kind == "nothing" and with_all):
+        _print_runs(place, rows_of(place, below, metric, check=check), below.unseen, metric, as_json=as_json)
+    elif kind in ("run", "trainer") or (kind == "nothing" and all_):
         statuses: Sequence[PlaceStatus] = ()
         spent = run_events.Goodput()
         if kind == "trainer":
@@ -144,16 +145,19 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, records
         else:
             events = run_events.EventLog(storage, timing.wall_time).read()
             spent = run_events.goodput_of(events)
-            rows = steps_of(storage, names, events=events, with_all=with_all, check=check)
+            rows = steps_of(storage, names, events=events, with_all=all_, check=check)
             everywhere = RunPlaces(place)
             statuses = everywhere.look()
             rows = _with_places(rows, everywhere.places, statuses)
         if not rows:
             raise nothing_at(place)
-        if best is not None:
-            _mark_best(rows, best)
-        wanted = (None if best is None else parse_best(best).metric, _MOST_METRICS if records else _FEW_METRICS)
-        _print_steps(place, rows, statuses, spent, wanted, as_json=as_json)
+        if metric is not None:
+            if not (found := best_of(rows, metric)):
+                raise Answer(f"no record of these steps has the metric {metric.metric!r}")
+            for _, row in found[: metric.num_steps]:
+                row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
+        most = _MOST_METRICS if records else _FEW_METRICS
+        _print_steps(place, rows, statuses, spent, metric, most, as_json=as_json)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
@@ -180,7 +184,7 @@ def steps_of(
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
     for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
-        rows += _rows(run_at(storage, step_format), names, saves, with_all=with_all, check=check)
+        rows += _rows(open_run(storage, Naming(step_format, None)), names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
     if with_all:
         _add_failures(rows, events)
@@ -238,11 +242,10 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
     return row
 
 
-def rows_of(place: Place, below: Walk, best: str | None = None, *, check: bool = False) -> list[RunRow]:
+def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: bool = False) -> list[RunRow]:
     """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
-    the objects of each step are looked for in a store, too. Raises Answer if no run has the metric.
+    the objects of each step are looked for in a store, too.
     """
-    metric = None if best is None else parse_best(best)
     rows: list[RunRow] = []
 
     def look(one: Found) -> None:
@@ -283,8 +286,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
         return RunRow(
             one.name, len(versions), newest_version, None, sum(row.num_bytes for row in versions), "publication"
         )
-    parent, name = urls.parent_and_name(place.url, fs=place.fs)
-    folder = replace(place, url=parent)
+    folder, name = parent_of(place)
     return RunRow(one.name, 0, None, time_of(folder, name), size_of(folder.storage(), name), one.writer)
 
 
@@ -359,7 +361,14 @@ def _rows(
             is_newer = step in run.root.newer_format
             row.marks.append(f"its manifest is {'of a newer async_ckpt' if is_newer else 'damaged'}")
         else:
-            _fill(row, manifest, saves.get((step, manifest.attempt)))
+            row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
+            row.record = manifest.record
+            if (save := saves.get((step, manifest.attempt))) is not None:
+                _fill_times(row, save)
+            row.marks += ["rolling"] if row.record.get("rolling") else []
+            row.marks += ["expires"] if row.record.get("ttl_seconds") is not None else []
+            if lenders := sorted({one.step for one in manifest.elsewhere if one.step != step}):
+                row.marks.append(f"borrows from {', '.join(map(str, lenders))}")
         if step in marked:
             row.marks.append(marked[step])
         if step in borrowed_from:
@@ -417,7 +426,7 @@ def _marks_of(run: runs.Run) -> dict[int, str]:
 
 def _runs_at(storage: Storage) -> Iterator[runs.Run]:
     """The run at a place, once for each of its namings."""
-    return (run_at(storage, step_format) for step_format in runs.formats_at(storage))
+    return (open_run(storage, Naming(step_format, None)) for step_format in runs.formats_at(storage))
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
@@ -425,15 +434,6 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
     manifests = {run.folder(step): manifest for step, manifest in commits.items() if manifest is not None}
     found = runs.broken_folders(run.storage, manifests)
     return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
-
-
-def _mark_best(rows: Sequence[StepRow], text: str) -> None:
-    best = parse_best(text)
-    found = best_of(rows, best)
-    if not found:
-        raise Answer(f"no record of these steps has the metric {best.metric!r}")
-    for _, row in found[: best.num_steps]:
-        row.marks += ["best"] * ("best" not in row.marks)  # the framework may have named it
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
@@ -444,31 +444,15 @@ def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
 
 
 def parse_best(text: str) -> Best:
-    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3". Raises Answer for
-    anything else.
-    """
+    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3"."""
     match = _BEST.fullmatch(text)
     if match is None or int(match["count"] or 1) < 1:
         raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
     return Best(match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1))
 
 
-def _fill(row: StepRow, manifest: runs.Manifest, save: run_events.Event | None) -> None:
-    """Fill a row. Its times are those of the event of the save: the manifest is from before the end of the commit."""
-    row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
-    row.record = manifest.record
-    if save is not None:
-        _fill_times(row, save)
-    if manifest.record.get("rolling"):
-        row.marks.append("rolling")
-    if manifest.record.get("ttl_seconds") is not None:
-        row.marks.append("expires")
-    lenders = sorted({one.step for one in manifest.elsewhere if one.step != manifest.step})
-    if lenders:
-        row.marks.append(f"borrows from {', '.join(map(str, lenders))}")
-
-
 def _fill_times(row: StepRow, save: run_events.Event) -> None:
+    """Take the times of the event of a save: a manifest is from before the end of the commit."""
     row.seconds, row.stall_seconds = save["total_seconds"], save["stall_seconds"]
     row.bandwidth = run_events.bandwidth_of(save)
 
@@ -491,50 +475,41 @@ def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) 
         print_json("versions", {"place": place.shown, "versions": rows})
         return
     print_table(
-        ("version", "kind", "base", "size", "ranks", "marks"),
+        (">version", "kind", ">base", ">size", ">ranks", "marks"),
         (
             (
-                str(row.version),
-                row.kind,
-                "" if row.base is None else str(row.base),
-                in_table(row.num_bytes),
-                f"{row.num_complete} of {row.num_ranks}" if row.num_ranks > 1 else "",
+                *(row.version, row.kind, row.base, in_table(row.num_bytes)),
+                f"{row.num_complete} of {row.num_ranks}" if row.num_ranks > 1 else None,
                 ", ".join(row.marks),
             )
             for row in rows
         ),
-        right=("version", "base", "size", "ranks"),
     )
 
 
 def _print_runs(
-    place: Place, rows: Sequence[RunRow], unseen: Sequence[str], best: str | None, *, as_json: bool
+    place: Place, rows: Sequence[RunRow], unseen: Sequence[str], metric: Best | None, *, as_json: bool
 ) -> None:
     if as_json:
         document = {"place": place.shown, "runs": rows, "not_looked_into": [*unseen]}
         print_json("runs", document)
         return
-    now = timing.wall_time()
-    metric = escaped(parse_best(best).metric) if best is not None else "best"
+    now, best = timing.wall_time(), metric.metric if metric else "best"
     print_table(
-        ("name", "kind", "steps", "latest", "age", "size", metric, "at step", "broken"),
+        ("name", "kind", ">steps", ">latest", ">age", ">size", f">{best}", ">at step", "broken"),
         (
             (
-                escaped(row.name),
-                row.kind,
-                str(row.num_steps) if row.num_steps else "",
-                "" if row.latest is None else str(row.latest),
-                "" if row.created is None else age(row.created, now),
+                *(row.name, row.kind, row.num_steps or None, row.latest),
+                if_known(row.created, lambda created: age(created, now)),
                 in_table(row.num_bytes),
-                *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
+                *((None, None) if row.best is None else (short(row.best[0]), row.best[1])),
                 spec.some_of(row.broken, _SHOWN),
             )
             for row in rows
         ),
-        right=("steps", "latest", "age", "size", metric, "at step"),
     )
     if unseen:
-        print_text(f"not looked into: {escaped(spec.some_of(unseen, _SHOWN))}; list them by their own names", "dim")
+        print_text(f"not looked into: {spec.some_of(unseen, _SHOWN)}; list them by their own names", "dim")
 
 
 def _print_steps(
@@ -542,7 +517,8 @@ def _print_steps(
     rows: Sequence[StepRow],
     statuses: Sequence[PlaceStatus] = (),
     spent: run_events.Goodput | None = None,
-    metrics_wanted: tuple[str | None, int] = (None, _FEW_METRICS),
+    metric: Best | None = None,
+    most: int = _FEW_METRICS,
     *,
     as_json: bool,
 ) -> None:
@@ -559,47 +535,38 @@ def _print_steps(
         for key, value in row.record.items()
         if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
     )
-    best, most = metrics_wanted
+    best = metric and metric.metric
     ordered = sorted(
         counts, key=lambda key: (key != best, key.endswith(_SPEEDS), -counts[key], "loss" not in key.lower(), key)
     )
     metrics = sorted(ordered[:most])
     print_table(
         (
-            "step",
-            "age",
-            "size",
-            "ranks",
-            "durable in",
-            "bandwidth",
-            "stall",
-            *map(escaped, metrics),
-            "at",
-            "durable",
-            "marks",
+            *(">step", ">age", ">size", ">ranks", ">durable in", ">bandwidth", ">stall"),
+            *(f">{metric}" for metric in metrics),
+            *("at", "durable", "marks"),
         ),
         (
             (
-                str(row.step) if row.step >= 0 else "",
-                "" if row.created is None else age(row.created, now),
-                "" if row.num_bytes is None else in_table(row.num_bytes),
-                str(row.num_ranks) if row.num_ranks else "",
-                "" if row.seconds is None else shown_seconds(row.seconds),
-                "" if row.bandwidth is None else f"{reports.sized(row.bandwidth)}/s",
-                "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
-                *(short(row.record[key]) if key in row.record else "" for key in metrics),
+                row.step if row.step >= 0 else None,
+                if_known(row.created, lambda created: age(created, now)),
+                if_known(row.num_bytes, in_table),
+                row.num_ranks or None,
+                if_known(row.seconds, shown_seconds),
+                if_known(row.bandwidth, shown_rate),
+                if_known(row.stall_seconds, shown_seconds),
+                *(short(row.record[key]) if key in row.record else None for key in metrics),
                 ", ".join(map(str, row.places)),
                 row.durable,
                 ", ".join(row.marks),
             )
             for row in rows
         ),
-        right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
     )
     if spent and spent.total_seconds >= _WORTH_A_LINE_SECONDS:
         print_text(f"time: {spent}", "dim")
     for number, status in enumerate(statuses, 1):
-        print_text(escaped(f"{number}: {status.described}"), "" if status.trouble else "dim")
+        print_text(f"{number}: {status.described}", "" if status.trouble else "dim")
     if len(counts) > len(metrics):
         more = counted(len(counts) - len(metrics), "more column")
         print_text(f"{more} of the records: pass --{'records' if most < _MOST_METRICS else 'json'}", "dim")

@@ -10,16 +10,15 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ... import Naming, Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, runs, threads, urls
+from ...plumbing import Storage, runs, threads
 from .screen import USAGE, Answer, print_note
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
-from .where import place_below
+from .where import parent_of, place_below
 
 Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
 
@@ -101,16 +100,13 @@ def trainer_of(place: Place) -> tuple[Place, str] | None:
     """The folder of a trainer, and the name of its checkpoint if the place is one of those; None for anything else."""
     if (kind := kind_of(place)) == "trainer":
         return place, ""
-    parent, name = urls.place_and_name(place.url, fs=place.fs)
-    root = replace(place, url=parent)
+    root, name = parent_of(place)
     is_one = kind in ("checkpoint", "nothing") and name and checkpoints_in(root.storage(), [name])
     return (root, name) if is_one else None
 
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
-    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it.
-    Raises Answer if a folder has nothing of these kinds.
-    """
+    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it."""
     targets: list[tuple[Place, str]] = []
     for place in places:
         if kind_of(place) != "runs":

@@ -1,21 +1,20 @@
-"""The words of the command `async-ckpt`, their options, and what its exit status says.
+"""The words of the command `async-ckpt`, and their options.
 
-In: arguments. Out: text or JSON on stdout, an error on stderr, a status. Knows nothing of: how anything is found out.
+In: arguments. Out: a call of the `show` of a word's module, and a status. Knows nothing of: how anything is found out.
 
-Each word imports what it needs when it is called, so that `--help` needs nothing of it.
-
-Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage, or what cannot be compared; 70 a fault
-of the command itself; 74 a storage that does not work; 75 steps that are not moved yet; 130 Ctrl-C.
+A word is declared here by a function without a body: its parameters are the options, and its text is the help. `show`
+has the same parameters, and `as_json`. Its module is imported when the word is called, so that `--help` needs nothing
+of it.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -23,20 +22,9 @@ import typer
 from typer import Argument, Option
 
 from ... import Place
-from ...errors import (
-    CheckpointError,
-    IsAFolderError,
-    NotAFolderError,
-    NotFoundError,
-    OccupiedError,
-    StorageUnavailableError,
-)
-from .options import AsJson, Where, with_place
-from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
-from .where import place_like
+from .options import Where, with_place
+from .statuses import status_after
 
-_INTERRUPTED: Final = 130
-_FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
 # What torch says of its own plans; the warnings of this library are RuntimeWarnings.
 _NOT_SHOWN: Final = (UserWarning, FutureWarning, DeprecationWarning)
 
@@ -50,9 +38,16 @@ app = typer.Typer(
 )
 
 
-def _example(words: str) -> str:
-    """The line below the help of a command, which the backspace keeps from being wrapped."""
-    return f"\b\nExample: async-ckpt {words}"
+def _word(example: str, module: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that adds a word to the command. The backspace keeps the line of the example from being wrapped."""
+
+    def added(declared: Callable[..., None]) -> Callable[..., None]:
+        def show(**given: Any) -> None:
+            import_module(f".{module}", __package__).show(**given)
+
+        return app.command(epilog=f"\b\nExample: async-ckpt {example}")(with_place(declared, show))
+
+    return added
 
 
 def _argument(metavar: str, help_: str) -> Any:
@@ -107,24 +102,18 @@ def about(
     """
 
 
-@app.command(epilog=_example("ls runs/a"))
-@with_place
+@_word("ls runs/a", "listing")
 def ls(
     place: Where,
     all_: Annotated[bool, Option("--all", help="Also list steps that are retired or not committed.")] = False,
     check: Annotated[bool, Option("--check", help="Mark steps with missing or truncated archives.")] = False,
     best: Best = None,
     records: Annotated[bool, Option("--records", help="Show more than three entries of the records.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """List steps of a run, runs in a folder, or published versions."""
-    from .listing import show
-
-    show(place, with_all=all_, check=check, best=best, records=records, as_json=as_json)
 
 
-@app.command(epilog=_example("page runs/a runs/b"))
-@with_place
+@_word("page runs/a runs/b", "page.run_page")
 def page(
     places: Annotated[list[Place], _argument("RUN", "Runs, or a folder of runs. Several runs are compared.")],
     output: Annotated[
@@ -134,53 +123,35 @@ def page(
         list[str] | None, Option(metavar="METRIC", help="Mark the best steps by a metric, as for ls. Repeatable.")
     ] = None,
     overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Draw whole runs as pictures and tables, in one HTML file.
 
     The file shows saves over time, stalls, bandwidth, sizes, records, and the kept steps. It needs no network.
     """
-    from .page.run_page import file_name, show
-
-    target = place_like(places[0], output or file_name(places))
-    show(places, target, best=best or [], overwrite=overwrite, as_json=as_json)
 
 
-@app.command(epilog=_example("inspect runs/a@100 'model.*' --stats"))
-@with_place
+@_word("inspect runs/a@100 'model.*' --stats", "inspection")
 def inspect(
     place: Where,
     names: Annotated[list[str] | None, _argument("NAME", "Names, prefixes of names, or patterns.")] = None,
     stats: Annotated[bool, Option("--stats", help="Read all: min, max, mean, std, norm, NaN, Inf.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show the names, shapes and values in a checkpoint.
 
     PLACE is a step, an archive, a run (its newest step), a safetensors file, or a folder of Hugging Face or
     torch.distributed.checkpoint. One tensor is printed as by torch, plain values as JSON. Nothing is unpickled.
     """
-    from .inspection import show
-
-    show(place, names or [], stats=stats, as_json=as_json)
 
 
-@app.command(epilog=_example("verify runs/a"))
-@with_place
-def verify(places: Wheres, all_: AllPlaces = False, base: Base = None, as_json: AsJson = False) -> None:
+@_word("verify runs/a", "soundness")
+def verify(places: Wheres, all_: AllPlaces = False, base: Base = None) -> None:
     """Compare every byte with its digest, and say how to mend damage.
 
     A PLACE is an archive, a step, a run, a publication, or a folder of these.
     """
-    from .lookup import EVERYTHING, targets_of
-    from .run_places import everywhere
-    from .soundness import show
-
-    targets = (place for place, _ in targets_of(places, EVERYTHING))
-    _each(partial(show, base=base, as_json=as_json), everywhere(targets, asks_all=all_))
 
 
-@app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
-@with_place
+@_word("cp runs/a s3://bucket/runs/a --steps 100:500", "copying")
 def cp(
     src: Annotated[list[Place], _argument("SRC", "Runs or steps, or a folder of runs.")],
     dst: Annotated[Place, _argument("DST", "The destination root; for several runs, a folder.")],
@@ -194,29 +165,15 @@ def cp(
         bool, Option("--overwrite", help="Replace damaged steps and other versions of steps.")
     ] = False,
     all_: AllPlaces = False,
-    as_json: AsJson = False,
 ) -> None:
     """Copy a run, or some of its steps, to another root.
 
     Every byte is compared with its digest on the way. After an interruption, run the same command again. Several runs,
     and runs in a folder, keep their names below DST. With --all, steps that one place lacks come from the next.
     """
-    from .copying import show, targets_below
-    from .lookup import RUNS, targets_of
-    from .run_places import everywhere
-
-    copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
-    pairs = [
-        (one, target)
-        for source, target in targets_below(targets_of(src, RUNS), dst)
-        for one in everywhere([source], asks_all=all_)
-        if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
-    ]
-    _each(copy, *zip(*pairs, strict=True), with_headings=not as_json)
 
 
-@app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
-@with_place
+@_word("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run", "pruning")
 def prune(
     places: Wheres,
     keep: Annotated[
@@ -231,24 +188,15 @@ def prune(
     yes: Annotated[bool, Option("--yes", help="Delete without asking.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
-    as_json: AsJson = False,
 ) -> None:
     """Delete the steps that no rule keeps.
 
     The rules are those of a training's retention, and the command shows the steps first. The newest step always stays.
     In a folder of runs, the rules apply to each run, and with --all to each place of a run.
     """
-    from .lookup import RUNS, targets_of
-    from .pruning import show
-    from .run_places import everywhere
-
-    delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
-    targets = everywhere((place for place, _ in targets_of(places, RUNS)), asks_all=all_)
-    _each(delete, targets, with_headings=not as_json)
 
 
-@app.command(epilog=_example("mark runs/a 200 --bad 'loss is nan'"))
-@with_place
+@_word("mark runs/a 200 --bad 'loss is nan'", "marking")
 def mark(
     place: Where,
     step: Annotated[int, _argument("STEP", "A committed step.")],
@@ -259,48 +207,29 @@ def mark(
         str | None, Option(metavar="NOTE", help="Mark it as good: Keep(good=…) keeps the newest such steps.")
     ] = None,
     clear: Annotated[bool, Option("--clear", help="Take its mark back.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Mark a step as good or bad, at all places of its run.
 
     NOTE says why, and may be empty. The newest mark of a step counts. The run's training may go on meanwhile.
     """
-    from .marking import show
-
-    if [bad is not None, good is not None, clear].count(True) != 1:
-        raise Answer("pass one of --bad NOTE, --good NOTE and --clear", USAGE)
-    note = bad if bad is not None else good or ""
-    show(place, step, "bad" if bad is not None else None if clear else "good", note, as_json=as_json)
 
 
-@app.command(epilog=_example("repair runs/a --apply"))
-@with_place
+@_word("repair runs/a --apply", "repair")
 def repair(
     places: Wheres,
     unretire: Annotated[int | None, Option(metavar="STEP", help="Commit a retired step again.")] = None,
     apply: Annotated[bool, Option("--apply", help="Make the repairs. Without it, nothing is changed.")] = False,
     all_: AllPlaces = False,
     unattended: Unattended = False,
-    as_json: AsJson = False,
 ) -> None:
     """Rebuild a run's tracker, journal and layout files.
 
     The files come from the run's manifests and archives. Leftovers of dead writers are deleted. Without --apply,
     nothing is changed. A PLACE is a run, or a folder of runs.
     """
-    from .lookup import RUNS, note_trainers, targets_of
-    from .repair import show
-    from .run_places import everywhere
-
-    targets = note_trainers(targets_of(places, RUNS))
-    if unretire is not None and len(targets) > 1:
-        raise Answer("--unretire names a step of one run; give that run alone", USAGE)
-    mend = partial(show, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
-    _each(mend, everywhere([place for place, _ in targets], asks_all=all_))
 
 
-@app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
-@with_place
+@_word("diff runs/a@100 runs/b@100 --rtol 1e-5", "comparing.diffing")
 def diff(
     a: Annotated[Place, _argument("A", "A checkpoint of any format.")],
     b: Annotated[Place, _argument("B", "Another checkpoint.")],
@@ -309,18 +238,11 @@ def diff(
     atol: Annotated[float, Option(metavar="X", help="Count items as equal if |a-b| <= X.")] = 0.0,
     all_: Annotated[bool, Option("--all", help="Compare A at each place of its run with B.")] = False,
     trust: Trust = False,
-    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints name by name: shapes, dtypes, values."""
-    from .comparing.diffing import show
-    from .run_places import everywhere
-
-    compare = partial(show, b=b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
-    _each(compare, everywhere([a], asks_all=all_), with_headings=not as_json)
 
 
-@app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
-@with_place
+@_word("extract runs/a@100 --select 'model.*' --to out/model.safetensors", "conversion")
 def extract(
     src: Annotated[Place, _argument("SRC", "A checkpoint of any format.")],
     select: Select = None,
@@ -330,21 +252,11 @@ def extract(
     from_rank: FromRank = None,
     trust: Trust = False,
     overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write selected tensors and values to a file or folder."""
-    from .conversion import ConversionRequest, show
-
-    if not to:
-        raise Answer("--to is missing: name the file or folder to write, such as F.safetensors, F.pt or F.tar", USAGE)
-    request = ConversionRequest(
-        src, place_like(src, to), tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())
-    )
-    show(request, as_, as_json=as_json)
 
 
-@app.command(epilog=_example("convert model.pt out/model.tar"))
-@with_place
+@_word("convert model.pt out/model.tar", "conversion")
 def convert(
     src: Annotated[Place, _argument("SRC", "A checkpoint of any format.")],
     dst: Annotated[Place, _argument("DST", "The file or folder to write.")],
@@ -360,7 +272,6 @@ def convert(
     from_rank: FromRank = None,
     trust: Trust = False,
     overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
 
@@ -368,14 +279,9 @@ def convert(
     of the model, and the names of the weights are compared with those of the model. Weights of LoRA become the folder
     of an adapter, for which --config names one with the same settings.
     """
-    from .conversion import ConversionRequest, show
-
-    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()), config)
-    show(request, as_, as_json=as_json)
 
 
-@app.command(epilog=_example("follow weights --into out/model --exec 'ls out/model' --once"))
-@with_place
+@_word("follow weights --into out/model --exec 'ls out/model' --once", "live.sidecar")
 def follow(
     root: Annotated[Place, _argument("ROOT", "The root where a Publisher puts its versions.")],
     into: Annotated[str, Option(metavar="FOLDER", help="Pull versions into this folder.", show_default=False)] = "",
@@ -401,20 +307,14 @@ def follow(
     ] = None,
     base: Base = None,
     once: Annotated[bool, Option("--once", help="Exit once the engine has the newest version.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Pull each new version into a folder, and have an engine load it.
 
     This is a sidecar for one engine. SIGTERM ends it between versions. With --json, each event is a line of JSON.
     """
-    from .live.sidecar import engine_by, show
-
-    engine = engine_by(sglang, vllm, exec_, post, abort_requests=abort_requests, answer_seconds=answer_within)
-    show(root, into, engine, base, status, once=once, poll_seconds=poll, patience_seconds=patience, as_json=as_json)
 
 
-@app.command(epilog=_example("move runs/a --to s3://bucket/runs/a --once"))
-@with_place
+@_word("move runs/a --to s3://bucket/runs/a --once", "live.move_steps")
 def move(
     places: Annotated[list[Place], _argument("PATH", "The nearest place of a run, or a folder of runs.")],
     to: Annotated[
@@ -425,7 +325,6 @@ def move(
     retire: Annotated[bool, Option("--retire", help="Retire the steps of another run there.")] = False,
     yes: Annotated[bool, Option("--yes", help="Adopt or retire without asking.")] = False,
     unattended: Unattended = False,
-    as_json: AsJson = False,
 ) -> None:
     """Copy the steps of a run to its further places.
 
@@ -433,15 +332,9 @@ def move(
     which a training with several places writes. The client finds credentials in its usual sources. With --json, each
     arrival is a line of JSON.
     """
-    from .live.move_steps import show
-    from .lookup import targets_of
-
-    options = {"once": once, "adopt": adopt, "retire": retire, "yes": yes, "unattended": unattended}
-    show(targets_of(places, ("run",)), to=to or (), **options, as_json=as_json)
 
 
-@app.command(epilog=_example("watch runs/a --once"))
-@with_place
+@_word("watch runs/a --once", "live.watch")
 def watch(
     places: Wheres,
     once: Annotated[bool, Option("--once", help="Look once; exit with 1 if there is a warning.")] = False,
@@ -449,7 +342,6 @@ def watch(
     older: Annotated[
         str | None, Option(metavar="AGE", help="Warn if the newest step is older than this, such as 90s or 2h.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show the status of a run until Ctrl-C.
 
@@ -457,39 +349,24 @@ def watch(
     Several runs, and runs in a folder, have one line each. The command only reads, and sends a store at most two
     requests per second. With --json, each look is a line of JSON.
     """
-    from .live.watch import show
-    from .lookup import RUNS, targets_of
-
-    targets = targets_of(places, RUNS)
-    show(targets, once=once, interval=interval, older=older, as_json=as_json)
 
 
-@app.command(epilog=_example("bench runs --size 50MB --tensors 50"))
-@with_place
+@_word("bench runs --size 50MB --tensors 50", "bench")
 def bench(
     root: Annotated[
         Place | None, Argument(metavar="ROOT", help="A folder or URL to write to.", show_default="here")
     ] = None,
     size: Annotated[str, Option(metavar="SIZE", help="The size of the state to save, such as 1GB or 512MiB.")] = "1GB",
     tensors: Annotated[int, Option(metavar="N", help="The number of tensors in the state.")] = 300,
-    as_json: AsJson = False,
 ) -> None:
     """Measure a disk or store, and saves and restores there."""
-    from .bench import show, size_of
-
-    show(root or Place("."), size_of(size), tensors, as_json=as_json)
 
 
-@app.command(epilog=_example("doctor runs/a"))
-@with_place
+@_word("doctor runs/a", "doctor")
 def doctor(
     root: Annotated[Place | None, _argument("ROOT", "A root where checkpoints will be saved.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Check what this machine has, and lacks, for checkpoints."""
-    from .doctor import show
-
-    show(root, as_json=as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -509,66 +386,4 @@ def status_of(arguments: Sequence[str]) -> int:
     with warnings.catch_warnings():
         for category in _NOT_SHOWN:
             warnings.simplefilter("ignore", category)
-        return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
-
-
-def _each(call: Callable[..., object], *places: Sequence[Place], with_headings: bool = False) -> None:
-    """Make a call for each of several places, or pairs of places, whatever comes of the others. Exits with the gravest
-    status.
-    """
-    targets = [*zip(*places, strict=True)]
-    if len(targets) == 1:
-        call(*targets[0])
-        return
-    worst = 0
-    with documents_in_lines():
-        for each in targets:
-            if with_headings:
-                print_text(escaped(f"{each[0].shown}:"))
-            worst = max(worst, status := _status_of(partial(call, *each)))
-            if status == _INTERRUPTED:
-                break
-    raise typer.Exit(worst)
-
-
-def _status_of(call: Callable[[], object]) -> int:
-    try:
-        result = call()
-        return result if isinstance(result, int) else 0
-    except typer.Exit as error:
-        return error.exit_code
-    except (typer.Abort, KeyboardInterrupt):
-        return _INTERRUPTED
-    except Answer as error:
-        return _said(str(error), error.status)
-    except StorageUnavailableError as error:
-        return _said(str(error), STORAGE)
-    except CheckpointError as error:
-        is_of_path = isinstance(error, IsAFolderError | NotAFolderError | NotFoundError | OccupiedError)
-        return _said(str(error), STORAGE if is_of_path else NO)
-    except KeyError as error:  # a name that no checkpoint has; its text would be quoted
-        return _said(str(error.args[0] if error.args else error), NO)
-    except (ValueError, TypeError, ImportError) as error:
-        return _said(str(error), USAGE)
-    except OSError as error:
-        return _said(str(error), STORAGE)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] in ("click", "typer"):
-            return _usage(error)
-        if os.environ.get("ASYNC_CKPT_TRACEBACK"):
-            raise
-        return _said(
-            f"internal error: {type(error).__name__}: {error!s:.200}; please report it with the traceback that "
-            "ASYNC_CKPT_TRACEBACK=1 in the environment prints",
-            _FAULT,
-        )
-
-
-def _usage(error: Any) -> int:
-    error.show()
-    return int(getattr(error, "exit_code", USAGE))
-
-
-def _said(text: str, status: int) -> int:
-    print(f"async-ckpt: {escaped(text)}", file=sys.stderr)
-    return status
+        return status_after(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))

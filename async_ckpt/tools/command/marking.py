@@ -1,6 +1,7 @@
 """The marks of a step, good or bad, from a shell.
 
-In: a run, a step, a mark. Out: the mark at each place of the run that has the step. Knows nothing of: arguments.
+In: a run, a step, a mark. Out: the mark at each place of the run that has the step. Knows nothing of: what a mark leads
+to.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from typing import Literal
 
 from ... import Place
 from ...plumbing import runs
-from .run_places import places_of
-from .screen import escaped, mark_in_words, print_json, print_text
-from .selection import open_run, whole_runs_at
+from .run_places import open_run, places_of
+from .screen import USAGE, Answer, mark_in_words, print_json, print_text
+from .selection import whole_runs_at
 
 
-def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str, *, as_json: bool) -> None:
-    """Mark a step, at all places of its run that have it and answer. None takes its mark back. Raises Answer if there
-    is no run, or the place is the folder of a step, NotCommittedError if the run has no such step, and ValueError if
-    the note is too long.
-    """
+def show(place: Place, step: int, *, bad: str | None, good: str | None, clear: bool, as_json: bool) -> None:
+    """Mark a step with a note, at all places of its run that have it and answer, or take its mark back."""
+    if [bad is not None, good is not None, clear].count(True) != 1:
+        raise Answer("pass one of --bad NOTE, --good NOTE and --clear", USAGE)
+    kind: Literal["good", "bad"] | None = "bad" if bad is not None else None if clear else "good"
+    note = bad or good or ""
     chosen = whole_runs_at(place, ", and the step after it")
     naming = next((one.naming for one in chosen if step in one.run.steps()), chosen[0].naming)
     places = places_of(place)
@@ -28,4 +30,4 @@ def show(place: Place, step: int, kind: Literal["good", "bad"] | None, note: str
         print_json("mark", {**told, "places": [one.shown for one in places]})
     else:
         said = "has no mark any more" if kind is None else f"is marked {mark_in_words(kind, note)}"
-        print_text(escaped(f"step {step} of {place.shown} {said}"))
+        print_text(f"step {step} of {place.shown} {said}")

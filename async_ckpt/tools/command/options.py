@@ -20,7 +20,7 @@ from .where import DEADLINE_SECONDS, is_local, place_of
 Where = Annotated[
     Place, typer.Argument(metavar="PLACE", help="A path or URL; a step as RUN@100 or RUN@latest.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
+_AS_JSON: Final = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
 # The options of a store: their types, defaults, what stands for their values, and what they mean.
 _OPTIONS: Final[dict[str, tuple[type, Any, str | None, str]]] = {
@@ -35,12 +35,15 @@ _TEXTS: Final[dict[Any, Any]] = {Place: str, Place | None: str | None, list[Plac
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
-def with_place(word: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameters of a word that are a `Place` by an argument each, and add the options of their store."""
+def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable[..., None]:
+    """A function that typer can make a word of, and that calls `show`: the parameters that are a `Place` are an
+    argument each. The option `--json` comes last, and the options of their store.
+    """
     signature = inspect.signature(word, eval_str=True)
     parameters = [_as_argument(one) for one in signature.parameters.values()]
     places = [name for name, one in signature.parameters.items() if _is_place(one)]
     own = {place: _store_options(place if number else "") for number, place in enumerate(places)}
+    parameters.append(inspect.Parameter("as_json", _KEYWORD, default=False, annotation=_AS_JSON))
     parameters += [option for options in own.values() for option in options]
 
     @functools.wraps(word)
@@ -51,7 +54,7 @@ def with_place(word: Callable[..., None]) -> Callable[..., None]:
             options |= {name: value for name, value in chosen.items() if value is not None}
             if given[place] is not None:
                 given[place] = _opened(given[place], options, is_only=len(places) == 1)
-        word(**given)
+        show(**given)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: one.annotation for one in parameters}

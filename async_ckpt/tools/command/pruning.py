@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import typer
@@ -16,21 +17,24 @@ import typer
 from ... import Keep, Place
 from ...plumbing import reports, runs, timing
 from .listing import broken_steps, parse_best
-from .lookup import kind_of
-from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
+from .lookup import RUNS, kind_of, targets_of
+from .run_places import everywhere
+from .screen import USAGE, Answer, counted, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, whole_runs_at
+from .statuses import for_each
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, bytes=200e9 or free=50e9"
 
 
-def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
-    """Show the steps that the rules keep and delete, ask, and delete.
+def show(places: Sequence[Place], *, keep: Sequence[str] | None, all_: bool, as_json: bool, **options: Any) -> None:
+    """Show the steps of each run that the rules keep and delete, ask, and delete."""
+    targets = everywhere((place for place, _ in targets_of(places, RUNS)), asks_all=all_)
+    for_each(partial(_prune, rules=keep or (), as_json=as_json, **options), targets, with_headings=not as_json)
 
-    `unattended` says that no process writes to the run, where that cannot be found out. Raises Answer if a rule is not
-    one, no record has its metric, somebody said no, or a living process may have the run, RunTakenError if a living
-    process has the run, and FormatVersionError if a step was saved by a newer async_ckpt.
-    """
+
+def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
+    """The same for one run. `unattended` says that no process writes to it, where that cannot be found out."""
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
         raise Answer("without a terminal, the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE)
@@ -58,48 +62,38 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     freed = sum(row.num_bytes or 0 for row in going)
     if not as_json:
         print_table(
-            ("step", "size", "checkpoint", "fate"),
+            (">step", ">size", "checkpoint", "fate"),
             (
                 (
-                    str(row.step) if row.step >= 0 else "",
+                    row.step if row.step >= 0 else None,
                     "damaged" if row.num_bytes is None else in_table(row.num_bytes),
-                    escaped(row.name),
+                    row.name,
                     ("delete" if row.deleted else "keep")
-                    + (f", broken: {escaped(broken[row.step])}" if row.step in broken else ""),
+                    + (f", broken: {broken[row.step]}" if row.step in broken else ""),
                 )
                 for row in rows
             ),
-            right=("step", "size"),
         )
         verb = "would go" if dry_run else "go"
-        print_text(
-            f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {escaped(place.shown)}"
-        )
+        print_text(f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {place.shown}")
     if going and not dry_run:
         if not (yes or typer.confirm("Delete them?", err=True)):
             raise Answer("nothing was deleted")
         gone = {step for each in shown for step in each.delete(unattended=unattended)}
         rows = [replace(row, deleted=row.step in gone) for row in rows]
         if not as_json:
-            print_text(f"{counted(len(gone), 'step')} deleted{_of_the_others(going, gone)}")
+            stay = [row.step for row in going if row.step not in gone]
+            changed = "; the run has changed since it was shown, so"
+            others = f"{changed} {counted(len(stay), 'step')} stay, such as {stay[0]}" if stay else ""
+            print_text(f"{counted(len(gone), 'step')} deleted{others}")
     if as_json:
         freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
-        print_json(
-            "pruning",
-            {
-                "place": place.shown,
-                "dry_run": dry_run,
-                "steps": rows,
-                "num_bytes": freed,
-                "broken": [*broken],
-            },
-        )
+        told = {"place": place.shown, "dry_run": dry_run, "steps": rows, "num_bytes": freed, "broken": [*broken]}
+        print_json("pruning", told)
 
 
 def parse_keep(rules: Sequence[str]) -> Keep:
-    """The retention of rules such as "last=3". Raises Answer if a rule is unknown, has a wrong value, or no rule is
-    given.
-    """
+    """The retention of rules such as "last=3"."""
     values: dict[str, Any] = {}
     for rule in rules:
         name, _, text = rule.partition("=")
@@ -123,10 +117,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
 
 
 def _refuse_unknown_metric(place: Place, keep: Keep, commits: runs.Commits) -> None:
-    """Refuse a metric that no record has: a training keeps every step then, and here it is probably misspelt.
-
-    Raises Answer.
-    """
+    """Refuse a metric that no record has: a training keeps every step then, and here it is probably misspelt."""
     if keep.best is not None and commits and runs.best_of([*commits], commits, keep.best) is None:
         why = runs.describe_missing_metric(keep.best[0], commits).partition("; ")[0]
         raise Answer(f"{place.shown}: --keep best={keep.best[0]}: no record of a step has the metric {why}", USAGE)
@@ -136,8 +127,6 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     """Refuse to change a run that another process writes to, or may write to.
 
     On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
-    Raises RunTakenError if the newest start is locked by a living process, and Answer if its process is alive, or
-    cannot be asked.
     """
     run.steps()
     runs.refuse_if_alive(run.storage, run.root.starts)
@@ -188,9 +177,8 @@ class _Shown(NamedTuple):
         ]
 
     def delete(self, *, unattended: bool) -> list[int]:
-        """Delete the steps to go that have not changed since. No save begins there meanwhile.
-
-        Raises Answer and RunTakenError as `refuse_writer`, for a process that has begun to save there since.
+        """Delete the steps to go that have not changed since, unless a process has begun to save there. No save begins
+        there meanwhile.
         """
         run = self.run
         run.steps()
@@ -202,11 +190,3 @@ class _Shown(NamedTuple):
             gone = [] if newest is None else run.retain(newest, replaced=None, in_flight=(), only=only)
             run.events.write()
         return gone
-
-
-def _of_the_others(going: Sequence[PruneRow], gone: Collection[int]) -> str:
-    """A note on the steps that were to go and stay."""
-    stay = [row.step for row in going if row.step not in gone]
-    if not stay:
-        return ""
-    return f"; the run has changed since it was shown, so {counted(len(stay), 'step')} stay, such as {stay[0]}"

@@ -9,7 +9,7 @@ overtaken process does not concern it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,12 @@ from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, runs, spec
 from .listing import broken_steps
+from .lookup import RUNS, note_trainers, targets_of
 from .pruning import refuse_writer
-from .screen import NO, escaped, print_json, print_table, print_text
+from .run_places import everywhere
+from .screen import NO, USAGE, Answer, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, usual_tracker, whole_runs_at
+from .statuses import for_each
 
 _SHOWN_LEFTOVERS: Final = 3
 
@@ -40,11 +43,16 @@ class Damage:
         return {"subject": self.subject, "text": self.text, "can_be_mended": self.mend is not None}
 
 
-def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, as_json: bool) -> None:
-    """Show the damage of a run, and with `apply` mend it. Raises Answer if a living process may have the run, or the
-    step cannot be put back, RunTakenError if a living process has the run, FormatVersionError if a step was saved by a
-    newer async_ckpt, and typer.Exit if there is damage, and it was not mended.
-    """
+def show(places: Sequence[Place], *, unretire: int | None, all_: bool, **options: Any) -> None:
+    """Show the damage of each run, and with `apply` mend it."""
+    targets = note_trainers(targets_of(places, RUNS))
+    if unretire is not None and len(targets) > 1:
+        raise Answer("--unretire names a step of one run; give that run alone", USAGE)
+    for_each(partial(_repair, unretire=unretire, **options), everywhere((place for place, _ in targets), asks_all=all_))
+
+
+def _repair(place: Place, *, unretire: int | None, apply: bool, unattended: bool, as_json: bool) -> None:
+    """The same for one run. Raises typer.Exit if there is damage, and it was not mended."""
     chosen = whole_runs_at(place)
     damages = []
     with ExitStack() as taken:
@@ -63,7 +71,7 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
         print_json("repairs", {"place": place.shown, "applied": apply, "damages": damages})
     else:
         if damages:
-            print_table(("what", "is"), ((escaped(one.subject), escaped(one.text)) for one in damages))
+            print_table(("what", "is"), ((one.subject, one.text) for one in damages))
         print_text(_summary(place, damages, apply=apply))
     if any(not apply or one.mend is None for one in damages):
         raise typer.Exit(NO)
@@ -71,12 +79,10 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
 
 def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
     num_mendable = sum(one.mend is not None for one in damages)
-    where = f"{escaped(place.shown)}: "
     if not damages:
-        return f"{where}nothing to mend"
-    if apply:
-        return f"{where}{num_mendable} of {len(damages)} mended"
-    return f"{where}{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
+        return f"{place.shown}: nothing to mend"
+    ends = "mended" if apply else "can be mended, by --apply; nothing was changed"
+    return f"{place.shown}: {num_mendable} of {len(damages)} {ends}"
 
 
 def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True) -> Iterator[Damage]:
@@ -99,14 +105,10 @@ def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftover
         if leftovers and (left := run.sweeper.sweep(delete=False)):
             text = f"of writers that have ended: {spec.some_of(left, _SHOWN_LEFTOVERS)}"
             yield Damage("leftovers", text, run.sweeper.sweep)
-    newest = max(chosen, key=lambda one: _newest_commit(one.run))
+    newest = max(chosen, key=lambda one: max((made.created for made in one.run.view().values() if made), default=0.0))
     commits = newest.run.view()
     if commits:
         yield from _announced(newest, commits)
-
-
-def _newest_commit(run: runs.Run) -> float:
-    return max((manifest.created for manifest in run.view().values() if manifest), default=0.0)
 
 
 def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:

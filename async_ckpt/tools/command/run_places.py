@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ... import Place
+from ... import Keep, Naming, Place
 from ...errors import CheckpointError, ConflictError
-from ...plumbing import Storage, runs, timing, urls
+from ...plumbing import Storage, runs, timing
 from ...plumbing import events as run_events
-from .where import DEADLINE_SECONDS, place_below
+from .where import DEADLINE_SECONDS, parent_of, place_below
 
 # How durable a step is, by what it outlives at the best of its places, which comes last.
 DURABLE: Final = {"process": "no", "reboot": "on this machine", "machine": "beyond it"}
@@ -69,10 +69,12 @@ def places_of(place: Place) -> list[Place]:
     """
     below = ""
     if place.storage().exists(runs.MANIFEST_NAME):
-        parent, below = urls.parent_and_name(place.url, fs=place.fs)
-        place = replace(place, url=parent)
+        place, below = parent_of(place)
     told = runs.tiers_file.read(place)
-    places = [place] if told is None else [one if one.is_local else _patient(one) for one in told.places]
+    places = [place] if told is None else [*told.places]
+    for number, one in enumerate(places):
+        if not one.is_local:
+            places[number] = replace(one, options={"deadline_seconds": DEADLINE_SECONDS, **(one.options or {})})
     return [place_below(one, below) for one in places] if below else places
 
 
@@ -81,13 +83,8 @@ def everywhere(places: Iterable[Place], *, asks_all: bool) -> list[Place]:
     return [one for place in places for one in (places_of(place) if asks_all else [place])]
 
 
-def _patient(place: Place) -> Place:
-    return replace(place, options={"deadline_seconds": DEADLINE_SECONDS, **(place.options or {})})
-
-
-def run_at(storage: Storage, step_format: str) -> runs.Run:
-    """A run of this naming, as one that is only looked at."""
-    return runs.Run(storage, clock=timing.wall_time, step_format=step_format, tracker=None)
+def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs.Run:
+    return runs.Run(storage, clock=timing.wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
 
 
 class RunPlaces:
@@ -98,7 +95,7 @@ class RunPlaces:
         self._runs: list[runs.Run] = []
         if (told := runs.tiers_file.read(place)) is not None:
             self.places = places_of(place)
-            self._runs = [run_at(one.storage(), told.naming.step_format) for one in self.places]
+            self._runs = [open_run(one.storage(), told.naming) for one in self.places]
 
     def look(self) -> list[PlaceStatus]:
         """The status of each place, from near to far; none for a run of one place."""
@@ -109,7 +106,9 @@ class RunPlaces:
             try:
                 steps = {step: manifest.attempt if manifest else "" for step, manifest in run.view().items()}
                 status = replace(status, steps=steps)
-                _refuse_strangers(self._runs[:number], run)
+                known = [nearer.descent() for nearer in self._runs[:number] if nearer.root.starts]
+                if known:  # steps here that no nearer place has gone on from are those of another run
+                    run.refuse_strangers({token for tokens in known for token in tokens})
             except ConflictError as conflict:
                 status = replace(status, trouble=str(conflict))
             except CheckpointError as error:
@@ -118,13 +117,6 @@ class RunPlaces:
             arrived = {one["step"] for one in events if one["kind"] == "moved" and one["place"] == place.shown}
             found.append(replace(status, passed_over=_passed_over(nearer, status.steps, arrived, place.every or 1)))
         return found
-
-
-def _refuse_strangers(nearer: Sequence[runs.Run], run: runs.Run) -> None:
-    """Raise ConflictError if a place has steps that nearer ones with a start have not gone on from."""
-    known = [run.descent() for run in nearer if run.root.starts]
-    if known:
-        run.refuse_strangers({token for tokens in known for token in tokens})
 
 
 def _passed_over(nearer: Collection[int], here: Collection[int], arrived: Collection[int], every: int) -> list[int]:

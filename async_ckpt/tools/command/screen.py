@@ -2,7 +2,7 @@
 
 In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
 
-Nothing that a checkpoint contains reaches a terminal raw: control characters in names are escaped, and rich's markup
+Nothing that a checkpoint contains reaches a terminal raw: each cell, line and note is escaped here, and rich's markup
 is not read. Only output on a terminal needs rich, which is imported there: it would take longer than `ls` itself.
 """
 
@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from ...plumbing import reports, timing
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
 
 # Exit statuses, beside 0 and that of Ctrl-C.
 NO: Final = 1
@@ -35,45 +37,60 @@ _FOLDED: Final = 16
 
 
 class Answer(Exception):
-    """An answer that is no, or a wrong call: what is said of it on stderr, and the exit status."""
+    """An answer that is no, or a wrong call: what is said of it on stderr, and the exit status.
+
+    Any function of the command may raise it, so none of them mentions it.
+    """
 
     def __init__(self, text: str, status: int = NO) -> None:
         super().__init__(text)
         self.status = status
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
-    """A table without lines; columns named in `right` are aligned there. Empty columns are left out.
+class _TableColumn(NamedTuple):
+    """A column of a table: its texts, of which the first is its name."""
+
+    texts: Sequence[str]
+    is_right: bool
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table without lines. A column whose name begins with ">" is aligned right. None is an empty cell, and a column
+    of empty cells is left out.
 
     Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds.
     """
     table = _columns_of(columns, rows)
-    if sys.stdout.isatty() and sum(map(_width, table)) + 2 * len(table) > (to := terminal()).width:
-        _print_folded(to, table, right)
+    if sys.stdout.isatty() and sum(_width(one.texts) for one in table) + 2 * len(table) > (to := terminal()).width:
+        _print_folded(to, table)
         return
-    head, *lines = _lines(table, right)
+    head, *lines = _lines(table)
     print_text(head, "bold")
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
-def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
+def table_lines(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
     """The lines of such a table, the first with the names of its columns."""
-    return _lines(_columns_of(columns, rows), right)
+    return _lines(_columns_of(columns, rows))
 
 
-def _columns_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The columns that have a text, each with its name at the top."""
-    cells = [[*columns], *map(list, rows)]
-    return [column for column in zip(*cells, strict=True) if any(column[1:])]
+def _columns_of(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> list[_TableColumn]:
+    table = []
+    for name, *cells in zip(columns, *rows, strict=True):
+        texts = ["" if one is None else escaped(str(one)) for one in cells]
+        if any(texts):
+            table.append(_TableColumn([escaped(name.removeprefix(">")), *texts], name.startswith(">")))
+    return table
 
 
-def _lines(table: Sequence[Sequence[str]], right: Iterable[str]) -> list[str]:
-    aligned = (_aligned(column, _width(column), column[0] in right) for column in table)
+def _lines(table: Sequence[_TableColumn]) -> list[str]:
+    aligned = (_aligned(texts, _width(texts), is_right) for texts, is_right in table)
     return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
 
 def print_text(text: str, style: str = "") -> None:
     """A line of text, as wide as it is; `style` is for terminals. Piped, there are no colours."""
+    text = escaped(text)
     if not sys.stdout.isatty():
         sys.stdout.write(f"{text}\n")
         return
@@ -108,31 +125,33 @@ def _aligned(texts: Sequence[str], width: int, is_right: bool) -> Iterator[str]:
     return (space + text if is_right else text + space for text, space in zip(texts, spaces, strict=True))
 
 
-def _print_folded(to: Console, table: Sequence[Sequence[str]], right: Iterable[str]) -> None:
-    """Print columns of texts, each with its name at the top, of which the last takes several lines where it has to.
+def _print_folded(to: Console, table: Sequence[_TableColumn]) -> None:
+    """Print columns of which the last takes several lines where it has to.
 
     Where nothing is left for that one, each row is printed as lines of a name and a text.
     """
-    if to.width - sum(_width(column) + 2 for column in table[:-1]) < _FOLDED:
-        _print_rows(to, table)
+    if to.width - sum(_width(column.texts) + 2 for column in table[:-1]) < _FOLDED:
+        _print_rows(to, [*zip(*(column.texts for column in table), strict=True)])
         return
     from rich.table import Table
     from rich.text import Text
 
     folded = Table(box=None, pad_edge=False, header_style="bold")
     for column in table:
-        align: Literal["left", "right"] = "right" if column[0] in right else "left"
-        folded.add_column(column[0], justify=align, overflow="fold", no_wrap=column is not table[-1])
-    for row in [*zip(*table, strict=True)][1:]:
+        align: Literal["left", "right"] = "right" if column.is_right else "left"
+        folded.add_column(column.texts[0], justify=align, overflow="fold", no_wrap=column is not table[-1])
+    for row in [*zip(*(column.texts for column in table), strict=True)][1:]:
         folded.add_row(*map(Text, row))
     to.print(folded)
 
 
-def _print_rows(to: Console, table: Sequence[Sequence[str]]) -> None:
-    """Print each row as a line for its first text, and an indented one for each of the others that is not empty."""
+def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Print each row after the one of names as a line for its first text, and an indented one for each of the others
+    that is not empty.
+    """
     from rich.text import Text
 
-    (head, *others), *rows = zip(*table, strict=True)
+    (head, *others), *rows = rows
     width = max(map(len, others), default=0)
     for first, *texts in rows:
         to.print(Text(f"{head} {first}".strip(), style="bold"), soft_wrap=True)
@@ -208,6 +227,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def if_known(value: T | None, shown: Callable[[T], str]) -> str | None:
+    """A value as it is shown; None if there is none."""
+    return None if value is None else shown(value)
+
+
 def counted(number: int, word: str) -> str:
     """A number of things, such as "1 name" or "1,200 names"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
@@ -220,14 +244,18 @@ def in_table(num_bytes: int) -> str:
 
 def escaped(text: str) -> str:
     """A text from a checkpoint, with what a terminal would act upon as escapes."""
+    if text.isprintable():
+        return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text)
 
 
 def age(created: float, now: float) -> str:
     """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
-    seconds = now - created
-    if seconds < 0 or seconds > 30 * 86400:
-        return timing.shown_time(created)
+    return span(now - created) if 0 <= now - created <= 30 * 86400 else timing.shown_time(created)
+
+
+def span(seconds: float) -> str:
+    """A time for people, such as "3 h"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -239,6 +267,11 @@ def shown_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
+
+
+def shown_rate(bytes_per_second: float) -> str:
+    """A bandwidth for people."""
+    return f"{reports.sized(bytes_per_second)}/s"
 
 
 def shown_hours(seconds: float) -> str:
@@ -255,4 +288,4 @@ def short(value: Any) -> str:
     """A value of a record in few characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return escaped(value if isinstance(value, str) else json.dumps(value))[:40]
+    return (value if isinstance(value, str) else json.dumps(value))[:40]

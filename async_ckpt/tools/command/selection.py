@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ... import Keep, Naming, Place
-from ...errors import CheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import Storage, runs, timing, urls
+from ...errors import CorruptCheckpointError, NotCommittedError
+from ...plumbing import Storage, runs
 from .listing import StepRow, best_of, checkpoints_of, parse_best
 from .lookup import beside_versions, kind_of, nothing_at
+from .run_places import open_run
 from .screen import USAGE, Answer
-from .where import place_below
+from .where import parent_of, place_below
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
 # A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
@@ -33,31 +35,27 @@ class ChosenRun(NamedTuple):
 
 
 def step_named(place: Place) -> Place:
-    """The folder of the step that a place such as "runs/a@100" names; any other place, and one that is there, as it is.
-    Raises Answer if there is no run before the @, or it has no such step, and NotCommittedError if no record of the run
-    has the metric.
-    """
+    """The folder of the step that a place such as "runs/a@100" names. Other places stay, and those that are there."""
     match = _NAMED.fullmatch(place.text)
-    if match is None or _is_there(place):
+    if match is None:
+        return place
+    storage, name = place.inside()
+    if name and (storage.exists(name) or storage.names(name)):
         return place
     root, which = replace(place, url=match["run"]), match["which"]
     if kind_of(root) == "trainer":
         return place_below(root, chosen_checkpoints(root, which)[0].folder)
-    chosen = whole_runs_at(root, " before the @")
+    there = [one.run for one in whole_runs_at(root, " before the @")]
+    run = there[0]
     if which == "latest":
-        run = max((one.run for one in chosen), key=_time_of_newest)
-        return place_below(root, run.folder(run.steps()[-1]))
-    if which.startswith("best"):
-        run = chosen[0].run
-        return place_below(root, run.folder(best_step(run, which.partition(":")[2])))
-    run = next((one.run for one in chosen if int(which) in one.run.steps()), chosen[0].run)
-    return place_below(root, run.folder(steps_in(run, [which])[0]))
+        run = max(there, key=lambda run: run.manifest(run.steps()[-1]).created)
+    elif which.isdecimal():
+        run = next((run for run in there if int(which) in run.steps()), run)
+    return place_below(root, run.folder(chosen_steps(run, which)[0]))
 
 
 def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
-    """The checkpoints of a trainer that are "latest", "best:loss", or in a range such as "100:500"; without any, all.
-    Raises Answer if there is none of them.
-    """
+    """The checkpoints of a trainer that are "latest", "best:loss", or in a range such as "100:500"; by default all."""
     rows = checkpoints_of(place, place.storage().names(""), with_second_names=not which)
     chosen = [] if which else rows
     for text in which:
@@ -75,26 +73,15 @@ def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
     return chosen
 
 
-def _is_there(place: Place) -> bool:
-    storage, name = place.inside()
-    return bool(name) and (storage.exists(name) or bool(storage.names(name)))
-
-
-def _time_of_newest(run: runs.Run) -> float:
-    return run.manifest(run.steps()[-1]).created
-
-
 def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run. Raises
-    Answer if there is none.
-    """
+    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run."""
     names = place.storage().names("")
     kind, step_name = kind_of(place, names), None
     if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
         kind = "run"
     if kind == "step":
-        parent, name = urls.parent_and_name(place.url, fs=place.fs)
-        place, step_name = replace(place, url=parent), runs.parse_step_name(name)
+        place, name = parent_of(place)
+        step_name = runs.parse_step_name(name)
         if step_name is None:
             raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
     elif kind != "run":
@@ -114,7 +101,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
 
 
 def whole_runs_at(place: Place, where: str = "", *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The same, where the folder of a step will not do. Raises Answer, which says `where` its run is to be named."""
+    """The same, where the folder of a step will not do. `where` is the place in a call that needs the run instead."""
     chosen = runs_at(place, keep=keep)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run{where}", USAGE)
@@ -126,26 +113,11 @@ def refuse_newer(run: runs.Run) -> None:
 
     Raises FormatVersionError.
     """
-    for step, manifest in run.view().items():
-        error = _unread_error(run, step) if manifest is None else None
-        if isinstance(error, FormatVersionError):
-            raise error
-
-
-def _unread_error(run: runs.Run, step: int) -> CheckpointError | None:
-    """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
-    path = f"{run.folder(step)}/{runs.MANIFEST_NAME}"
-    try:
-        runs.parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
-    except CheckpointError as error:
-        return error
-    except FileNotFoundError:
-        pass
-    return None
-
-
-def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs.Run:
-    return runs.Run(storage, clock=timing.wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
+    run.view()
+    for step in run.root.newer_format:
+        path = f"{run.folder(step)}/{runs.MANIFEST_NAME}"
+        with suppress(FileNotFoundError, CorruptCheckpointError):  # it is another one by now
+            runs.parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
 
 
 def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
@@ -170,21 +142,28 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
     return None
 
 
-def steps_in(run: runs.Run, ranges: Sequence[str]) -> list[int]:
-    """The committed steps in ranges such as "100", "100:500", ":500" and "100:", whose ends belong to them. Raises
-    Answer if a range is not one, or has no committed step.
+def chosen_steps(run: runs.Run, *which: str) -> list[int]:
+    """The committed steps that are "latest", "best:loss", or in a range such as "100", "100:500", ":500" and "100:",
+    whose ends belong to it; without any, all.
     """
     committed = run.steps()
-    chosen: set[int] = set()
-    for text in ranges:
-        chosen.update(_within(committed, text, run.storage.locate("")))
+    if not committed:
+        raise Answer(f"{run.storage.locate('')}: nothing is committed there")
+    chosen = set() if which else {*committed}
+    for text in which:
+        if text == "latest":
+            chosen.add(committed[-1])
+        elif text.startswith("best"):
+            chosen.add(_best_step(run, text.partition(":")[2]))
+        else:
+            chosen.update(_within(committed, text, run.storage.locate("")))
     return sorted(chosen)
 
 
 def _within(committed: Sequence[int], text: str, shown: str) -> list[int]:
-    """The steps in a range. Raises Answer if there is none."""
+    """The steps in a range, which are some."""
     match = _RANGE.fullmatch(text)
-    if not text or match is None or (not match[2] and not match[1]):
+    if not text or match is None:
         raise Answer(f"--steps takes a step or a range such as 100:500, not {text!r}", USAGE)
     first = int(match[1] or 0)
     last = (int(match[3]) if match[3] else None) if match[2] else first
@@ -195,7 +174,7 @@ def _within(committed: Sequence[int], text: str, shown: str) -> list[int]:
     return within
 
 
-def best_step(run: runs.Run, text: str) -> int:
+def _best_step(run: runs.Run, text: str) -> int:
     """The best step by a metric of the records. Raises NotCommittedError if no record has the metric."""
     by, commits = parse_best(text), run.view()
     best = runs.best_of(list(commits), commits, by)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import typer
 
@@ -26,17 +26,19 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing, urls
+from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
 from .listing import checkpoints_of
-from .lookup import beside_versions, kind_of
+from .lookup import EVERYTHING, beside_versions, kind_of, targets_of
 from .repair import damages_of
-from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
+from .run_places import everywhere
+from .screen import NO, USAGE, Answer, print_json, print_text, progress, shown_rate
 from .selection import ChosenRun, refuse_newer, runs_at
+from .statuses import for_each
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
-from .where import place_below
+from .where import parent_of, place_below
 
 _SHOWN_NAMES: Final = 3
 # What something of a newer version costs, and the command for it.
@@ -80,10 +82,14 @@ class Soundness:
         return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}"
 
 
-def show(place: Place, *, base: Path | None, as_json: bool) -> None:
-    """Verify what is at a place, and print the report. Raises typer.Exit if something is not sound, as the report says,
-    and Answer if there is nothing to verify, or it is a file of another program, with no checksums.
-    """
+def show(places: Sequence[Place], *, all_: bool, base: Path | None, as_json: bool) -> None:
+    """Verify what is at each place, and print the reports."""
+    targets = everywhere((place for place, _ in targets_of(places, EVERYTHING)), asks_all=all_)
+    for_each(partial(verify_place, base=base, as_json=as_json), targets)
+
+
+def verify_place(place: Place, *, base: Path | None, as_json: bool) -> None:
+    """Verify what is at one place. Raises typer.Exit if something is not sound, as the report says."""
     every = soundness_of(place, base=base)
     if as_json:
         print_json("verification", _document(place, every))
@@ -96,27 +102,24 @@ def show(place: Place, *, base: Path | None, as_json: bool) -> None:
 
 def _print(place: Place, found: Soundness) -> None:
     for fault in found.faults:
-        print_text(escaped(f"{fault.subject}: {fault.text}"))
+        print_text(f"{fault.subject}: {fault.text}")
         for word, text in (("costs", fault.cost), ("mend", fault.mend)):
             if text:
-                print_text(f"  {word}: {escaped(text)}")
+                print_text(f"  {word}: {text}")
     for note in found.notes:
-        print_text(escaped(f"note: {note}"))
+        print_text(f"note: {note}")
     print_text(_summary(place, found))
 
 
 def _summary(place: Place, found: Soundness) -> str:
-    if not found.faults:
-        verdict = f"{found.subject}, sound"
-    elif not (found.sound or found.damaged):
-        verdict = f"{found.subject}, damaged"
-    elif not found.damaged:
-        verdict = f"{found.subject}, sound; but see above"
-    else:
+    if found.damaged:
         verdict = f"{found.subject}, {len(found.damaged)} damaged"
-    seconds = found.seconds
-    speed = f" at {reports.sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
-    return f"{escaped(place.shown)}: {verdict}; {reports.sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
+    elif found.faults and not found.sound:
+        verdict = f"{found.subject}, damaged"
+    else:
+        verdict = f"{found.subject}, sound" + ("; but see above" if found.faults else "")
+    speed = f" at {shown_rate(found.num_bytes / found.seconds)}" if found.num_bytes and found.seconds else ""
+    return f"{place.shown}: {verdict}; {reports.sized(found.num_bytes)} read in {found.seconds:.2f} s{speed}"
 
 
 def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
@@ -216,8 +219,8 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
     """The soundness of the checkpoints of a framework, or of the one that the place is."""
     root = place
     if kind == "checkpoint":
-        parent, name = urls.place_and_name(place.url, fs=place.fs)
-        root, names = replace(place, url=parent), [name]
+        root, name = parent_of(place)
+        names = [name]
     storage = root.storage()
     ones = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
     steps = {row.folder: row.step for row in checkpoints_of(root, names) if row.step >= 0}
@@ -252,16 +255,17 @@ _Check = Callable[[], tuple[str, ...] | None]
 
 def _checks_of_files(root: Place, name: str, reading: _Reading) -> Iterator[tuple[str, _Check]]:
     """The calls that verify a checkpoint, each with its path: of files whose digests were kept, of steps and folders of
-    torch.distributed.checkpoint in it, and of all other files.
+    torch.distributed.checkpoint in it, and of all other files. Each is made before the next one is asked for.
     """
     storage, verification = root.storage(), reading.verification
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
     digests: dict[str, str] = {}
+
+    def note(path: str) -> None:
+        digests.update(file_digests.noted_in(storage, path))
+
     for path in filter(file_digests.is_of_digests, paths):
-        try:
-            digests |= file_digests.noted_in(storage, path)
-        except CorruptCheckpointError as error:
-            yield error.path, partial(_raise, error)
+        yield storage.locate(path), partial(note, path)
     for path, digest in digests.items():
         yield storage.locate(path), partial(_compare_digest, storage, path, digest, reading)
     folders: list[str] = []
@@ -285,10 +289,6 @@ def _compare_digest(storage: Storage, path: str, digest: str, reading: _Reading)
     reading.verification.errors[storage.locate(path), ""] = None
     reading.verification.num_bytes += file_digests.compare_file(storage, path, digest, reading.advance)
     return ("files were compared with the digests that were saved beside them",)
-
-
-def _raise(error: CheckpointError) -> NoReturn:
-    raise error
 
 
 def _compare_file(storage: Storage, path: str, verification: checking.Verification) -> tuple[str, ...]:

@@ -28,9 +28,7 @@ _RETIRED: Final = ".{}.retired"
 
 
 def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
-    """Refuse to change a folder that a training may write to. Raises RunTakenError if a living process has locked the
-    folder, and Answer if it cannot be seen whether there is one.
-    """
+    """Refuse to change a folder that a training may write to: it is locked, or nothing says that it has ended."""
     if place.is_local:
         folder = urls.local_path(place.text)
         held = [folder / name for name in _LOCKS if (folder / name).exists()]
@@ -129,8 +127,7 @@ def copy_checkpoints(
     """Copy these checkpoints, the oldest first, and then what names the newest. Returns the outcomes by their names.
 
     With `is_whole`, the trackers and the history come along. A checkpoint that is there with files of other sizes is
-    replaced only with `overwrite`, and then one with the same sizes is, too. Raises Answer if a checkpoint is there
-    with other files, or the target has checkpoints of another training.
+    replaced only with `overwrite`, and then one with the same sizes is, too.
     """
     refuse_living_trainer(target, unattended=True)
     _refuse_unrelated(source, target)
@@ -156,8 +153,6 @@ def _refuse_unrelated(source: Place, target: Place) -> None:
 
     By their histories, one training is both if they have a save in common. A copy of some checkpoints has no history;
     then one of these has to be a checkpoint that the source has, or has had.
-
-    Raises Answer.
     """
     there = {one.name for one in checkpoints_in(target.storage(), target.storage().names(""))}
     own = {one.name for one in checkpoints_in(source.storage(), source.storage().names(""))}

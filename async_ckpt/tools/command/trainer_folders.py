@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ... import Place
 from ...plumbing import Storage, events, runs, threads, timing, urls
+from .where import parent_of
 
 _OF_TORCH: Final = "torch.distributed.checkpoint"
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
@@ -115,11 +115,10 @@ def events_at(place: Place) -> list[events.Event]:
 
     That of accelerate is a level higher: in `checkpoints`, accelerate takes each name for a checkpoint.
     """
-    own = log_at(place).read()
-    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    own, (parent, name) = log_at(place).read(), parent_of(place)
     if own or name != _OF_ACCELERATE:
         return own
-    above = log_at(replace(place, url=parent)).read()
+    above = log_at(parent).read()
     return [{**one, "name": one["name"].removeprefix(f"{name}/")} if one.get("name") else one for one in above]
 
 

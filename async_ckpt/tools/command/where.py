@@ -38,6 +38,12 @@ def place_below(place: Place, name: str) -> Place:
     return replace(place, url=f"{place.text.rstrip('/')}/{name}")
 
 
+def parent_of(place: Place) -> tuple[Place, str]:
+    """The place that contains this one, and its name there: empty for a whole bucket, or a whole disk."""
+    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    return replace(place, url=parent), name
+
+
 def is_local(where: str) -> bool:
     """Whether this is a path, or the `file://` URL of one."""
     return urls.scheme_of(where) in (None, "file")

@@ -309,7 +309,7 @@ def test_help_and_ls_import_neither_torch_nor_rich_in_a_pipe(root: Path, argumen
 
 
 def test_a_table_aligns_wide_characters_and_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("name", "size"), [("短い", "1"), ("x" * 20_000, "10")], right=("size",))
+    print_table(("name", ">size"), [("短い", "1"), ("x" * 20_000, "10")])
     head, wide, long = capsys.readouterr().out.splitlines()
     assert head == "name" + " " * 19_998 + "size"
     assert wide == "短い" + " " * 19_996 + "     1"

@@ -125,6 +125,9 @@ def test_a_second_name_of_a_checkpoint_is_counted_by_no_word_and_copied(made: An
     status = documented("watch", folder, "--once")
     steps = [one["step"] for one in status["saves"]]
     assert (status["step"], len(steps)) == (8, len({*steps}))
+    if made is copy_of:
+        (run,) = documented("page", folder, "-o", tmp_path / "page.html")["runs"]
+        assert run["num_saves"] == len(steps)
     documented("cp", folder, tmp_path / "copy")
     assert (tmp_path / "copy/last.ckpt").read_bytes() == target.read_bytes()
     documented("cp", folder / "last.ckpt", tmp_path / "one")

@@ -302,7 +302,7 @@ def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy: FaultyProxy,
 
     monkeypatch.setattr(RunWatch, "look", counting)
     with pytest.raises(KeyboardInterrupt):
-        watch.show([(place, "")], once=False, interval=0.01, older=None, as_json=True)
+        watch.show([place], once=False, interval=0.01, older=None, as_json=True)
     asked = [later - earlier for earlier, later in zip(before, [*before[1:], len(proxy.requests)], strict=True)]
 
     assert all(number <= 2 * seconds for number, seconds in zip(asked, looks.seconds, strict=True)), (
@@ -347,7 +347,7 @@ def test_a_storage_that_stops_answering_is_a_warning_and_the_last_status_stays(t
 
     monkeypatch.setattr(RunWatch, "look", failing)
     with pytest.raises(KeyboardInterrupt):
-        watch.show([(Place(tmp_path), "")], once=False, interval=1, older=None, as_json=False)
+        watch.show([Place(tmp_path)], once=False, interval=1, older=None, as_json=False)
 
     first, second, third = (text for text in capsys.readouterr().out.split(f"{tmp_path}\n") if text)
     assert "! the storage does not answer: gone" in second

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ import typer
 from .... import Place
 from ....errors import CheckpointError, UntrustedObjectError
 from ....plumbing import contents, leaf_names, states
-from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
+from ..run_places import everywhere
+from ..screen import NO, USAGE, Answer, counted, if_known, print_json, print_table, print_text
+from ..statuses import for_each
 from .equality import Equality, equality
 from .tensor_differences import TensorDifference
 
@@ -59,12 +62,18 @@ class DiffResult(NamedTuple):
     num_equal: int
 
 
-def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float, trust: bool, as_json: bool) -> None:
+def show(a: Place, *, all_: bool, as_json: bool, **options: Any) -> None:
+    """Compare a checkpoint, or that at each place of its run, with another one."""
+    for_each(partial(_diff, as_json=as_json, **options), everywhere([a], asks_all=all_), with_headings=not as_json)
+
+
+def _diff(
+    a: Place, *, b: Place, select: Sequence[str] | None, rtol: float, atol: float, trust: bool, as_json: bool
+) -> None:
     """Print the names that differ, the largest difference first, or their document. Raises typer.Exit if something
-    differs by more than the tolerances, or cannot be compared, and Answer if a file has objects, and `trust` was not
-    given.
+    differs by more than the tolerances, or cannot be compared.
     """
-    options: dict[str, Any] = {"select": list(select) or None, "trust": trust}
+    options: dict[str, Any] = {"select": select or None, "trust": trust}
 
     def compare(ours: states.Items) -> DiffResult | CheckpointError:
         try:
@@ -99,20 +108,15 @@ def _print(rows: Sequence[DifferenceRow]) -> None:
     if not rows:
         return
     print_table(
-        ("name", "what", "A", "B", "max abs", "max rel", "items"),
+        ("name", "what", "A", "B", ">max abs", ">max rel", ">items"),
         (
             (
-                escaped(row.name),
-                row.what,
-                escaped(row.a),
-                escaped(row.b),
-                "" if row.max_abs is None else f"{row.max_abs:.3g}",
-                "" if row.max_rel is None else f"{row.max_rel:.3g}",
-                "" if row.share is None else f"{row.share:.2%}",
+                *(row.name, row.what, row.a, row.b),
+                *(if_known(one, "{:.3g}".format) for one in (row.max_abs, row.max_rel)),
+                if_known(row.share, "{:.2%}".format),
             )
             for row in rows
         ),
-        right=("max abs", "max rel", "items"),
     )
 
 
@@ -150,16 +154,12 @@ def _pairs(
     a, b = ({states.typed(item.path): item for item in items} for items in (ours, theirs))
     partner = {path: path for path in a if path in b}
     if naming is not states.PathForm.EXACT:
-        loose = _loose(naming)
+        loose = leaf_names.dotted if naming is states.PathForm.FLAT else lambda path: tuple(map(str, path))
         alone_a, alone_b = (_alone(loose, (p for p in one if p not in partner), one) for one in (a, b))
         partner |= {path: alone_b[name] for name, path in alone_a.items() if name in alone_b}
     for path, item in a.items():
         yield item, b.pop(partner[path]) if path in partner else None
     yield from ((None, item) for item in b.values())
-
-
-def _loose(naming: states.PathForm) -> Callable[[states.Path], Hashable]:
-    return leaf_names.dotted if naming is states.PathForm.FLAT else lambda path: tuple(map(str, path))
 
 
 def _alone(
@@ -230,7 +230,9 @@ def _compared(
     if a.shape != b.shape:
         return replace(row, what="shape")
     try:
-        difference = _measured(a.chunks(), b.chunks(), TensorDifference(math.prod(a.shape), rtol, atol))
+        difference = TensorDifference(math.prod(a.shape), rtol, atol)
+        for left, right in states.side_by_side(a.chunks(), b.chunks()):
+            difference.add(left, right)
         return _with_difference(row, a, b, difference)
     except CheckpointError:
         raise
@@ -257,14 +259,6 @@ def _with_difference(
         is_value = difference.is_beyond or not (difference.rtol or difference.atol)
         return replace(measured, what="value" if is_value else "within tolerance")
     return _with_equality(row, facts)
-
-
-def _measured(
-    ours: Iterator[torch.Tensor], theirs: Iterator[torch.Tensor], difference: TensorDifference
-) -> TensorDifference:
-    for left, right in states.side_by_side(ours, theirs):
-        difference.add(left, right)
-    return difference
 
 
 def _dtype_in(item: states.NamedItem) -> Any:

@@ -17,6 +17,7 @@ import typer
 
 from .... import Place
 from ....plumbing import copy_step, run_movers, runs
+from ..lookup import targets_of
 from ..pruning import refuse_writer
 from ..screen import USAGE, Answer, counted, escaped, print_json, print_note
 from ..selection import runs_at
@@ -30,26 +31,24 @@ _Tell: TypeAlias = Callable[[], "runs.TiersFile | None"]
 
 
 def show(
-    targets: Sequence[tuple[Place, str]],
+    places: Sequence[Place],
     *,
-    to: Sequence[str],
+    to: Sequence[str] | None,
     once: bool,
     adopt: bool,
     retire: bool,
-    yes: bool,
-    unattended: bool,
     as_json: bool,
+    **options: bool,
 ) -> None:
     """Move until a signal, or with `once` until all is moved, and print each arrival.
 
-    Raises KeyboardInterrupt after Ctrl-C, typer.Exit if steps are left, and the errors of `tiers.json`. Raises Answer
-    for a run whose further places are not known, for a conflict that is not there, and if somebody said no.
+    Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left.
     """
-    told = _told(targets, to)
+    told = _told(targets_of(places, ("run",)), to or ())
     if adopt and retire:
         raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     if adopt or retire:
-        _resolve([one for _, one in told], adopts=adopt, yes=yes, unattended=unattended)
+        _resolve([one for _, one in told], adopts=adopt, **options)
     left: list[str] = []
     with heard_signals() as signals:
         say = _say_json if as_json else _say
@@ -85,7 +84,7 @@ def _told(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple
             further = [place_below(one, name) if name else one for one in further]
             naming = runs_at(place)[0].naming if told is None else told.naming
             told = runs.TiersFile((place, *further), naming, None if told is None else told.max_bandwidth)
-            found.append((partial(_value, told), told))
+            found.append((lambda told=told: told, told))  # type: ignore[misc]
         elif told is not None:
             found.append((partial(runs.tiers_file.read, place), told))
         elif name:
@@ -99,10 +98,6 @@ def _told(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple
             USAGE,
         )
     return found
-
-
-def _value(told: runs.TiersFile) -> runs.TiersFile:
-    return told
 
 
 def _resolve(told: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:

@@ -233,13 +233,6 @@ class RunWatch:
             self._manifests[folder] = None
 
 
-def _usual_seconds(committed: Sequence[run_events.Event]) -> float | None:
-    """The median time between two saves, by those for which the clock went on."""
-    times = [one["time"] for one in committed[-_IN_TREND:]]
-    between = [later - earlier for earlier, later in pairwise(times) if later > earlier]
-    return median(between) if between else None
-
-
 def _status(
     place: Place,
     now: float,
@@ -250,18 +243,20 @@ def _status(
     """The status by the newest step with its time, and by the history, with no warnings yet."""
     step, created = newest
     saves = [one for one in events if one["kind"] in ("save", "failed")]
-    committed = [one for one in saves if one["kind"] == "save"]
+    committed = [one for one in saves if one["kind"] == "save"][-_IN_TREND:]
+    pairs = pairwise(one["time"] for one in committed)
+    between = [later - earlier for earlier, later in pairs if later > earlier]  # or the clock was set back
     return RunStatus(
         place.shown,
         now,
         step,
         created,
         None if created is None else max(0.0, now - created),
-        _usual_seconds(committed),
+        median(between) if between else None,
         free_bytes,
         saves=tuple(reversed(saves[-_SHOWN:])),
-        stalls=tuple(one["stall_seconds"] for one in committed[-_IN_TREND:] if one["stall_seconds"] is not None),
-        bandwidths=tuple(filter(None, map(run_events.bandwidth_of, committed[-_IN_TREND:]))),
+        stalls=tuple(one["stall_seconds"] for one in committed if one["stall_seconds"] is not None),
+        bandwidths=tuple(filter(None, map(run_events.bandwidth_of, committed))),
         ended=events[-1]["time"] if events and events[-1]["kind"] == "closed" else None,
     )
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -26,49 +26,30 @@ from ..screen import USAGE, Answer, escaped, print_json
 _KEY: Final = "ASYNC_CKPT_ENGINE_KEY"
 
 
-def engine_by(
+def show(
+    root: Place,
+    *,
+    into: str,
     sglang: str | None,
     vllm: str | None,
     exec_: str | None,
     post: str | None,
-    *,
     abort_requests: bool,
-    answer_seconds: float,
-) -> Engine:
-    """The engine that the options choose. Raises Answer for options that do not go together, and ValueError."""
-    given = [("--sglang", sglang), ("--vllm", vllm), ("--exec", exec_), ("--post", post)]
-    chosen = [flag for flag, value in given if value is not None]
-    if len(chosen) > 1:
-        raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
-    if abort_requests and not (sglang or vllm):
-        raise Answer("--abort-requests is for --sglang and --vllm", USAGE)
-    limit: dict[str, Any] = {"answer_seconds": answer_seconds}
-    web = {**limit, "key": os.environ.get(_KEY) or None}
-    if sglang is not None:
-        return SGLang(sglang, abort_requests=abort_requests, **web)
-    if vllm is not None:
-        return VLLM(vllm, abort_requests=abort_requests, **web)
-    if post is not None:
-        return Post(post, **web)
-    return engine_of(None if exec_ is None else Program(exec_, **limit))
-
-
-def show(
-    root: Place,
-    into: str,
-    engine: Engine,
-    base: Path | None,
+    answer_within: float,
+    poll: float,
+    patience: float,
     status: Path | None,
-    *,
+    base: Path | None,
     once: bool,
-    poll_seconds: float,
-    patience_seconds: float,
     as_json: bool,
 ) -> None:
     """Follow until a signal, and print each event as a line, or as a document in a line.
 
-    Raises KeyboardInterrupt after Ctrl-C, Answer for a wrong call, and as `follow` does.
+    Raises KeyboardInterrupt after Ctrl-C, and as `follow` does.
     """
+    given = {"--sglang": sglang, "--vllm": vllm, "--exec": exec_, "--post": post}
+    chosen = {flag: value for flag, value in given.items() if value is not None}
+    engine = _engine_by(chosen, abort_requests=abort_requests, answer_seconds=answer_within)
     if not into:
         raise Answer("--into is missing: name a local folder for the versions", USAGE)
     with heard_signals() as signals, Subscriber(root, base=base) as subscriber:
@@ -78,13 +59,30 @@ def show(
             engine,
             _say_json if as_json else _say,
             status=status,
-            poll_seconds=poll_seconds,
-            patience_seconds=patience_seconds,
+            poll_seconds=poll,
+            patience_seconds=patience,
             stop=lambda: bool(signals),
         )
         sidecar.run(once=once)
     if signal.SIGINT in signals:
         raise KeyboardInterrupt
+
+
+def _engine_by(chosen: Mapping[str, str], *, abort_requests: bool, answer_seconds: float) -> Engine:
+    """The engine that one option chooses."""
+    if len(chosen) > 1:
+        raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
+    if abort_requests and not {"--sglang", "--vllm"} & chosen.keys():
+        raise Answer("--abort-requests is for --sglang and --vllm", USAGE)
+    key = os.environ.get(_KEY) or None
+    for flag, value in chosen.items():
+        if flag == "--exec":
+            return engine_of(Program(value, answer_seconds=answer_seconds))
+        if flag == "--post":
+            return Post(value, answer_seconds=answer_seconds, key=key)
+        kind = SGLang if flag == "--sglang" else VLLM
+        return kind(value, abort_requests=abort_requests, answer_seconds=answer_seconds, key=key)
+    return engine_of(None)
 
 
 def _say(event: Event) -> None:

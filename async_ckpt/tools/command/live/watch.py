@@ -22,17 +22,19 @@ import typer
 from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, timing
-from ..lookup import kind_of, nothing_at
+from ..lookup import RUNS, kind_of, nothing_at, targets_of
 from ..run_places import durable_steps
 from ..screen import (
     NO,
     USAGE,
     Answer,
-    age,
     escaped,
+    if_known,
     in_table,
     print_json,
+    shown_rate,
     shown_seconds,
+    span,
     table_lines,
     terminal,
 )
@@ -44,21 +46,21 @@ _LEAST_WIDTH: Final = 40
 _WIDTH: Final = 80  # of the sparklines where there is no terminal
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_COLUMNS: Final = ("step", "age", "size", "durable in", "stall", "bandwidth", "marks")
+_COLUMNS: Final = (">step", ">age", ">size", ">durable in", ">stall", ">bandwidth", "marks")
 
 
-def show(
-    targets: Sequence[tuple[Place, str]], *, once: bool, interval: float, older: str | None, as_json: bool
-) -> None:
-    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names. Raises
-    typer.Exit if the single look has warnings, Answer if there is no run, and StorageUnavailableError if the first look
-    at one run has failed. A later one is shown as a warning.
+def show(places: Sequence[Place], *, once: bool, interval: float, older: str | None, as_json: bool) -> None:
+    """Look and draw until Ctrl-C; with `once`, a single time, and raise typer.Exit if there are warnings.
+
+    Several runs have a line each. If the first look at one fails, StorageUnavailableError is raised, and a later one is
+    shown as a warning.
     """
+    targets = [place for place, _ in targets_of(places, RUNS)]
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
     late_seconds = None if older is None else seconds_of(older)
     looks: list[Callable[[], RunStatus]] = []
-    for place, _ in targets:
+    for place in targets:
         if _kind_of_run(place, once=once) == "trainer":
             looks.append(partial(look_at_trainer, place, late_seconds))
         else:
@@ -69,7 +71,7 @@ def show(
         if any(status.warnings for status in statuses):
             raise typer.Exit(NO)
         return
-    is_remote = any(place.storage().remote for place, _ in targets)
+    is_remote = any(place.storage().remote for place in targets)
     printed = nullcontext(_print_documents if as_json else partial(_print, end="\n\n"))
     with _screen() if sys.stdout.isatty() and not as_json else printed as draw:
         while True:
@@ -87,7 +89,7 @@ def _looked_again(look: Callable[[], RunStatus], last: RunStatus) -> RunStatus:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of an age such as "90s", "20min", "2h" or "1d". Raises Answer for anything else."""
+    """The seconds of an age such as "90s", "20min", "2h" or "1d"."""
     match = _AGE.fullmatch(text)
     if match is None:
         raise Answer(f"--older takes an age such as 90s, 20min, 2h or 1d, not {text!r}", USAGE)
@@ -95,7 +97,7 @@ def seconds_of(text: str) -> float:
 
 
 def _kind_of_run(place: Place, *, once: bool) -> str:
-    """The kind of a place. Raises Answer unless there is a run, or may come to be one."""
+    """The kind of a place. It is refused unless there is a run, or may come to be one."""
     names = place.storage().names("")
     kind = kind_of(place, names)
     there = {
@@ -139,19 +141,21 @@ def _screen() -> Iterator[Callable[[Sequence[RunStatus]], None]]:
 def lines_of(statuses: Sequence[RunStatus], width: int | None) -> list[str]:
     """The statuses as lines of at most `width` characters; None is for a pipe, whose lines are as long as they are."""
     lines = _lines_of_one(statuses[0], width or _WIDTH) if len(statuses) == 1 else _lines_of_several(statuses)
+    lines = [*map(escaped, lines)]
     return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
 def _lines_of_one(status: RunStatus, width: int) -> list[str]:
-    lines = [escaped(status.place), *_newest(status), *(f"! {escaped(text)}" for text in status.warnings), ""]
+    lines = [status.place, *_newest(status), *(f"! {text}" for text in status.warnings), ""]
     if status.stalls:
         lines.append(f"stall      {sparkline(status.stalls, width // 2)}  {shown_seconds(status.stalls[-1])}")
     if status.bandwidths:
-        lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {reports.sized(status.bandwidths[-1])}/s")
+        lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {shown_rate(status.bandwidths[-1])}")
     if status.saves:
         rows = [_row(one, status.time, status.marks) for one in status.saves]
-        head, *table = table_lines(_COLUMNS, rows, right=_COLUMNS[:-1])
-        lines += ["", head, *map(_with_failure, table, status.saves)]
+        head, *table = table_lines(_COLUMNS, rows)
+        failures = ("" if one["kind"] == "save" else f"  failed: {failure_of(one)}" for one in status.saves)
+        lines += ["", head, *map(str.__add__, table, failures)]
     return lines
 
 
@@ -159,47 +163,45 @@ def _lines_of_several(statuses: Sequence[RunStatus]) -> list[str]:
     """A line for each run, and the warnings below, each with its run."""
     rows = []
     for status in statuses:
-        usual, seen = status.usual_seconds, status.under_way
-        doing = "" if seen is None else f"saves step {seen.step}"
+        doing = if_known(status.under_way, lambda seen: f"saves step {seen.step}")
         rows.append(
             (
-                escaped(status.place),
-                "" if status.step is None else str(status.step),
-                "" if status.age_seconds is None else _span(status.age_seconds),
-                "" if usual is None else _every(usual),
-                "" if not status.stalls else shown_seconds(status.stalls[-1]),
-                "" if not status.bandwidths else f"{reports.sized(status.bandwidths[-1])}/s",
+                status.place,
+                status.step,
+                if_known(status.age_seconds, span),
+                if_known(status.usual_seconds, _every),
+                shown_seconds(status.stalls[-1]) if status.stalls else None,
+                shown_rate(status.bandwidths[-1]) if status.bandwidths else None,
                 "ended" if status.ended is not None else "!" if status.warnings else doing,
             )
         )
-    columns = ("run", "step", "age", "every", "stall", "bandwidth", "is")
-    warnings = [f"! {escaped(text)} ({escaped(status.place)})" for status in statuses for text in status.warnings]
-    return [*table_lines(columns, rows, right=columns[1:-1]), *([""] if warnings else []), *warnings]
+    columns = ("run", ">step", ">age", ">every", ">stall", ">bandwidth", "is")
+    warnings = [f"! {text} ({status.place})" for status in statuses for text in status.warnings]
+    return [*table_lines(columns, rows), *([""] if warnings else []), *warnings]
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
     """The last of these values as bars, from the least to the greatest."""
     values = values[-most:]
     least, greatest = min(values), max(values)
-    span = greatest - least
-    return "".join(_BARS[round((value - least) / span * (len(_BARS) - 1)) if span else 0] for value in values)
+    unit = (greatest - least) / (len(_BARS) - 1)
+    return "".join(_BARS[round((value - least) / unit) if unit else 0] for value in values)
 
 
 def _newest(status: RunStatus) -> list[str]:
     lines, usual = [], status.usual_seconds
-    if status.step is not None and status.created is not None:
+    if status.step is not None and status.age_seconds is not None:
         every = "" if usual is None else f"; a save every {_every(usual)}"
-        shown = _span(status.age_seconds) if status.age_seconds is not None else age(status.created, status.time)
-        lines.append(f"step {status.step}, {shown} ago{every}")
+        lines.append(f"step {status.step}, {span(status.age_seconds)} ago{every}")
     if status.places:
         durable = (f"{where}: {_of(step)}" for where, step in durable_steps(status.places).items())
         lines.append(f"durable {', '.join(durable)}")
-        lines += [f"{_of(max(one.steps, default=None))} in {escaped(one.described)}" for one in status.places]
+        lines += [f"{_of(max(one.steps, default=None))} in {one.described}" for one in status.places]
     if status.ended is not None:
-        lines.append(f"ended {_span(max(0.0, status.time - status.ended))} ago")
+        lines.append(f"ended {span(max(0.0, status.time - status.ended))} ago")
     if (seen := status.under_way) is not None:
         of_all = "" if seen.total_bytes is None else f" of {reports.sized(seen.total_bytes)}"
-        rate = "" if seen.bytes_per_second is None else f", {reports.sized(seen.bytes_per_second)}/s"
+        rate = "" if seen.bytes_per_second is None else f", {shown_rate(seen.bytes_per_second)}"
         lines.append(f"step {seen.step} under way: {reports.sized(seen.num_bytes)}{of_all}{rate}")
     if status.free_bytes is not None:
         lines.append(f"{reports.sized(status.free_bytes)} free")
@@ -210,31 +212,21 @@ def _of(step: int | None) -> str:
     return "no step" if step is None else f"step {step}"
 
 
-def _row(one: events.Event, now: float, marks: Mapping[int, str]) -> Sequence[str]:
-    ago = _span(max(0.0, now - one["time"]))
+def _row(one: events.Event, now: float, marks: Mapping[int, str]) -> Sequence[object]:
+    ago = span(max(0.0, now - one["time"]))
     if one["kind"] == "failed":
-        return str(one["step"]), ago, *[""] * 5
-    seconds, stall, bandwidth = one["total_seconds"], one["stall_seconds"], events.bandwidth_of(one)
+        return one["step"], ago, *[None] * 5
     return (
-        str(one["step"]),
+        one["step"],
         ago,
-        "" if one["num_bytes"] is None else in_table(one["num_bytes"]),
-        "" if seconds is None else shown_seconds(seconds),
-        "" if stall is None else shown_seconds(stall),
-        "" if bandwidth is None else f"{reports.sized(bandwidth)}/s",
-        escaped(marks.get(one["step"], "")),
+        if_known(one["num_bytes"], in_table),
+        if_known(one["total_seconds"], shown_seconds),
+        if_known(one["stall_seconds"], shown_seconds),
+        if_known(events.bandwidth_of(one), shown_rate),
+        marks.get(one["step"]),
     )
-
-
-def _with_failure(line: str, one: events.Event) -> str:
-    return line if one["kind"] == "save" else f"{line}  failed: {escaped(failure_of(one))}"
 
 
 def _every(seconds: float) -> str:
     """The time between two saves, for people."""
-    return shown_seconds(seconds) if seconds < 1 else _span(seconds)
-
-
-def _span(seconds: float) -> str:
-    """An age for people, such as "3 h"."""
-    return age(0.0, seconds) if 0 <= seconds <= 30 * 86400 else f"{seconds / 86400:.0f} d"
+    return shown_seconds(seconds) if seconds < 1 else span(seconds)

@@ -116,10 +116,11 @@ def columns_of(
     broken, marks = broken or {}, marks or {}
     # The pictures are drawn by steps, and a checkpoint of Fabric may have none.
     events = [one for one in events if one["kind"] != "save" or one["step"] is not None]
+    times = [one["time"] for one in events]
     columns = {
         "kind": Column("what", "text", [_KINDS.get(one["kind"], one["kind"]) for one in events]),
         "step": Column("step", "step", [_rounded(one["step"]) for one in events]),
-        "time": Column("when", "time", [_time(one["time"]) for one in events]),
+        "time": Column("when", "time", [round(when * 1e3) if 0 < when < _LATEST else None for when in times]),
         "about": Column("details", "text", [_shortened(about(one)) for one in events]),
         "fate": Column("now", "text", [_fate(one, broken, marks) for one in events]),
         "borrowed": Column("borrowed", "text", [_borrowed(one) for one in events]),
@@ -248,7 +249,8 @@ def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
                 _shortened(key), "number", [_rounded(value, _ENTRY_DIGITS) for value in values]
             )
         else:
-            columns[f"entry {number}"] = Column(_shortened(key), "text", [*map(_as_text, values)])
+            texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
+            columns[f"entry {number}"] = Column(_shortened(key), "text", [text and _shortened(text) for text in texts])
     return columns
 
 
@@ -269,10 +271,6 @@ def listed(steps: Sequence[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {spec.some_of([f'{step:,}' for step in steps], 8)}"
 
 
-def _time(value: float) -> Value:
-    return round(value * 1e3) if 0 < value < _LATEST else None
-
-
 def _rounded(value: Any, digits: int = _MEASURED_DIGITS) -> float | int | None:
     """A number in so many digits; None for anything else. Integers stay as they are."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -283,12 +281,6 @@ def _rounded(value: Any, digits: int = _MEASURED_DIGITS) -> float | int | None:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < _MOST else short
-
-
-def _as_text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return _shortened(value if isinstance(value, str) else json.dumps(value))
 
 
 def _shortened(text: str) -> str:

@@ -10,33 +10,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from statistics import median
 from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import reports, spec
 from ..listing import Best
-from ..screen import counted, shown_seconds
+from ..screen import counted, shown_rate, shown_seconds
 from .columns import RunColumns
 
 # Each meaning has one colour on the whole page; `page.css` says which.
 Colour: TypeAlias = Literal[
-    "stall",
-    "stage",
-    "write",
-    "commit",
-    "best",
-    "kept",
-    "failed",
-    "skipped",
-    "restored",
-    "deleted",
-    "plain",
+    "stall", "stage", "write", "commit", "best", "kept", "failed", "skipped", "restored", "deleted", "plain",
     "reference",
-]
+]  # fmt: skip
 Look: TypeAlias = Literal["line", "dashes", "area", "hollow", "dot", "ring", "cross", "triangle", "diamond", "span"]
 
 # Records that have a picture: those that most saves have.
 MAX_RECORDS: Final = 6
+_value: Final = itemgetter(1)  # of a row with its value, as `RunColumns.known` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +78,14 @@ class Picture:
 
 def pictures_of(run: RunColumns, best: Sequence[Best] = ()) -> list[Picture]:
     """The pictures of one run, from its saves to what they cost, and what is left of them."""
-    makers = (_timeline, _phases, _stall, _bandwidth, _sizes, _borrowing)
-    found = [made for make in makers if (made := make(run)) is not None]
-    found += _records(run, best)
-    found += [made for make in (_storage, _free, _ranks, _rank_stalls) if (made := make(run)) is not None]
-    return found
+    made = (_timeline(run), _costs(run), _sizes(run), _borrowing(run), _records(run, best), _left(run), _ranks(run))
+    return [*chain.from_iterable(made)]
 
 
 # --- saves --------------------------------------------------------------------------------------------------------
 
 
-def _timeline(run: RunColumns) -> Picture | None:
+def _timeline(run: RunColumns) -> Iterator[Picture]:
     rows = {kind: run.rows_of(kind) for kind in ("save", "failed", "skipped", "restore", "rollback", "retention")}
     rows["bad"] = tuple(filter(run.is_bad, run.saves))
     marks: list[tuple[str, str, Look, Colour]] = [
@@ -113,7 +103,7 @@ def _timeline(run: RunColumns) -> Picture | None:
         *(Series(label, "step", look, colour, rows[kind]) for label, kind, look, colour in marks if rows[kind]),
     ]
     if not any(rows.values()):
-        return None
+        return
     lost = [
         f"{number:,} {word}"
         for number, word in ((len(rows["failed"]), "failed"), (run.num_skipped, "skipped"))
@@ -121,7 +111,7 @@ def _timeline(run: RunColumns) -> Picture | None:
     ]
     others = f"; {' and '.join(lost)} beside them" if lost else "; none failed"
     zoomed = " Zoom in to see the call, staging, writing and commit of each." if is_measured else ""
-    return Picture(
+    yield Picture(
         "timeline",
         "Saves over time",
         f"{counted(len(rows['save']), 'save')} committed{others}.{zoomed} Where the steps go down, the training went "
@@ -132,74 +122,63 @@ def _timeline(run: RunColumns) -> Picture | None:
     )
 
 
-def _phases(run: RunColumns) -> Picture | None:
-    totals = run.known("total_seconds")
-    if not totals:
-        return None
-    row, slowest = max(totals, key=lambda one: one[1])
-    series = [
-        Series("committed", "total_seconds", "area", "commit"),
-        Series("archives written", "archived", "area", "write"),
-        Series("staged", "stage_seconds", "line", "stage"),
-        Series("call returned", "call_seconds", "area", "stall"),
-    ]
-    return Picture(
-        "phases",
-        "From the call to the commit",
-        f"Half of the saves were committed within {shown_seconds(median(value for _, value in totals))} of the call; "
-        f"the slowest took {shown_seconds(slowest)}, at {_step(run, row)}.",
-        "step",
-        [one for one in series if run.known(one.column)],
-        (
-            *("step", "time", "num_bytes", "call_seconds", "stage_seconds", "write_seconds", "commit_seconds"),
-            *("total_seconds", "bandwidth", "retries", "fate"),
-        ),
-    )
+def _costs(run: RunColumns) -> Iterator[Picture]:
+    if totals := run.known("total_seconds"):
+        row, slowest = max(totals, key=_value)
+        series = [
+            Series("committed", "total_seconds", "area", "commit"),
+            Series("archives written", "archived", "area", "write"),
+            Series("staged", "stage_seconds", "line", "stage"),
+            Series("call returned", "call_seconds", "area", "stall"),
+        ]
+        yield Picture(
+            "phases",
+            "From the call to the commit",
+            f"Half of the saves were committed within {shown_seconds(median(map(_value, totals)))} of the call; "
+            f"the slowest took {shown_seconds(slowest)}, at {_step(run, row)}.",
+            "step",
+            [one for one in series if run.known(one.column)],
+            (
+                *("step", "time", "num_bytes", "call_seconds", "stage_seconds", "write_seconds", "commit_seconds"),
+                *("total_seconds", "bandwidth", "retries", "fate"),
+            ),
+        )
+    if stalls := run.known("stall_seconds"):
+        row, longest = max(stalls, key=_value)
+        middle = median(map(_value, stalls))
+        yield Picture(
+            "stall",
+            "Stall",
+            f"A save held the training up for {shown_seconds(middle)} at the median, and for {shown_seconds(longest)} "
+            f"at the most, at {_step(run, row)}. Together: {shown_seconds(sum(map(_value, stalls)))}.",
+            "step",
+            [
+                Series("stall", "stall_seconds", "line", "stall"),
+                Series("median", "stall_seconds", "dashes", "reference", level=middle),
+            ],
+            ("step", "time", "stall_seconds", "call_seconds", "fate"),
+        )
+    if rates := run.known("bandwidth"):
+        row, best = max(rates, key=_value)
+        yield Picture(
+            "bandwidth",
+            "Bandwidth",
+            f"Bytes per second from the call until the commit: {shown_rate(median(map(_value, rates)))} at the median. "
+            f"The dashes are the best of this run, {shown_rate(best)}, at {_step(run, row)}; saves far below them have "
+            "waited.",
+            "step",
+            [
+                Series("bandwidth", "bandwidth", "line", "write"),
+                Series("best of this run", "bandwidth", "dashes", "reference", level=best),
+            ],
+            ("step", "time", "bandwidth", "num_bytes", "total_seconds", "retries"),
+        )
 
 
-def _stall(run: RunColumns) -> Picture | None:
-    stalls = run.known("stall_seconds")
-    if not stalls:
-        return None
-    row, longest = max(stalls, key=lambda one: one[1])
-    middle = median(value for _, value in stalls)
-    return Picture(
-        "stall",
-        "Stall",
-        f"A save held the training up for {shown_seconds(middle)} at the median, and for {shown_seconds(longest)} at "
-        f"the most, at {_step(run, row)}. Together: {shown_seconds(sum(value for _, value in stalls))}.",
-        "step",
-        [
-            Series("stall", "stall_seconds", "line", "stall"),
-            Series("median", "stall_seconds", "dashes", "reference", level=middle),
-        ],
-        ("step", "time", "stall_seconds", "call_seconds", "fate"),
-    )
-
-
-def _bandwidth(run: RunColumns) -> Picture | None:
-    rates = run.known("bandwidth")
-    if not rates:
-        return None
-    row, best = max(rates, key=lambda one: one[1])
-    return Picture(
-        "bandwidth",
-        "Bandwidth",
-        f"Bytes per second from the call until the commit: {_rate(median(value for _, value in rates))} at the median. "
-        f"The dashes are the best of this run, {_rate(best)}, at {_step(run, row)}; saves far below them have waited.",
-        "step",
-        [
-            Series("bandwidth", "bandwidth", "line", "write"),
-            Series("best of this run", "bandwidth", "dashes", "reference", level=best),
-        ],
-        ("step", "time", "bandwidth", "num_bytes", "total_seconds", "retries"),
-    )
-
-
-def _sizes(run: RunColumns) -> Picture | None:
+def _sizes(run: RunColumns) -> Iterator[Picture]:
     sizes = run.known("num_bytes")
-    if not any(value for _, value in sizes):
-        return None
+    if not any(map(_value, sizes)):
+        return
     row, newest = sizes[-1]
     columns = [f"group {number}" for number in range(len(run.groups))]
     parts = [
@@ -215,7 +194,7 @@ def _sizes(run: RunColumns) -> Picture | None:
     stacked = [
         Series(run.columns[column].title, column, "area", number=number) for number, column in enumerate(columns)
     ]
-    return Picture(
+    yield Picture(
         "sizes",
         "Size by entry of the state" + (", as rank 0 wrote them" if has_ranks else ""),
         f"The last save wrote {reports.sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. "
@@ -227,13 +206,13 @@ def _sizes(run: RunColumns) -> Picture | None:
     )
 
 
-def _borrowing(run: RunColumns) -> Picture | None:
+def _borrowing(run: RunColumns) -> Iterator[Picture]:
     borrowers = [row for row in run.saves if run.events[row]["borrowed"]]
     if not borrowers:
-        return None
+        return
     newest = run.events[borrowers[-1]]
     loans = ", ".join(f"{group} of step {step:,}" for group, step in [*newest["borrowed"].items()][:4])
-    return Picture(
+    yield Picture(
         "borrowing",
         "Borrowed groups",
         f"{len(borrowers):,} of {counted(len(run.saves), 'save')} did not write a group that had not changed. Step "
@@ -303,70 +282,61 @@ def _record(run: RunColumns, name: str, best: Best | None) -> Picture:
 # --- what is left of them -----------------------------------------------------------------------------------------
 
 
-def _storage(run: RunColumns) -> Picture | None:
+def _left(run: RunColumns) -> Iterator[Picture]:
     written = run.columns["written"].values
-    if not run.saves or not written[-1]:
-        return None
-    kept = [row for row in run.saves if run.events[row]["kept"]]
-    stored = run.columns["stored"].values[-1]
-    return Picture(
-        "storage",
-        "Space, and what retention saves",
-        f"{len(kept):,} of {counted(len(run.saves), 'save')} are kept, {reports.sized(_float(stored))} of the "
-        f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it "
-        "would take if nothing were deleted.",
-        "time",
-        [Series("written so far", "written", "dashes", "reference"), Series("on storage", "stored", "area", "kept")],
-        ("step", "kind", "time", "num_bytes", "stored", "written", "about"),
-    )
+    if run.saves and written[-1]:
+        num_kept = sum(bool(run.events[row]["kept"]) for row in run.saves)
+        stored = run.columns["stored"].values[-1]
+        yield Picture(
+            "storage",
+            "Space, and what retention saves",
+            f"{num_kept:,} of {counted(len(run.saves), 'save')} are kept, {reports.sized(_float(stored))} of the "
+            f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what "
+            "it would take if nothing were deleted.",
+            "time",
+            [
+                Series("written so far", "written", "dashes", "reference"),
+                Series("on storage", "stored", "area", "kept"),
+            ],
+            ("step", "kind", "time", "num_bytes", "stored", "written", "about"),
+        )
+    if free := run.known("free_bytes"):
+        row, least = min(free, key=_value)
+        yield Picture(
+            "free",
+            "Free space",
+            f"{reports.sized(free[-1][1])} were free after the last save; the least was {reports.sized(least)}, at "
+            f"{_step(run, row)}.",
+            "time",
+            [Series("free", "free_bytes", "area", "kept")],
+            ("step", "time", "free_bytes", "num_bytes"),
+        )
 
 
-def _free(run: RunColumns) -> Picture | None:
-    free = run.known("free_bytes")
-    if not free:
-        return None
-    row, least = min(free, key=lambda one: one[1])
-    return Picture(
-        "free",
-        "Free space",
-        f"{reports.sized(free[-1][1])} were free after the last save; the least was {reports.sized(least)}, at "
-        f"{_step(run, row)}.",
-        "time",
-        [Series("free", "free_bytes", "area", "kept")],
-        ("step", "time", "free_bytes", "num_bytes"),
-    )
-
-
-def _ranks(run: RunColumns) -> Picture | None:
-    if not run.known("slowest_rank_seconds"):
-        return None
-    middles = dict(run.known("median_rank_seconds"))
-    gaps = [slow - middles[row] for row, slow in run.known("slowest_rank_seconds") if row in middles]
-    often = Counter(rank for _, rank in run.known("slowest_rank")).most_common(1)
-    who = f" Rank {often[0][0]} was the slowest most often, in {counted(often[0][1], 'save')}." if often else ""
-    after = shown_seconds(median(gaps)) if gaps else ""
-    late = f"The slowest rank's archive was durable {after} after the median rank's, at the median." if gaps else ""
-    return Picture(
-        "ranks",
-        "Spread of the ranks",
-        f"{late}{who}",
-        *_of_ranks("slowest", "slowest_rank", "median_rank_seconds", "plain"),
-    )
-
-
-def _rank_stalls(run: RunColumns) -> Picture | None:
-    stalls = run.known("most_stalled_rank_seconds")
-    if not stalls:
-        return None
-    row, longest = max(stalls, key=lambda one: one[1])
-    rank = run.columns["most_stalled_rank"].values[row]
-    return Picture(
-        "rank stalls",
-        "Stall of the ranks",
-        f"Training waits for its slowest rank: the longest stall was {shown_seconds(longest)}, of rank {rank} at "
-        f"{_step(run, row)}.",
-        *_of_ranks("most stalled", "most_stalled_rank", "median_rank_stall_seconds", "stall"),
-    )
+def _ranks(run: RunColumns) -> Iterator[Picture]:
+    if slowest := run.known("slowest_rank_seconds"):
+        middles = dict(run.known("median_rank_seconds"))
+        gaps = [slow - middles[row] for row, slow in slowest if row in middles]
+        often = Counter(map(_value, run.known("slowest_rank"))).most_common(1)
+        who = f" Rank {often[0][0]} was the slowest most often, in {counted(often[0][1], 'save')}." if often else ""
+        after = shown_seconds(median(gaps)) if gaps else ""
+        late = f"The slowest rank's archive was durable {after} after the median rank's, at the median." if gaps else ""
+        yield Picture(
+            "ranks",
+            "Spread of the ranks",
+            f"{late}{who}",
+            *_of_ranks("slowest", "slowest_rank", "median_rank_seconds", "plain"),
+        )
+    if stalls := run.known("most_stalled_rank_seconds"):
+        row, longest = max(stalls, key=_value)
+        rank = run.columns["most_stalled_rank"].values[row]
+        yield Picture(
+            "rank stalls",
+            "Stall of the ranks",
+            f"Training waits for its slowest rank: the longest stall was {shown_seconds(longest)}, of rank {rank} at "
+            f"{_step(run, row)}.",
+            *_of_ranks("most stalled", "most_stalled_rank", "median_rank_stall_seconds", "stall"),
+        )
 
 
 def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Literal["step"], list[Series], list[str]]:
@@ -410,10 +380,6 @@ def _line(run: RunColumns, number: int, column: str) -> Series:
 
 def _step(run: RunColumns, row: int) -> str:
     return f"step {run.events[row]['step']:,}"
-
-
-def _rate(value: float) -> str:
-    return f"{reports.sized(value)}/s"
 
 
 def _float(value: Any) -> float:

@@ -11,12 +11,14 @@ from typing import Final
 
 from .... import Place, history
 from ....errors import NotCommittedError
+from ....plumbing import events as run_events
 from ....plumbing import timing
 from ..listing import broken_at, marks_at, parse_best
 from ..lookup import RUNS, targets_of
 from ..run_places import RunPlaces
-from ..screen import Answer, counted, escaped, print_json, print_text
+from ..screen import Answer, counted, print_json, print_text
 from ..trainer_folders import events_at, without_second_names
+from ..where import place_like
 from .columns import RunColumns, columns_of
 from .document import page_of
 
@@ -24,14 +26,17 @@ from .document import page_of
 _LOOKED_AT: Final = 1000
 
 
-def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwrite: bool, as_json: bool) -> None:
-    """Write the page of these runs, and print what was written, or its document. Raises Answer if there is no run, or
-    the file is there, and NotCommittedError if a place has no history.
+def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, overwrite: bool, as_json: bool) -> None:
+    """Write the page of these runs, and print what was written, or its document.
+
+    Without a name of the file, it is in the current folder, with the name of the run; of several, "runs".
     """
+    own_name = PurePosixPath(places[0].shown).name if len(places) == 1 else ""
+    target = place_like(places[0], output or f"{own_name or 'runs'}.html")
     storage, name = target.object()
     if not overwrite and storage.exists(name):
         raise Answer(f"{target.shown} already exists; pass --overwrite to replace it, or give another name with -o")
-    chosen = [*map(parse_best, best)]
+    chosen = [*map(parse_best, best or ())]
     runs = [columns for one, name in targets_of(places, RUNS) for columns in _columns_at(one, name)]
     for one in chosen:
         if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
@@ -43,29 +48,22 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
         print_json("page", {"target": target.shown, "num_bytes": len(page), "runs": told})
     else:
         num_saves = counted(sum(len(run.saves) for run in runs), "save")
-        print_text(f"{escaped(target.shown)}: {num_saves} of {counted(len(runs), 'run')}")
-
-
-def file_name(places: Sequence[Place]) -> str:
-    """The name of the page's file, in the current folder, if none is given: that of the run, or of several "runs"."""
-    name = PurePosixPath(places[0].shown).name if len(places) == 1 else ""
-    return f"{name or 'runs'}.html"
+        print_text(f"{target.shown}: {num_saves} of {counted(len(runs), 'run')}")
 
 
 def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
     """The run at a place. One in a folder, with a name there, is left out if it has no history."""
+    storage = place.storage()
     try:
-        events, storage = history(place), place.storage()
-        broken, marks = broken_at(storage, _LOOKED_AT), marks_at(storage)
-        yield columns_of(_name(place), events, broken, RunPlaces(place).look(), marks)
+        events: list[run_events.Event] = history(place)
     except NotCommittedError:
-        told = without_second_names(events_at(place))
-        if told:
-            there = {*place.storage().names("")}
-            told = [{**one, "kept": one.get("name") in there} for one in told]
-            yield columns_of(_name(place), told, {})
-        elif not name:
+        there = {*storage.names("")}
+        events = [{**one, "kept": one.get("name") in there} for one in events_at(place)]
+        if not events and not name:
             raise
+    if events:
+        events, broken, marks = without_second_names(events), broken_at(storage, _LOOKED_AT), marks_at(storage)
+        yield columns_of(_name(place), events, broken, RunPlaces(place).look(), marks)
 
 
 def _name(place: Place) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ....plumbing import events as run_events
 from ....plumbing import reports, spec
-from ..screen import age, shown_seconds
+from ..screen import age, shown_rate, shown_seconds
 from .columns import RunColumns
 
 _SHOWN: Final = 3
@@ -37,7 +37,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "on storage": reports.sized(sum(save["num_bytes"] or 0 for save in durable)),
         "median stall": _median(run, "stall_seconds", shown_seconds),
         "all stalls": shown_seconds(sum(stalls)) if stalls else "unknown",
-        "median bandwidth": _median(run, "bandwidth", lambda rate: f"{reports.sized(rate)}/s"),
+        "median bandwidth": _median(run, "bandwidth", shown_rate),
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
         "trained": f"{spent.shares['trained']:.1%}" if spent.total_seconds else "unknown",
