@@ -16,10 +16,9 @@ from .commit_configurations import BROKEN, KNOWN, QUICK, SLOW, VIOLATIONS, WHOLE
 from .commit_invariants import INVARIANTS
 from .commit_search import Found, search, told
 from .commit_state import Configuration
-from .word_configurations import BROKEN_WORDS, QUICK_WORDS, WORDS
-from .word_model import WordConfiguration
+from .next_configurations import BROKEN_NEXT, NEXT, QUICK_NEXT, NextConfiguration
 
-Explored: TypeAlias = Configuration | WordConfiguration
+Explored: TypeAlias = Configuration | NextConfiguration
 HEAD = ("what is explored", "ranks", "states", "transitions", "longest way", "explored", "violations")
 
 
@@ -31,12 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="changes nothing: all orders are tried")
     parser.add_argument("--only", default="", help="part of the name of a configuration, or of a broken protocol")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--words", action="store_true", help="what ranks say to each other, in place of the commit")
+    parser.add_argument(
+        "--next", action="store_true", help="how ranks find each other, rank 0's words, lines of a run, and tiers"
+    )
     options = parser.parse_args(arguments)
     explored: Sequence[Explored] = QUICK if options.quick else (*WHOLE, KNOWN, *SLOW)
     broken: Sequence[tuple[Explored, str]] = BROKEN
-    if options.words:
-        explored, broken = QUICK_WORDS if options.quick else WORDS, BROKEN_WORDS
+    if options.next:
+        explored, broken = QUICK_NEXT if options.quick else NEXT, BROKEN_NEXT
     chosen = [
         one if options.ranks is None else _with_ranks(one, options.ranks)
         for one in explored
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no violation found: {one.name}")
     tried = sum(options.only in one.name for one, _ in broken)
     print(f"{sums['states']:,} states, {tried - len(missed)} of {tried} broken protocols found")
-    if not (options.only or options.words) and options.ranks is None and options.starts is None and not options.quick:
+    if not (options.only or options.next) and options.ranks is None and options.starts is None and not options.quick:
         counts = {
             **sums,
             "invariants": len(INVARIANTS),

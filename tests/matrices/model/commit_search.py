@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from . import word_model
+from . import line_model, start_model, tier_invariants, tier_model, tier_state, word_model
 from .commit_invariants import stuck, violated
 from .commit_model import moves, sorted_ranks
 from .commit_state import Configuration, State, first_state
+from .line_model import LineConfiguration
+from .start_model import StartConfiguration
+from .tier_state import TierConfiguration
 from .word_model import WordConfiguration
 
 Key = tuple[int, ...]
@@ -58,6 +61,36 @@ _MODELS: Final = {
         lambda state: (state.store, *state.starts, (state.faults, state.slow)),
         _together,
         _told,
+    ),
+    LineConfiguration: Model(
+        line_model.first_state,
+        line_model.moves,
+        line_model.sorted_ranks,
+        line_model.violated,
+        lambda _, state: line_model.stuck(state),
+        lambda state: (state.lines, state.manifests, state.put, *state.starts),
+        lambda parts: line_model.State(*parts[:3], tuple(parts[3:])),
+        line_model.told,
+    ),
+    TierConfiguration: Model(
+        tier_state.first_state,
+        tier_model.moves,
+        lambda state: state,
+        tier_invariants.violated,
+        tier_invariants.stuck,
+        lambda state: (*state.places, *state.processes, state[1], state[3:]),
+        lambda parts: tier_state.together(parts),
+        tier_invariants.told,
+    ),
+    StartConfiguration: Model(
+        start_model.first_state,
+        start_model.moves,
+        start_model.sorted_ranks,
+        start_model.violated,
+        start_model.stuck,
+        lambda state: (state.hello, state.welcome, state.here, *state.processes, state.left),
+        lambda parts: start_model.State(*parts[:3], tuple(parts[3:-1]), parts[-1]),
+        start_model.told,
     ),
     WordConfiguration: Model(
         word_model.first_state,

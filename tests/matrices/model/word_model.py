@@ -1,7 +1,7 @@
 """The protocol of ranks: one log of rank 0's words for all calls, which each rank matches to its own by channel and step.
 
 In: a configuration. Out: states, the moves between them, and what does not hold in one. Knows nothing of: the order in which states are
-looked at, starts of worlds (`commit_model`).
+looked at, starts of worlds (`commit_model`), how ranks find each other (`start_model`).
 
 Rank 0 says each of its calls as a word of the log: channel, step, and the name of the attempt, here the number of the word; a call that
 fails there before it has begun, or that nobody makes, is one word that says so. Later it says what was decided. Another rank enters a call

@@ -1,15 +1,22 @@
-"""What is explored of what ranks say to each other, and how it is broken where a violation must be found.
+"""What is explored of the next protocols of ranks and of tiers, and how it is broken where a violation must be found.
 
 In: nothing. Out: configurations. Knows nothing of: how they are explored.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
-from .word_model import INVARIANTS, NO_STEP, Call, WordConfiguration
+from . import line_model, start_model, word_model
+from .line_model import LineConfiguration
+from .start_model import StartConfiguration
+from .tier_configurations import BROKEN_TIERS, QUICK_TIERS, TIERS
+from .tier_state import TierConfiguration
+from .word_model import Call, WordConfiguration
 
-_NONE: Final = Call(NO_STEP)
+NextConfiguration: TypeAlias = StartConfiguration | WordConfiguration | LineConfiguration | TierConfiguration
+
+_NONE: Final = Call(word_model.NO_STEP)
 _ONE, _TWO, _THREE = Call(1), Call(2), Call(3)
 _FAILS: Final = Call(1, fails=True)
 _BOTH: Final = ((0, 1), (0, 2))
@@ -71,9 +78,41 @@ WORDS: Final = (
     _words("words: three ranks, the store vanishes, a put fails", *[(_ONE,)] * 3, faults=1, vanishes=True),
 )
 
-QUICK_WORDS: Final = (*WORDS[:5], _CHANNELS)
+_STARTS_TWICE: Final = StartConfiguration("starts: all start twice", 2, starts=2)
+_AGAIN: Final = StartConfiguration("starts: a rank starts again alone", 2, again=1)
 
-_BROKEN: Final = (
+STARTS: Final = (
+    _STARTS_TWICE,
+    _AGAIN,
+    StartConfiguration("starts: three ranks start three times", 3, starts=3),
+    StartConfiguration("starts: three ranks, one starts again alone", 3, again=1),
+    StartConfiguration("starts: three ranks start twice, two of them again", 3, starts=2, again=2),
+)
+
+_TWO_LINES: Final = LineConfiguration("lines: two starts", ((1,), (2,)))
+_SAME_STEP: Final = LineConfiguration("lines: three starts save one step", ((1,), (1,), (1,)))
+_THREE_LINES: Final = LineConfiguration("lines: three starts", ((1,), (2,), (3,)))
+
+LINES: Final = (
+    _TWO_LINES,
+    LineConfiguration("lines: two starts, two saves each", ((1, 2), (1, 2))),
+    LineConfiguration("lines: a rollback", ((1, 2, 3), (-1, 2, 3))),
+    _THREE_LINES,
+    _SAME_STEP,
+    LineConfiguration("lines: two rollbacks", ((1, 2), (-1, 2), (-1, 3))),
+    LineConfiguration("lines: a rollback, and what is left out is deleted", ((1, 2), (-1, 2, 3)), sweeps=True),
+    LineConfiguration("lines: three starts that delete what does not count", ((1,), (2,), (2,)), sweeps=True),
+    LineConfiguration("lines: two rollbacks, and deletions", ((1, 2), (-1, 2), (-1, 3)), sweeps=True),
+)
+
+QUICK_NEXT: Final = (*STARTS[:2], *WORDS[:5], _CHANNELS, _TWO_LINES, LINES[2], *QUICK_TIERS)
+NEXT: Final = (*STARTS, *WORDS, *LINES, *TIERS)
+
+_NEXT_BROKEN: Final = (
+    (_STARTS_TWICE, "any answer is one", 0),
+    (_STARTS_TWICE, "a hello is enough", 1),
+    (_AGAIN, "a rank that starts again alone is answered", 2),
+    (_AGAIN, "an earlier answer counts", 2),
     (_CHANNELS, "one log, read in order", 3),
     (_ALONE, "a word above the entry is refused", 3),
     (_ALARM, "no manifest is a no", 0),
@@ -84,8 +123,26 @@ _BROKEN: Final = (
     (_FAULTS, "a decision ahead of its call is forgotten", 4),
     (_MISSED, "refusals are not read", 3),
     (_MISSED, "words are matched by a count", 2),
+    (_TWO_LINES, "commits are listed before the line is claimed", 0),
+    (_TWO_LINES, "no look after the put", 0),
+    (_TWO_LINES, "lines are looked at before the put alone", 0),
+    (_TWO_LINES, "a line without its .seen is none", 0),
+    (_TWO_LINES, "a line without a commit is none", 0),
+    (_TWO_LINES, "two starts may have one line", 1),
+    (_SAME_STEP, "a step has one manifest", 0),
+    (_THREE_LINES, "a start goes on that finds its own put by another", 1),
+    (_THREE_LINES, "commits that do not count make a line count", 1),
 )
-BROKEN_WORDS: Final = tuple(
-    (one._replace(name=f"words: {what}", broken=what), INVARIANTS[number]) for one, what, number in _BROKEN
+_INVARIANTS: Final = {
+    StartConfiguration: start_model.INVARIANTS,
+    WordConfiguration: word_model.INVARIANTS,
+    LineConfiguration: line_model.INVARIANTS,
+}
+BROKEN_NEXT: Final[tuple[tuple[NextConfiguration, str], ...]] = (
+    *(
+        (one._replace(name=f"{one.name.partition(':')[0]}: {what}", broken=what), _INVARIANTS[type(one)][number])
+        for one, what, number in _NEXT_BROKEN
+    ),
+    *BROKEN_TIERS,
 )
 """Each with the invariant that is violated."""
