@@ -156,8 +156,7 @@ def _with_steps(
     committed: Collection[int],
     manifests: Callable[[Sequence[int]], Mapping[int, Manifest | None]],
 ) -> History:
-    """The events, with `kept` set for each save, and an event made from the manifest of each step missing in the log.
-    """
+    """The events, with `kept` set for each save, and with events made from the manifests of steps without one."""
     newest = {one["step"]: one for one in events if one["kind"] == "save"}
     for one in events:
         if one["kind"] == "save":

@@ -92,8 +92,7 @@ class RunMovers:
             mover.begin_end()
 
     def finish(self, goes_on: Callable[[], bool]) -> list[str]:
-        """After `begin_end`, wait until the steps have arrived, and stop. Returns a text for each place that lacks one.
-        """
+        """After `begin_end`, wait for the steps to arrive, and stop. Returns a text for each place that lacks one."""
         while (waited := [mover for mover, _ in self._movers if mover.is_going_on()]) and goes_on():
             wait_for(waited[0].worker.ended, LIVENESS_SECONDS)
         self.stop()

@@ -144,8 +144,7 @@ class AsyncState:
         return self._saves.enter(LocalRun(folder.parent), writes=self._writes, clear=self._is_named)
 
     def _begin_folder(self, folder: Path) -> None:
-        """Remove archives that no rank reads any more and, before the first save, leftovers. No rank writes meanwhile.
-        """
+        """Remove archives that no rank reads any more; before the first save, also leftovers. No rank writes now."""
         run = self._enter(folder)
         if self._writes:
             run.begin(folder.name)

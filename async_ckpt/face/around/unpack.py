@@ -211,8 +211,7 @@ def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
 
 
 def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
-    """Raise StorageFullError if the disk has no room for a member, and DamagedTarError if its map of holes is invalid.
-    """
+    """Raise StorageFullError if the disk has no room for a member, or DamagedTarError if its map of holes is bad."""
     runs: Any = member.sparse
     needed, end = member.size, 0
     if runs is not None:

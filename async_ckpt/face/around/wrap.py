@@ -227,8 +227,7 @@ class _Reservation:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """Forget the parent's calls in a forked child. The lock is replaced, since the thread that holds it may be missing.
-    """
+    """Forget the parent's calls in a forked child, and replace the lock: the thread that holds it may be missing."""
     global _busy_lock
     _busy.clear()
     _busy_lock = threading.Lock()

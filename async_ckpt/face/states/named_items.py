@@ -166,7 +166,7 @@ def _inside(value: Any) -> _Inside | None:
 
 
 def beside_items(value: Any) -> Any:
-    """What a container has besides its items: attributes, and the arguments of the standard library's containers."""
+    """The data of a container besides its items: attributes, and arguments of the standard library's containers."""
     kind = type(value)
     if kind in (dict, list, tuple):
         return None

@@ -77,8 +77,7 @@ class SaveQueue:
         return type(self), (self._name, self._max_in_flight)
 
     def admit(self, path: Any) -> float:
-        """Wait until no save uses this path, and fewer than `max_in_flight` are under way. Returns the seconds waited.
-        """
+        """Wait until no save uses this path, and fewer than `max_in_flight` are under way. Returns the seconds."""
         begin = timing.monotonic()
         self.wait(path)
         while len(saves := self._saves_under_way()) >= self._max_in_flight:

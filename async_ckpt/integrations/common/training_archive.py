@@ -76,8 +76,7 @@ def archive_of(folder: Path, world_size: int) -> Path:
 
 
 def archives_in(folder: places.Anywhere) -> tuple[Place, int] | None:
-    """The archives in a folder, and the number of ranks that have saved them; None if this library did not write them.
-    """
+    """The archives in a folder, and the number of ranks that have saved them; None for a folder of a framework."""
     place = places.place_of(folder)
     storage = place.storage()
     if storage.exists(ONE_ARCHIVE):
@@ -111,7 +110,7 @@ def num_items_in(archive: places.Anywhere) -> dict[str, int]:
 
 
 def missing_in(checkpoint: places.Anywhere, names: Collection[str]) -> list[str]:
-    """Those of these names that the state of a checkpoint, a dict, lacks. Reads only the structure.
+    """The subset of these names that the state of a checkpoint, a dict, lacks. Reads only the structure.
 
     Raises the errors of `load`.
     """
@@ -123,8 +122,7 @@ def missing_in(checkpoint: places.Anywhere, names: Collection[str]) -> list[str]
 
 
 def refuse_missing(checkpoint: places.Anywhere, names: Collection[str]) -> None:
-    """Raise StateMismatchError if the state of a checkpoint lacks one of these names. Called before anything is filled.
-    """
+    """Raise StateMismatchError if the state of a checkpoint lacks one of these names, before anything is filled."""
     if missing := missing_in(checkpoint, names):
         lines = "\n  ".join(f"missing in the checkpoint: {name}" for name in missing)
         raise StateMismatchError(

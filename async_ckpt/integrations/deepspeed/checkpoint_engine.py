@@ -313,8 +313,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     @contextmanager
     def _removing_last(self) -> Iterator[None]:
-        """After the block, in which the ranks meet, remove a failed save's folder. Before, other ranks may write to it.
-        """
+        """Remove a failed save's folder after the block, in which ranks meet. Before, others may write to it."""
         folder, self._folder = self._folder, None
         try:
             yield

@@ -45,8 +45,7 @@ class TrainerHooks:
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Until training ends, make ModelCheckpoint, loggers and `load_from_checkpoint` wait for the files they read.
-        """
+        """Make ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they read, until training ends."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)

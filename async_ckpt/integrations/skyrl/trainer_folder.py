@@ -58,13 +58,11 @@ class TrainerCheckpoints:
         return SaveQueue("skyrl")
 
     def save_checkpoints(self) -> str:
-        """Save, as called by the reinforcement learning trainers. Returns the folder, which appears when it is durable.
-        """
+        """Save, as the trainers of reinforcement learning do. Returns the folder, which appears when it is durable."""
         return self._save_by(super().save_checkpoints)  # type: ignore[misc]
 
     def save_checkpoint(self) -> str:
-        """Save, as called by the supervised fine-tuning trainer. Returns the folder, which appears when it is durable.
-        """
+        """Save, as the trainer of supervised fine-tuning does. Returns the folder, which appears when it is durable."""
         return self._save_by(super().save_checkpoint)  # type: ignore[misc]
 
     def load_checkpoints(self) -> Any:
