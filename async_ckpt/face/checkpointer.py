@@ -220,8 +220,7 @@ class AsyncCheckpointer(RunReader):
             state: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a
                 snapshot.
             step: the number of the step, at least 0.
-            overwrite: replace a step that is already committed. The old one stays loadable until the new one is
-                committed.
+            overwrite: replace a step that is already committed. It stays loadable until the new one is committed.
             guard: overrides the checkpointer's `guard` for this save.
             record: a small mapping of JSON data, where torch and numpy scalars are allowed too. It is committed with
                 the step and written to the step's line of `checkpoints.jsonl`. A non-finite float is stored as None.
@@ -292,8 +291,7 @@ class AsyncCheckpointer(RunReader):
         is a small file, written at each place that has the step and answers. Files are never changed: the newest mark
         of a step counts. Saving the step again removes its mark. Any process may mark the steps of a run, even of one
         that another process is training; the other process sees the mark at its next save or restore. Waits for the
-        saves that are under way, as `restore` does. With several ranks, rank 0 writes the mark, and the other ranks do
-        nothing.
+        saves that are under way, as `restore` does. With several ranks, only rank 0 writes the mark.
 
         Raises NotCommittedError for a step that is not committed, StorageUnavailableError if the mark cannot be written
         at any place that has the step, and ValueError or TypeError for invalid arguments.
@@ -375,8 +373,7 @@ class AsyncCheckpointer(RunReader):
             ckpt.prewarm({"model": model, "optimizer": optimizer})
 
         With several ranks, call it on every rank: they exchange the structures of their states, so that the first save
-        need not wait for that. Pass the same `per_rank` as to that save. Raises PeerFailedError if a rank does not call
-        it.
+        need not wait for that. Pass the `per_rank` of that save. Raises PeerFailedError if a rank does not call this.
         """
         with self._ranks.meeting_ahead(per_rank) as meet:
             self._saver.prewarm(state if self._mean is None else self._mean.planned(state), meet)
@@ -552,8 +549,7 @@ class AsyncCheckpointer(RunReader):
             types: as for `async_ckpt.load`.
             from_ranks: for a step saved by a world of another size: the rank whose value to take for an entry that was
                 saved per rank, by name, such as {"loader": 0}. In a world of the same size, each rank gets its own
-                value. In another, an `RngState` takes the value of this rank's number modulo the saved world size, with
-                one warning.
+                value. In another, an `RngState` takes that of the rank's number modulo the saved world size, and warns.
             fallback: with several ranks and without `step`, make all ranks skip a step that is corrupt for one of them.
                 By default, that rank raises CorruptCheckpointError. Not for objects whose `load_state_dict` is a
                 collective, as under FSDP1.

@@ -35,8 +35,7 @@ class ExperimentTracker(Protocol):
 
     def committed(self, reference: dict[str, Any], numbers: dict[str, float], aliases: Sequence[str]) -> None:
         """Called after a commit. `numbers` is the save's report, under constant keys such as "ckpt/stall_seconds".
-        `aliases` contains "latest" if no newer step is committed, and "best" if no step has a better value of the
-        metric.
+        `aliases` contains "latest" if no newer step is committed, and "best" if no step has a better metric.
         """
 
     def restored(self, reference: dict[str, Any]) -> None:

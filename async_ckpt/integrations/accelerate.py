@@ -307,9 +307,7 @@ class AsyncState:
                 self._accelerator.load_state(sound, **options)
 
     def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
-        """The numbers of objects in a folder of accelerate. Models and optimizers are not counted under FSDP and
-        DeepSpeed, where they have other names.
-        """
+        """The numbers of objects in a folder of accelerate, without those that FSDP and DeepSpeed name otherwise."""
         names = os.listdir(folder)
         numbers = {"custom": sum(re.fullmatch(r"custom_checkpoint_\d+\.pkl", name) is not None for name in names)}
         if not self._is_sharded and not self._is_deepspeed:

@@ -22,9 +22,7 @@ _LONG: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 6
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `attributes` are the names of the attributes that distinguish its series; `buckets` are the bounds of
-    a histogram.
-    """
+    """One metric. `attributes` has the names that distinguish its series; `buckets` the bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram", "active"]

@@ -7,8 +7,7 @@ or from the files of Megatron's own strategy. Knows nothing of: models, optimize
     <save>/iter_0000100/metadata.json    by which Megatron recognizes a checkpoint
                        /training.tar     our archive; with several ranks, a folder of archives
 
-In an archive, the name of a ShardedTensor is its key. A ShardedObject is stored as bytes of torch.save under its unique
-key.
+In an archive, a ShardedTensor has its key as its name, and a ShardedObject, stored by torch.save, its unique key.
 """
 
 from __future__ import annotations

@@ -173,9 +173,7 @@ class _SendingRanks:
 
 
 def _tell(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args: Any, **options: Any) -> None:
-    """Call the engine on the first rank. The other ranks wait, so that their shared memory stays alive, and raise its
-    error, too.
-    """
+    """Call the engine on the first rank. The others wait, since it reads their memory, and raise its error, too."""
 
     def tell() -> None:
         if engine is not None:

@@ -66,9 +66,7 @@ class CopySave(Save):
         self._scratch: Scratch | None = None
 
     def begin(self) -> SaveHandle:
-        """Copy the tensors, or let the guard defer the copy. Runs on the caller's thread; afterwards the tensors may
-        change.
-        """
+        """Copy the tensors, or let the guard defer it. Runs on the caller's thread; afterwards tensors may change."""
         try:
             handle = files_saver().take_on(self)
         except BaseException:

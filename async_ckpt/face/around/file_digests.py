@@ -37,8 +37,7 @@ _MAX_READERS: Final = 8
 def note_digests(folder: str | os.PathLike[str], *, rank: int | None = None, but: str = "") -> None:
     """Write the digests of all files below a folder into it, durably.
 
-    `rank` is for ranks that fill one folder together. `but` is the name of a file to leave out: another process writes
-    it.
+    `rank` is for ranks that fill one folder together. `but` is the name of a file to leave out.
     """
     root = Path(folder)
     storage = LocalStorage(root)
@@ -79,9 +78,7 @@ def noted_in(storage: Storage, path: str) -> dict[str, str]:
 
 
 def compare_file(storage: Storage, path: str, digest: str, on_bytes: Callable[[int], object] = lambda _: None) -> int:
-    """Compare a file with its digest. Returns its size. `on_bytes` gets the number of bytes of each read. Raises
-    CorruptCheckpointError.
-    """
+    """Compare a file with its digest. Returns its size. Raises CorruptCheckpointError; `on_bytes` gets read sizes."""
     try:
         found, num_bytes = _digest_of(storage, path, on_bytes)
     except FileNotFoundError as error:

@@ -177,9 +177,7 @@ class PartFile:
 def begin_spread(
     request: ExportRequest, weights: Weights, others: OtherRanks, *, held: SnapshotView | None, guard: Any
 ) -> SaveHandle:
-    """Copy this rank's slices, unless the snapshot `held` has them, and begin to write them; on rank 0, also the
-    folder.
-    """
+    """Begin to write this rank's slices, copied unless the snapshot `held` has them; on rank 0, also the folder."""
     call, file = others.call(), PartFile(request.storage)
     try:
         tensors = _first_replicas(weights.tensors)

@@ -76,9 +76,7 @@ def listed_items(parts: Sequence[Part]) -> Sequence[StepItem]:
 
 
 def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
-    """The items of a step, by torch's names. Raises TypeError for a step that is not a dict, and ValueError for equal
-    names.
-    """
+    """The items of a step, by torch's names. Raises TypeError if it is not a dict, and ValueError for equal names."""
     items: dict[str, SavedItem] = {}
     for part in parts:
         part.archive.learn_names()

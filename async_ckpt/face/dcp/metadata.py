@@ -45,9 +45,7 @@ def path_of(name: str, planner_data: Any) -> Path:
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
-    """The items that torch would save for a decoded state: by name, the path and the value. Raises ValueError for equal
-    names.
-    """
+    """Items as torch would save a decoded state: path and value by name. Raises ValueError for equal names."""
     items: dict[str, tuple[Path, Any]] = {}
 
     def visit(path: Path, value: Any) -> None:

@@ -85,8 +85,7 @@ def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
 
 
 class RecordCheck:
-    """The comparison of one record that is read in pieces. Created by the code that has found the record; used by any
-    thread.
+    """The comparison of one record that is read in pieces. Created by the finder of the record; used by any thread.
 
     Failed reads may have left pieces of other lengths, but each of these pieces is correct.
     """
@@ -135,9 +134,7 @@ _X8: Final = 1 << 23
 
 
 def combined(crc: int, next_crc: int, num_bytes: int) -> int:
-    """The CRC-32 of two byte strings joined: `crc` is the CRC-32 of the first; `next_crc` and `num_bytes` are the
-    CRC-32 and the length of the second.
-    """
+    """The CRC-32 of two byte strings joined, from the CRC-32 of each and the length of the second."""
     return _product(crc, _power_of_x(num_bytes)) ^ next_crc
 
 

@@ -5,8 +5,7 @@ Knows nothing of: files, torch.
 
 Both are untrusted pickles. They are interpreted by a machine that creates only lists, tuples, numbers and text: a name
 stays a name, and a call becomes a record of the call. So nothing is imported or run, and the memory is bounded by the
-size of the pickle. Names that torch does not write there are refused. No class of torch is used, so this does not
-depend on the version of torch.
+size of the pickle. Names that torch does not write are refused. No class of torch is used, so any version will do.
 """
 
 from __future__ import annotations
@@ -243,9 +242,7 @@ class _MetadataReader:
 
 
 def _check_disjoint(blobs: Mapping[tuple[str, Any], Blob]) -> None:
-    """Raise ValueError if two items share bytes; so all items together never exceed the files. torch writes even tied
-    weights separately.
-    """
+    """Raise ValueError if two items share bytes. Even tied weights do not; so items never exceed the files."""
     last, owner = Blob("", 0, 0), ""
     for (name, _), blob in sorted(blobs.items(), key=lambda item: item[1]):
         if blob.file == last.file and blob.offset < last.offset + last.length:
@@ -314,8 +311,7 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     (offset,), shape, strides = _ints((offset,)), _ints(shape), _ints(strides)
     item_bytes = DTYPES[dtype][0]
     num_items = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
-    # Items must not share memory either, or the tensor would be larger in memory than in the file. torch writes such
-    # tensors expanded.
+    # Items must not share memory either: the tensor would be larger in memory than in the file. torch expands such.
     if max(offset + num_items, prod(shape)) * item_bytes > info.file_size:
         raise ValueError("it is larger than its storage")
     header = window.at(info.header_offset, 30)

@@ -21,9 +21,7 @@ _LOCK: Final = ".async_ckpt.lock"
 
 
 def name_latest(file: Path, name: str) -> None:
-    """Write the name of a durable checkpoint to a framework's file, durably and atomically. Sweeps the leftovers of
-    killed writers.
-    """
+    """Write a durable checkpoint's name to a framework's file, atomically. Sweeps leftovers of killed writers."""
     LocalStorage(file.parent).replace(file.name, name.encode())
     with suppress(OSError):  # the name is written already
         scratches.sweep(file.parent, file.name)

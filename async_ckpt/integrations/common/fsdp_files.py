@@ -43,9 +43,7 @@ class FsdpArchive(TrainingArchive):
 
 
 class FsdpFiles(FsdpArchive):
-    """An archive that is converted to files of full tensors. `save_model`, if set, is called with the folder and the
-    weights.
-    """
+    """An archive converted to files of full tensors. `save_model`, if set, is called with the folder and weights."""
 
     save_model: Callable[..., object] | None = None
 

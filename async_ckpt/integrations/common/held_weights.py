@@ -108,9 +108,7 @@ class SnapshotWeights:
 
 
 def in_buckets(items: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The items in buckets of at most `max_bytes`; a larger tensor is alone in its bucket. The caller may empty each
-    bucket.
-    """
+    """The items in buckets of at most `max_bytes`, or of one larger tensor. The caller may empty each bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     room = max_bytes
     for name, tensor in items:

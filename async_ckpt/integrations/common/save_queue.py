@@ -143,9 +143,7 @@ class SaveQueue:
             raise errors[0]
 
     def meet(self, then: Callable[[], T]) -> list[T]:
-        """Call `finish`, and then `then`, on all ranks. Returns the results of all ranks. An error of any rank is
-        raised on every rank.
-        """
+        """Call `finish`, then `then`, on all ranks. Returns all results. An error of any rank is raised on all."""
 
         def after_last() -> T:
             self.finish()
@@ -199,9 +197,7 @@ def _finish(
     entry: HistoryEntry | None,
     began: float,
 ) -> None:
-    """Wait for the handles of a save, and call what follows. Raises the error of the save, without marking it as
-    retrieved.
-    """
+    """Wait for a save's handles, and call what follows. Raises its error, without marking it as retrieved."""
     try:
         ledger.wait_for_ends(save.handles)
         if then is not None:

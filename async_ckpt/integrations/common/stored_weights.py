@@ -185,9 +185,7 @@ def _state_of(folder: Path) -> WeightsState | None:
 def _once(
     use: Callable[[Sequence[contents.Part]], None], weights: StoredWeights
 ) -> Callable[[Sequence[contents.Part]], None]:
-    """`use` as a function that raises StorageUnavailableError at a second call: it has already passed tensors on, so it
-    cannot start again.
-    """
+    """`use`, which cannot start again once it has passed tensors on: a second call raises StorageUnavailableError."""
     calls: list[None] = []
 
     def use_once(parts: Sequence[contents.Part]) -> None:

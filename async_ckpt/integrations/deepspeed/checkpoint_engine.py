@@ -135,8 +135,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """Replaces the engine's method: copy everything, and write it in the background. Every rank calls this.
 
         Raises the error of the previous save, and then saves nothing; RunTakenError while another process saves to the
-        folder; ValueError for a URL, unless `layout="archive"`; and, on all ranks, an error that the copy raises on any
-        rank.
+        folder; ValueError for a URL, unless `layout="archive"`; and, on all ranks, an error of the copy on any rank.
         """
         began, engine = timing.monotonic(), self._engine
         folder = self._folder_of(save_dir, tag, save_latest)
@@ -367,9 +366,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         return write(files, in_zip, self._engine.global_rank, str(folder.of_rank))
 
     def _begin_archive(self, folder: Any, rests: list[bytes]) -> SaveHandle:
-        """Copy this rank's slices, and begin to write its archive. `rests` has an item of each rank, and is the same on
-        all ranks.
-        """
+        """Copy this rank's slices, and begin to write its archive. All ranks have the same `rests`, one of each."""
         engine = self._engine
         tensors = zero_archive.tensors_of(engine)
         guard = self._guard(engine, zero_archive.parts_of(tensors))

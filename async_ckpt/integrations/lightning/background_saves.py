@@ -224,8 +224,7 @@ class BackgroundSaves:
     def raise_error(self) -> None:
         """Raise the first error since the last call.
 
-        If an exception has ended the training, all errors are logged and added to it as notes instead, so that they do
-        not hide it.
+        If an exception has ended the training, all errors are logged and added to it as notes, so as not to hide it.
         """
         errors = self._queue.take_errors()
         if errors and self._ended_by is None:
@@ -280,9 +279,7 @@ _running: WeakSet[BackgroundSaves] = WeakSet()
 
 
 def _end_all() -> None:
-    """At the exit of the interpreter, end the trainings that are still running: do the requested removals, and release
-    the folders.
-    """
+    """At the interpreter's exit, end the trainings still running: do requested removals, release the folders."""
     for saves in [*_running]:
         try:
             saves.end_run()

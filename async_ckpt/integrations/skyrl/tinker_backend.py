@@ -164,9 +164,7 @@ class CheckpointBackend:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far and the removal of its temporary files, and raise the first error not
-        retrieved yet.
-        """
+        """Wait for every save and the removal of its files, and raise the first error not retrieved yet."""
         self._saves.wait(timeout)
 
     def _place(self, path: urls.StrPath) -> Place:
@@ -174,9 +172,7 @@ class CheckpointBackend:
         return place if place.is_local else self._place_of(path)
 
     def close(self) -> None:
-        """Refuse further saves, and wait for those under way. Raises the first error not retrieved yet. May be called
-        again.
-        """
+        """Refuse further saves, wait for all, and raise the first error not retrieved yet. May be called again."""
         self._closed = True
         self.wait()
 

@@ -3,8 +3,7 @@
 In: a dispatch, and the name of a model. Out: the state of its workers' saves, and their errors. Knows nothing of: the
 files.
 
-The dispatch of SkyRL 0.3 has no such calls, so they go directly to the workers, which have them if they save in the
-background.
+The dispatch of SkyRL 0.3 has no such calls. They go to the workers, which have them if they save in the background.
 """
 
 from __future__ import annotations

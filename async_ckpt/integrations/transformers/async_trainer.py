@@ -116,8 +116,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     `layout = "transformers"` writes the files of the plain Trainer, which can resume from them. `layout = "archive"`
     writes one verified archive instead of the files of the optimizer, the scheduler, the scaler and the random states.
-    With either, both can be loaded. `all_figures` logs all figures of each save; by default, only its stall, total time
-    and bandwidth are logged.
+    With either, both can be loaded. `all_figures` logs all figures of each save, not only stall, time and bandwidth.
 
     `output_dir` may be a URL. There, a checkpoint is complete when it has its `trainer_state.json`, which is put last
     and deleted first. All other files of the Trainer then go to the local folder `trainer_output`.
@@ -185,8 +184,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.train`, which also resumes from a URL. Returns when the last checkpoint is durable.
 
-        With `resume_from_checkpoint=True`, checkpoints whose files have changed since the save are skipped, with a
-        warning.
+        With `resume_from_checkpoint=True`, checkpoints whose files have changed are skipped, with a warning.
 
         Raises RunTakenError while another trainer writes to `output_dir`, CorruptCheckpointError for a checkpoint whose
         files have changed since the save, and the error of a save that failed.

@@ -116,8 +116,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     ) -> None:
         """Save to a folder. Every rank calls this. With `local_path=None`, this is `wait`.
 
-        Raises the error of the previous save, and then saves nothing. An error of the copy on any rank is raised on
-        all.
+        Raises the error of the previous save, and then saves nothing. An error of any rank's copy is raised on all.
         """
         began = timing.monotonic()
         if local_path is None:

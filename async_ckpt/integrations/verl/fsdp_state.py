@@ -28,9 +28,7 @@ def is_adapter(name: str) -> bool:
 
 
 def weights_of(model: Any, *, only_adapters: bool) -> dict[str, Any]:
-    """The weights of this rank by name. Under FSDP, every rank calls this. Raises ValueError if `only_adapters` is True
-    and there are none.
-    """
+    """This rank's weights by name. Under FSDP, every rank calls this. Raises ValueError if adapters are missing."""
     with as_slices(model):
         weights = dict(model.state_dict())
     if not only_adapters:
