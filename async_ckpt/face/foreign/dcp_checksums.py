@@ -100,7 +100,7 @@ class RecordCheck:
         self._num_bytes = 0  # of the pieces, under _lock
 
     def matches(self, offset: int, data: memoryview) -> bool:
-        """Take those of these bytes of the file that belong to the record. Returns False if this completes the record
+        """Take the bytes of the file that belong to the record. Returns False if they complete the record
         and it does not match its checksum.
         """
         begin, end = max(offset, self.extent.offset), min(offset + len(data), self.extent.end)

@@ -106,7 +106,7 @@ class AsyncTarCheckpointIO:
             trainer = Trainer(strategy=strategy, callbacks=[checkpoints.callback(), ModelCheckpoint(...)])
 
         Each rank writes an archive in the background, and any other mesh can load the archives. Returns the strategy. A
-        strategy that gathers full state dicts saves as before. Raises RuntimeError for an unsupported Lightning.
+        strategy that gathers full state dicts saves as before. Raises RuntimeError for an unsupported version.
         """
         fabric, pytorch = imported_packages()[0]
         is_of_trainer = hasattr(strategy, "lightning_module_state_dict")

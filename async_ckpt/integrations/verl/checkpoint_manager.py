@@ -80,7 +80,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     The first three raise its error on every rank.
 
     Pass `moves_state=True` if the model or the optimizer is moved or changed between the steps of the optimizer. Then
-    everything is copied before a save returns. So it is for models with adapters, which verl merges for rollouts.
+    everything is copied before a save returns, as it is for models with adapters, which verl merges for rollouts.
     """
 
     def __init__(
