@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class AsyncCheckpointer(RunReader):
-    """The checkpoints of one training run, below a folder, a URL, or several of them.
+    """The checkpoints of one training run, stored in a folder, at a URL, or at several places.
 
         with AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
             start = ckpt.restore({"model": model, "optimizer": optimizer})  # the step, or None
@@ -69,58 +69,58 @@ class AsyncCheckpointer(RunReader):
     Args:
         root: the run's folder, which the first save creates; a URL such as "s3://bucket/run"; a `Place`; or a list of
             these from near to far, such as ["/nvme/run", "s3://bucket/run"]. With a list, a save is committed at the
-            first that answers and has room, and copied to the others behind that; `handle.at(place)` waits for it. A
-            step exists if one of them has it.
+            first place that answers and has room, then copied to the others in the background; `handle.at(place)`
+            waits for a copy. A step exists if at least one place has it.
         keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, good=…, bytes=…)`. None keeps all.
-            `Place(…, keep=…)` gives one of several places a retention of its own.
+            `Place(…, keep=…)` gives one of several places its own retention.
         due: the rules of `should_save`: `Due(every=…, seconds=…, overhead=…, mtbf=…, deadline=…, signals=True)`. With
             signals, the checkpointer must be constructed on the main thread.
-        ema: `Ema(decay, groups=…)` keeps an exponential mean of weights in the archives, as the group `ema`.
-        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
-            overlaps the next forward and backward, and `step()` waits for the rest of it. On one rank, the memory for
-            the first save of them is allocated in the background while the first two steps run.
-        host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
-            up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
+        ema: `Ema(decay, groups=…)` keeps an exponential moving average of weights in the archives, as the group `ema`.
+        guard: the optimizer (or optimizers) whose `step()` is the only code that changes its parameters and its state.
+            Copying them then overlaps the next forward and backward pass, and `step()` waits until the copy is done.
+            On one rank, the memory for their first save is allocated in the background during the first two steps.
+        host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default the size of the state, up
+            to half of the free memory. If the state does not fit, `save` waits for the disk.
         segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
-        on_overlap: what `save` does while `max_in_flight` saves are under way: "wait", which is reported as stall, or
+        on_overlap: what `save` does while `max_in_flight` saves are under way: "wait" (the wait counts as stall) or
             "skip".
         max_in_flight: how many saves may be under way at once. Each needs its own host memory.
         on_rollback: "retire" removes newer commits from the run when a lower step is saved. By default such a save
             raises StepBehindError.
-        naming: the names that other programs expect: "skyrl", "verl", "open-instruct", "deepspeed", or
-            `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
-            the newest.
-        strict: at the next `save`, before it starts, raise the error of an earlier save that was not retrieved yet.
-        exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
+        naming: the names that another program expects: "skyrl", "verl", "open-instruct", "deepspeed", or
+            `Naming(step_format=…, tracker=…)`. By default a step is named "step_{:08d}", and the file `latest` (the
+            tracker) names the newest step.
+        strict: before a save starts, raise the error of an earlier save if it has not been retrieved yet.
+        exit_timeout: how many seconds the interpreter waits for saves at exit. None means no limit.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
-        commit: do not give it: "any" is what several places do now, and `handle.at(place)` takes the place of "all".
-        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments, also when
-            a step is copied there. The limit applies to each process separately, and not to copies in `close`.
+        commit: deprecated. Several places always behave like "any"; `handle.at(place)` replaces "all".
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments; it includes
+            copies of steps to that place, except those made by `close`. Each process has this limit separately.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
-            when the checkpointer is constructed, and complete after each save. Give each process its own.
-        ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
-            (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
-            default process group, and every one of them calls `save` and `restore`.
-        store: with `ranks`, a store of torch.distributed to which all ranks are connected, such as a TCPStore. By it
-            they agree as those of a process group do.
-        differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
-            rank, with a warning; with "fail", such a save fails.
-        check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
-            of each structure does so.
-        mesh: the DeviceMesh that the meshes of all tensors are parts of, such as (data parallel, tensor parallel).
-            Tensors with copies on several of its parts, such as norms under FSDP and tensor parallelism, are then
+            when the checkpointer is constructed, and complete after each save. Give each process its own file.
+        ranks: (rank, world size), for processes without a process group of torch.distributed, such as Ray actors.
+            (0, 1) means that this process saves alone, even if it is in a process group. By default, the ranks are
+            those of the default process group, and every rank calls `save` and `restore`.
+        store: with `ranks`, a store of torch.distributed to which all ranks are connected, such as a TCPStore. The
+            ranks coordinate through it as they do with a process group.
+        differing: plain values and small tensors should be equal on all ranks. By default, values that differ are saved
+            for each rank, with a warning; with "fail", the save fails.
+        check_replicas: compare replicated tensors across ranks at every save. By default, only the first save of each
+            structure does so.
+        mesh: the DeviceMesh of which the meshes of all tensors are submeshes, such as (data parallel, tensor parallel).
+            Tensors that are replicated across submeshes, such as norms under FSDP and tensor parallelism, are then
             written once.
         check: `NonFinite(every=…)` checks the values of saves in the background, and marks a step with NaN or Inf as
             bad.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
-    called from any thread. Opening, listing and reading change nothing on storage. Where there are several
-    places, `restore` begins copies, deletes what killed writers have left in memory, and with several ranks puts a
-    small file at each place on disk, by which they find out whether they share it.
+    called from any thread. Opening, listing and reading do not change the storage. With several places, `restore`
+    starts copies and deletes files that killed writers have left in memory. With several ranks as well, it puts a small
+    file at each place on disk, by which the ranks find out whether they share it.
     """
 
     _is_preempted = False
-    _owner_notes: Sequence[str] = ()  # the newest that a warning has told
+    _owner_notes: Sequence[str] = ()  # as of the last check, so that each note is warned of once
     _tracked: Sequence[Tracking] = ()
     _interval: SaveInterval | None = None  # rank 0's, as of the last `should_save`
 
@@ -190,7 +190,7 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._lineage.facts, self._lineage.tiers.exit_timeout = self._policy.facts, self._saver.ledger.exit_timeout
-        if ranks is None and (keep is not None or guard is not None or due != Due()):  # who only reads need not know
+        if ranks is None and (keep is not None or guard is not None or due != Due()):  # not if it only reads
             self._warn_of_owner(is_early=True)
         FirstSteps(self._guard if ranks in (None, (0, 1)) else (), self._saver.expect)
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
@@ -212,42 +212,41 @@ class AsyncCheckpointer(RunReader):
         per_rank: Collection[str] = (),
         driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Begin to save `state` as `step`. Returns a handle as soon as training may go on.
+        """Begin to save `state` as `step`. Returns a handle as soon as training may continue.
 
             handle = ckpt.save({"model": model, "optimizer": optimizer}, step=100, record={"loss": 0.5})
 
         Args:
             state: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a
                 snapshot.
-            step: the number of the step, from 0 on.
-            overwrite: replace a step that is committed already. It stays loadable until the new one is committed.
+            step: the number of the step, at least 0.
+            overwrite: replace a step that is already committed. It stays loadable until the new one is committed.
             guard: overrides the checkpointer's `guard` for this save.
-            record: a small mapping of plain JSON data, or numbers of torch and numpy, that is committed with the step
-                and written to its line of `checkpoints.jsonl`. A float that is not finite becomes None there.
+            record: a small mapping of JSON data, where torch and numpy scalars are allowed too. It is committed with
+                the step and written to the step's line of `checkpoints.jsonl`. A non-finite float is stored as None.
             rolling: delete this step once a newer one is committed, regardless of `keep=`.
             ttl_seconds: delete this step at the first save after this many seconds, regardless of `keep=`. The rules of
                 `keep=` ignore rolling steps and those with a `ttl_seconds`.
             select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-                `restore(strict=False)` then leaves the rest alone.
-            unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
+                `restore(strict=False)` then leaves the rest of the state alone.
+            unchanged: names of groups (top-level entries) that have not changed since this checkpointer saved or
                 restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
-                archive that has them, which is kept as long as it is needed. A group that was never saved is written.
-                "auto" does so for large parameters of modules that do not require a gradient: nothing is copied or
-                written of one with the memory and version counter of the last commit, and its bytes are compared in the
-                background. With (), everything is written.
-            per_rank: names of entries at the top level that each rank has separately, such as the position of its data
-                loader. `RngState` always is. Each rank gets its own back.
+                archive that contains them, which is kept as long as it is needed. A group that was never saved is
+                written. "auto" does the same for large module parameters that do not require a gradient: a parameter
+                whose memory and version counter are those of the last commit is neither copied nor written, and its
+                bytes are compared in the background. With (), everything is written.
+            per_rank: names of top-level entries that are separate on each rank, such as the position of its data
+                loader; `RngState` always is. At a restore, each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
-                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive
+                64 MiB. With several ranks, those passed on rank 0 are saved. They are written to a separate archive
                 and are part of every load.
 
-        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
-        `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
-        numpy are not noticed), PeerFailedError if it waits in vain for other ranks, ValueError or KeyError for names
-        that the state does not have, and ValueError or TypeError for arguments that are not valid, such as a `step`
-        that is no step. All other errors are raised by the handle. Stores are not accessed on this thread: the handle
-        tells if a step already exists there, and raises TornSnapshotError for a tensor that "auto" has taken over, and
-        that was written to past its version counter.
+        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (the memory or
+        the version counter of a group in `unchanged` has changed; writes through `.data` or numpy go unnoticed),
+        PeerFailedError if another rank does not answer in time, ValueError or KeyError for names that the state does
+        not have, and ValueError or TypeError for invalid arguments. All other errors are raised by the handle. Stores
+        are not accessed on this thread: if a step already exists in one, the handle raises the error. It also raises
+        TornSnapshotError if a tensor that "auto" did not write again was changed without its version counter.
         """
         try:
             step = whole_step(step, "; the order is save(state, step)")
@@ -264,7 +263,7 @@ class AsyncCheckpointer(RunReader):
             select=select,
             mean=self._mean,
         )
-        try:  # the other ranks learn of an error on this one
+        try:  # an error on this rank is reported to the other ranks
             request.check(
                 overwrite=overwrite,
                 record=plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds),
@@ -288,14 +287,14 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.mark(1200, "bad", note="loss is nan")
 
-        `restore`, `load` and `best` pass over bad steps; retention deletes them, and `Keep(good=…)` keeps good ones. A
-        mark is a small file, at each place that has the step and answers; it is never changed, and the newest of a step
-        counts. Saving the step anew removes its mark. Any process may mark the steps of a run, also of one that another
-        process trains; that one sees the mark at its next save or restore. Waits for saves that are under way, as
-        `restore` does. With several ranks, rank 0 puts the mark, and calls on other ranks do nothing.
+        `restore`, `load` and `best` skip bad steps; retention deletes them, and `Keep(good=…)` keeps good ones. A mark
+        is a small file, written at each place that has the step and answers. Files are never changed: the newest mark
+        of a step counts. Saving the step again removes its mark. Any process may mark the steps of a run, even of one
+        that another process is training; the other process sees the mark at its next save or restore. Waits for the
+        saves that are under way, as `restore` does. With several ranks, only rank 0 writes the mark.
 
-        Raises NotCommittedError for a step that is not committed, StorageUnavailableError if no place that has it takes
-        the mark, and ValueError or TypeError for arguments that are not valid.
+        Raises NotCommittedError for a step that is not committed, StorageUnavailableError if the mark cannot be written
+        at any place that has the step, and ValueError or TypeError for invalid arguments.
         """
         step = whole_step(step)
         self._see_own_saves("mark()")
@@ -304,24 +303,24 @@ class AsyncCheckpointer(RunReader):
             tell("mark", self.roots, {kind or "none": 1})
 
     def should_save(self, step: int) -> bool:
-        """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
+        """Return True if one of the rules of `due=` wants a save of `step`. Call it once at every step.
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
 
         A deadline makes one save due, at the last step after which another step, a save and the margin would no longer
         fit. Steps and saves are assumed to take as long as the longest of the last 100 steps and 5 saves (one minute
-        before the first save). When that save has ended, another is due only if it still fits. If no save fits any
-        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
+        before the first save). After that save, another one is due only if it still fits. If no save fits any more, one
+        is attempted anyway. A signal makes one save due at the next step, and another one only if the first has failed.
 
-        With `overhead` or `mtbf`, a save is due once the interval that follows from the cost of the last saves is over,
-        and `interval` tells which one that is. Steps are timed between the calls.
+        With `overhead` or `mtbf`, a save is due when the interval computed from the cost of the last saves has passed;
+        `interval` returns it. A step's time is the time between two calls.
 
-        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
-        answer. With several ranks and rules of time, cost or signals, rank 0 answers for all of them, and the others
-        tell it here of a signal: call it on every rank, at every step. `Due(every=…)` alone depends only on the step,
-        and needs no communication. Raises ValueError if there is no rule, if `step` is not a step, or once the first
-        save has shown that its cost is above `Due(mtbf=…)`, so that the training would get nowhere.
+        The step that was last saved or restored is never due. Another call for the same step returns the same answer.
+        With several ranks and rules of time, cost or signals, rank 0 decides for all, and the other ranks report
+        signals to it in this call: call it on every rank, at every step. `Due(every=…)` alone depends only on the step
+        and needs no communication. Raises ValueError if there is no rule, if `step` is not a valid step, or once the
+        first save has shown that a save costs more than `Due(mtbf=…)`, so that the training would make no progress.
         """
         is_due = self._is_due(whole_step(step))
         reached = None if self._saver.is_closed else self._policy.reached()
@@ -345,12 +344,12 @@ class AsyncCheckpointer(RunReader):
         return bool(is_due)
 
     def interval(self) -> SaveInterval:
-        """The interval of `Due(overhead=…)` or `Due(mtbf=…)` as it is now, and why.
+        """The current interval of `Due(overhead=…)` or `Due(mtbf=…)`, and the reason for it.
 
             print(ckpt.interval())  # 420 s by overhead: a save costs 4.2 s of training, durable after 9.1 s
 
-        `seconds` are counted from the beginning of one save to that of the next. With several ranks, all return what
-        rank 0 knew at the last `should_save`. Raises ValueError without such a rule.
+        `seconds` is the time from the start of one save to the start of the next. With several ranks, all of them
+        return rank 0's interval as of the last `should_save`. Raises ValueError without such a rule.
         """
         return self._interval if self._interval and not self._ranks.is_alone else self._policy.interval()
 
@@ -360,11 +359,11 @@ class AsyncCheckpointer(RunReader):
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
-                if ckpt.preempted:  # asked here, so that nothing is left unsaved
+                if ckpt.preempted:  # only after a save, so that nothing is left unsaved
                     break
 
-        Always False without `signals`. With several ranks, a signal at any of them counts, and all return what rank 0
-        knew at the last `should_save`.
+        Always False without `signals`. With several ranks, a signal on any rank counts, and all ranks return what
+        rank 0 knew at the last `should_save`.
         """
         return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 
@@ -373,14 +372,14 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.prewarm({"model": model, "optimizer": optimizer})
 
-        With several ranks, call it on all of them: they exchange the structures of their states, so that the first save
-        need not wait for that. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not call it.
+        With several ranks, call it on every rank: they exchange the structures of their states, so that the first save
+        need not wait for that. Pass the `per_rank` of that save. Raises PeerFailedError if a rank does not call this.
         """
         with self._ranks.meeting_ahead(per_rank) as meet:
             self._saver.prewarm(state if self._mean is None else self._mean.planned(state), meet)
 
     def release(self) -> None:
-        """Free the host memory that no save is using. The next save takes it again.
+        """Free the host memory that no save is using. The next save allocates it again.
 
         ckpt.release()
         """
@@ -389,20 +388,20 @@ class AsyncCheckpointer(RunReader):
             self._mean.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, including retention, and raise the first error not retrieved yet.
+        """Wait for every save begun so far, and for retention, and raise the first error not retrieved yet.
 
         ckpt.wait(timeout=600)  # seconds; TimeoutError when it has passed
         """
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each place all steps that only others have, on this thread. Returns the copied steps by place.
+        """Copy to each place all steps that it lacks, on this thread. Returns the copied steps by place.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
-        Further places get the newest steps by themselves; this fills the gaps. The step of a save that has not ended
-        yet is left out, even if its handle has failed already: call `wait` first. Raises StorageUnavailableError if a
-        place is still unavailable, after the others have been caught up.
+        The newest steps are copied to further places automatically; this fills the gaps. The step of a save that has
+        not ended is left out, even if its handle has failed already: call `wait` first. Raises StorageUnavailableError
+        if a place is still unavailable, after copying to the others.
         """
         return self._lineage.catch_up()
 
@@ -413,29 +412,29 @@ class AsyncCheckpointer(RunReader):
         best: tuple[str, Literal["min", "max"]] | None = None,
         timeout: float = 10.0,
     ) -> None:
-        """Tell an experiment tracker of every commit and restore from now on: a reference, and the save's numbers.
+        """Report every commit and restore from now on to an experiment tracker: a reference and the save's numbers.
 
             ckpt.track(WandbTracker(), best=("loss", "min"))  # of async_ckpt.integrations.wandb
 
-        Call it before `restore`. With several ranks, rank 0 tells; the others may call it, too. A tracker is called on
-        a thread of its own, and holds up no save; its first error is logged as a warning. It misses operations once a
-        thousand are waiting for it, which is logged once. `close` waits for it.
+        Call it before `restore`. With several ranks, only rank 0 reports; the others may make the call, too. A tracker
+        runs on its own thread and delays no save; its first error is logged as a warning. While a thousand operations
+        are waiting for it, further ones are dropped, which is logged once. `close` waits for the tracker.
 
         Args:
-            tracker: `WandbTracker`, `MlflowTracker`, `TrackioTracker` or `TensorBoardTracker`, each of a module of
-                `async_ckpt.integrations`; or an object of your own with the methods `committed` and `restored`.
-            best: a metric of the records and which end of it is best, for the alias `best`; by default that of
-                `Keep(best=…)`.
-            timeout: how many seconds `close` waits at most until the tracker has taken everything.
+            tracker: `WandbTracker`, `MlflowTracker`, `TrackioTracker` or `TensorBoardTracker`, each from its module in
+                `async_ckpt.integrations`; or your own object with the methods `committed` and `restored`.
+            best: a metric of the records, and whether its minimum or maximum is best, for the alias `best`; by default
+                that of `Keep(best=…)`.
+            timeout: the most seconds that `close` waits for the tracker to handle all operations.
 
-        Raises TypeError if it is no tracker, and ValueError for a `best` that is not valid.
+        Raises TypeError if `tracker` lacks these methods, and ValueError for an invalid `best`.
         """
         ranks = self._ranks  # a listener must not keep the checkpointer alive
         tracking = Tracking(tracker, self._roots, best, is_first_rank=lambda: ranks.world.rank == 0, timeout=timeout)
         self._tracked = (*self._tracked, tracking)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
+        """Numbers for a logger, with the same keys on every call. A number that is not known yet is NaN.
 
         wandb.log(ckpt.metrics("ckpt/"))
         """
@@ -447,13 +446,13 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.close()  # leaving the `with` block does it
 
-        With several places, the newest step is then copied to all of them that answer, and a RuntimeWarning names what
-        is left; StorageUnavailableError if a reboot would lose the step. A place that answers nothing is waited for for
-        ten seconds, or for two minutes if no other one survives a reboot and has the step. Ctrl-C gives up the saves
-        that are still under way, and ends the copies. Signal handlers are restored.
+        With several places, the newest step is then copied to every place that answers. A RuntimeWarning lists the
+        copies that were not made; raises StorageUnavailableError if a reboot would lose the step. A place that does not
+        answer is given ten seconds, or two minutes if no other place that survives a reboot has the step. Ctrl-C
+        abandons the saves and copies that are still under way. Signal handlers are restored.
         Rank 0 waits up to five seconds for ranks that have not made their first call yet.
         """
-        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # Ctrl-C ends both waits
+        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # after Ctrl-C in the first wait, the second is 0
         try:
             self._saver.close()
             limit = inf
@@ -522,50 +521,51 @@ class AsyncCheckpointer(RunReader):
         broadcast: Any = None,
         marked: Literal["good"] | None = None,
     ) -> int | None:
-        """Fill live objects in place from a step, by default the newest that is not marked bad. Returns the step, or
-        None if nothing is committed.
+        """Load a step into live objects in place; by default, the newest step that is not marked bad. Returns the step,
+        or None if nothing is committed.
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
-        Waits for the saves of this checkpointer that are under way, so that it sees their steps, and warns of one that
-        fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`. With several
-        places, once the newest step is restored, steps that only nearer ones hold are copied to the others, unless
-        another process that has the run is alive; to read alone, open one place.
+        Waits for this checkpointer's saves that are under way, so that it sees their steps, and warns if one of them
+        fails. Afterwards, the memory for the first save is allocated in the background, as `prewarm` does. With several
+        places, restoring the newest step also starts copying steps that only nearer places have to the further ones,
+        unless another live process owns the run; to only read, open a single place.
 
-        Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
-        anything is written. A module is matched by its own names first, then by those of the plain model, so it does
-        not matter whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
+        Everything is compared before any object is changed: one error lists all names that are missing or unexpected,
+        and all tensors of another shape or dtype. A module is matched by its own names first, then by those of the
+        plain model, so it does not matter whether it is, or was, wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
 
         Args:
-            state: the objects to fill, in the structure that was saved.
-            step: which step. With None, a corrupt step, and one that is marked bad, is skipped with a warning, for the
-                next older one, and saves up to the next commit may replace it, or take it out of the run. A bad step
-                that is named is restored, with a warning.
+            state: the objects to load into, in the structure that was saved.
+            step: which step. With None, a step that is corrupt or marked bad is skipped with a warning, and the next
+                older one is taken; saves up to the next commit may replace the skipped step, or remove it from the run.
+                A bad step that is given by number is restored, with a warning.
             select: restore only this part, as for `save`.
-            strict: False ignores names that only one side has, which are an error otherwise, as another shape always
-                is. True also makes an error of a data loader that would go on in another order, instead of a warning.
+            strict: False ignores names that only the state or only the step has; by default they are an error. A
+                different shape is always an error. With True, a data loader that would continue in another order is an
+                error, too, instead of a warning.
             trust: as for `async_ckpt.load`.
-            verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
+            verify: compare the digest of every block. "first" does so before any object is changed, and reads twice.
             types: as for `async_ckpt.load`.
-            from_ranks: for a step saved by a world of another size, the rank whose value to take where each rank had
-                its own, by name, such as {"loader": 0}. In a world of the same size, each rank gets its own; in
-                another, an `RngState` takes that of the rank's number modulo the saved world, with one warning.
-            fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped
-                by all of them. By default that rank raises CorruptCheckpointError. Not for objects whose
-                `load_state_dict` is a collective, as under FSDP1.
+            from_ranks: for a step saved by a world of another size: the rank whose value to take for an entry that was
+                saved per rank, by name, such as {"loader": 0}. In a world of the same size, each rank gets its own
+                value. In another, an `RngState` takes that of the rank's number modulo the saved world size, and warns.
+            fallback: with several ranks and without `step`, make all ranks skip a step that is corrupt for one of them.
+                By default, that rank raises CorruptCheckpointError. Not for objects whose `load_state_dict` is a
+                collective, as under FSDP1.
             broadcast: a process group of ranks that hold the same tensors, such as `mesh.get_group("replicate")`, or
-                `dist.group.WORLD` under DDP. Each rank reads a part of them, and broadcasts it to the others. All ranks
-                of the group call this.
-            marked: with "good", take the newest step that is marked good, instead of the newest.
+                `dist.group.WORLD` under DDP. Each rank reads a part of the tensors and broadcasts it to the others. All
+                ranks of the group make this call.
+            marked: with "good", take the newest step that is marked good, instead of the newest step.
 
-        With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
+        With several ranks and without `step`, all ranks make this call and take the step that rank 0 chooses.
 
-        Raises StateMismatchError before anything is written, CorruptCheckpointError, StorageUnavailableError (also if
-        a root does not answer and the others have no step), NoGoodStepError if there are steps and the marks leave
-        none of them, ValueError for a `step` that is no step, and NotCommittedError for one that is not committed, and
-        if the newest step has another `naming` than this one.
+        Raises StateMismatchError before any object is changed, CorruptCheckpointError, StorageUnavailableError (also if
+        a root does not answer and the others have no step), NoGoodStepError if the marks rule out every step,
+        ValueError for an invalid `step`, and NotCommittedError if `step` is not committed or if the newest step has
+        another `naming`.
         """
-        # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
+        # Imported here, as in `load`: the reading code is large, and a training may start without it.
         from ..core.loading.restore import RestoreOptions
         from ..core.loading.run_restore import RunRestore
         from .mean_restore import MeanRestore
@@ -609,11 +609,11 @@ class AsyncCheckpointer(RunReader):
         newest = self._roots.latest()
         behind = newest is not None and restored < newest
         if behind and is_first:
-            self._roots.view()  # the next commit names what it retires, wherever that lies
+            self._roots.view()  # the next commit names the steps that it retires, at whichever place they are
         self._lineage.restored(
             restored, behind=behind, damaged=call.damaged, seconds=seconds, phases=operation.spans.seconds
         )
-        if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
+        if is_first and not notes and restored == newest:  # after a rollback, the next commit starts copies
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):
             self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored)[0])
@@ -623,15 +623,15 @@ class AsyncCheckpointer(RunReader):
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _count_from(self, step: int, seconds: float, *, knows_all: bool) -> None:
-        """Have the rules of `should_save` go on from a step whose restore took so many seconds. Rank 0 `knows_all`."""
+        """Start the rules of `should_save` from a step whose restore took `seconds`. `knows_all` is True on rank 0."""
         past = Past.of(events_at(self._roots)) if knows_all and self._policy.has_interval else None
         self._policy.restored(step, past, seconds=seconds)
         self._tell_of_training()
 
     def _warn_of_owner(self, *, is_early: bool = False) -> Sequence[str]:
-        """Warn, once for each, of living processes that save to the roots. Makes no request. Returns what was said.
+        """Warn once about each live process that saves to the roots. Sends no request. Returns all current notes.
 
-        While it `is_early`, the world is not fixed yet, and several ranks say nothing.
+        If `is_early`, the world is not final yet, and nothing is checked with several ranks.
         """
         if is_early and not world_of().is_one:
             return []
@@ -648,7 +648,7 @@ class AsyncCheckpointer(RunReader):
         return self._saver.ledger.stall_seconds
 
     def _tell_of_training(self) -> None:
-        """Tell listeners what the time of this process went to."""
+        """Report to listeners how this process has spent its time."""
         tell("train", self.roots, self._policy.spent().seconds)
 
     def __repr__(self) -> str:
@@ -660,15 +660,15 @@ class AsyncCheckpointer(RunReader):
 
 
 def _wanted_step(step: int | None, marked: str | None) -> int | None:
-    """The step that is named, or None. Raises ValueError for a mark other than "good", and for a step with a mark."""
+    """The requested step, or None. Raises ValueError for a mark other than "good", and for a step beside a mark."""
     if marked not in (None, "good") or (marked and step is not None):
         raise ValueError(f'marked must be "good", and without a step, or None; got {marked!r:.100}')
     return None if step is None else whole_step(step)
 
 
 def _checked_rules(commit: str | None, due: Due | None, check: object, on_rollback: object) -> Due:
-    """The rules of `should_save`. Raises TypeError for another type of `due` or `check`, and ValueError for
-    `on_rollback` or `commit`, or warns of `commit`.
+    """The rules of `should_save`. Raises TypeError for a wrong type of `due` or `check`, and ValueError for a wrong
+    `on_rollback` or `commit`. Warns that `commit` is deprecated.
     """
     if on_rollback not in (None, "retire"):
         raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -703,7 +703,7 @@ def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | Non
 def _send_archive(
     pace_of: Callable[[Storage], Pace | None], source: Storage, target: Run, path: str, archive: Archive
 ) -> None:
-    from ..core.loading.catch_up import send_archive  # only a run at places that nodes have for themselves needs it
+    from ..core.loading.catch_up import send_archive  # only a run with places local to a node needs it
 
     send_archive(source, target, path, archive, pace=pace_of(target.storage))
 

@@ -1,6 +1,6 @@
 """The mean of weights in one call of `AsyncCheckpointer.restore`.
 
-In: open archives of a step. Out: the mean that they have, or none. Knows nothing of: steps, how a mean is updated.
+In: open archives of a step. Out: the mean in them, if there is one. Knows nothing of: steps, how a mean is updated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..errors import StateMismatchError
 
 
 class MeanRestore:
-    """Reads the mean before the state is filled, so that a mean of other weights is an error that changes nothing."""
+    """Reads the mean before the state is filled, so that a mean of other weights raises before anything is changed."""
 
     def __init__(self, mean: WeightMean | None, state: Any, options: RestoreOptions, pool: SegmentPool) -> None:
-        self._mean = mean if options.select is None else None  # a part of a state leaves it as it is
+        self._mean = mean if options.select is None else None  # restoring a part of the state leaves the mean alone
         self._state, self._options, self._pool = state, options, pool
         self._found: Mean | None = None
 
     def read(self, parts: Sequence[Part], state_dicts: StateDictCache) -> None:
-        """Raises StateMismatchError for a mean of other weights; with `strict=False`, there is none then."""
+        """Read the mean. Raises StateMismatchError for a mean of other weights; `strict=False` ignores such a mean."""
         self._found, having = None, [part for part in parts if part.has_group(GROUP)]
         if self._mean is None or not having:
             return
@@ -37,6 +37,6 @@ class MeanRestore:
             self._found = found
 
     def end(self, step: int) -> None:
-        """The state has the bytes of this step now."""
+        """Called once the state has the bytes of `step`."""
         if self._mean is not None:
             self._mean.restored(self._found, step)

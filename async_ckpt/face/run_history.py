@@ -1,9 +1,9 @@
-"""The history of a run: the events that its log has, and the committed steps that the log does not know.
+"""The history of a run: the events in its log, and committed steps that are missing from the log.
 
 In: a place, or the roots of a run. Out: events, in the order in which they happened. Knows nothing of: tensors.
 
-A step of an older version, or one that was copied here, has no event in the log, and its manifest serves instead. What
-is committed is always asked of the run, and never of the log.
+A step of an older version, or one that was copied here, has no event in the log; its event is made from its manifest.
+Which steps are committed is always read from the run, never from the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..core.timing import shown_time, wall_time
 from ..errors import StorageUnavailableError
 
 _COLUMNS: Final = ("time", "kind", "step", "")
-# Of the events in a notebook: the last ones in the table, and those in the pictures.
+# In a notebook: how many of the last events the table shows, and how many the pictures show.
 _SHOWN: Final = 20
 _DRAWN: Final = 480
 
@@ -41,7 +41,7 @@ class History(list[Event]):
     """
 
     def goodput(self) -> Goodput:
-        """The time of the run by what it went to: training, stalls, slower steps, restores, and steps done again.
+        """How the run spent its time: on training, stalls, slower steps, restores, and repeated steps.
 
         print(async_ckpt.history("runs/a").goodput().shares["trained"])
         """
@@ -76,7 +76,7 @@ def _in_ms(seconds: float) -> str:
 
 
 def _row(one: Event) -> tuple[str, ...]:
-    """The row of an event: when, what, which step, and what else is worth a word."""
+    """The row of an event: its time, kind, step, and the most important facts."""
     stall, error = one.get("stall_seconds"), one.get("error")
     facts = [
         "" if one.get("num_bytes") is None else sized(one["num_bytes"]),
@@ -92,15 +92,15 @@ def _row(one: Event) -> tuple[str, ...]:
 
 
 def history(run: Anywhere) -> History:
-    """The history of a run: its saves, also those that failed or were skipped, restores, rollbacks and deletions.
+    """The history of a run: its saves (failed and skipped ones, too), restores, rollbacks and deletions.
 
         for event in async_ckpt.history("runs/a"):
             print(event["kind"], event["step"], event.get("stall_seconds"))
 
     Each event is a mapping of plain values: its `kind`, the `time` at which it ended in seconds since the epoch, the
-    `step`, and the fields of its kind, which `docs/history.md` lists. A value that is not known is None. Steps without
-    an event, such as those of older versions, have what their manifests say. The log of a run is bounded: the oldest
-    events are deleted. Changes nothing.
+    `step`, and the fields of its kind, which `docs/history.md` lists. A value that is not known is None. For steps
+    without an event, such as those of older versions, the event is made from the manifest. The log of a run is bounded:
+    the oldest events are deleted. Changes nothing.
 
     Args:
         run: the root of a run; a path, a URL or a Place.
@@ -119,7 +119,7 @@ def history(run: Anywhere) -> History:
     found = _with_steps(events, holder, manifests)
     names_in = functools.cache(storage.names)
     for one in found:
-        if one.get("name"):  # of a framework, whose checkpoint is there as long as its name is
+        if one.get("name"):  # a framework's checkpoint, which exists while its name does
             folder, _, name = one["name"].rpartition("/")
             one["kept"] = name in names_in(folder)
     if not found:
@@ -130,7 +130,7 @@ def history(run: Anywhere) -> History:
 
 
 def history_of(roots: Roots) -> History:
-    """The history by the log of the first root that has one. Raises StorageUnavailableError if no root answers."""
+    """The history from the log of the first root that has one. Raises StorageUnavailableError if no root answers."""
     steps, events = roots.steps(), events_at(roots, EventLog.read)
 
     def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
@@ -141,7 +141,7 @@ def history_of(roots: Roots) -> History:
 
 
 def events_at(roots: Roots, read: Callable[[EventLog], list[Event]] = EventLog.read_with_noted) -> list[Event]:
-    """The events of a run so far, by default also those of this process that are not written yet; none if no root
+    """The events of a run so far, by default with those of this process that are not written yet. Empty if no root
     answers.
     """
     events: list[Event] = []
@@ -156,7 +156,7 @@ def _with_steps(
     committed: Collection[int],
     manifests: Callable[[Sequence[int]], Mapping[int, Manifest | None]],
 ) -> History:
-    """The events with `kept` for each save, and with those that follow from manifests where the log has none."""
+    """The events, with `kept` set for each save, and with events made from the manifests of steps without one."""
     newest = {one["step"]: one for one in events if one["kind"] == "save"}
     for one in events:
         if one["kind"] == "save":
@@ -167,7 +167,7 @@ def _with_steps(
 
 
 def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
-    """The events, with each one of `made`, which are ascending by step, before the first save of a higher step."""
+    """The events, with each of `made` (ascending by step) inserted before the first save of a higher step."""
     at = 0
     for one in events:
         while one["kind"] == "save" and at < len(made) and made[at]["step"] < one["step"]:

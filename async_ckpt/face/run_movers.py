@@ -1,10 +1,10 @@
-"""The movers of a run in a process of their own, beside its training or after it.
+"""The movers of a run in a separate process, during its training or after it.
 
-In: what the run's `tiers.json` says. Out: the newest step at each further place. Knows nothing of: arguments.
+In: the run's `tiers.json`. Out: the newest step at each further place. Knows nothing of: arguments.
 
-One process moves to a place at a time: the one whose word is there (`runs.moving`). It goes on when the training ends,
-and another one goes on when it ends. While a training lives, it alone moves its steps up to the first place that is not
-volatile, since its handles wait for that.
+Only one process at a time copies steps to a place: the process whose file is there (`runs.moving`). It continues when
+the training ends; if it ends itself, another process takes over. While the training is alive, only the training copies
+its steps up to the first place that is not volatile, since its handles wait for these copies.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ..core.storage.pace import Pace
 from ..core.timing import monotonic, wall_time
 from ..errors import CheckpointError, StorageUnavailableError
 
-# How often a place is looked at although nothing has changed at the nearer ones.
+# How often a place is checked even if nothing has changed at the nearer places.
 _LOOK_SECONDS: Final = 5.0
-# How long a copy that is given up may take to end.
+# How long an abandoned copy may take to end.
 _END_SECONDS: Final = 10.0
-# What the file of a start has of its process.
+# The fields by which the file of a start identifies its process.
 _OF_PROCESS: Final = ("host", "pid", "since")
 
 
 class RunMovers:
-    """The movers of one run. One thread creates it, and calls it."""
+    """The movers of one run. Created and called by one thread."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class RunMovers:
         copy_step: CopyStep,
         say: Callable[[str, int], None],
     ) -> None:
-        """`tell` tells the places of the run again, or None if that is not known now. `say` is called, on any thread,
-        with a place and the newest step there.
+        """`tell` returns the current places of the run, or None if they are not known now. `say` is called, on any
+        thread, with a place and the newest step there.
 
         Raises the errors of `open_roots`.
         """
@@ -67,39 +67,39 @@ class RunMovers:
             self._movers.append((Mover(roots, self._copy_step, turn), turn))
 
     def _in_flight(self, run: Run) -> Collection[int]:
-        """The steps that retention leaves alone, since they are being copied from there."""
+        """The steps that are being copied from `run`, which retention must keep."""
         return {step for mover, _ in self._movers if (step := mover.copier.step) is not None and mover.run is not run}
 
     def look(self) -> None:
-        """Move what is new. Raises the errors of `tell`."""
+        """Copy new steps. Raises the errors of `tell`."""
         told = None
         with suppress(StorageUnavailableError):
             told = self._tell()
         if told is not None and told != self._told:
             self.stop()
             self._open(told)
-        changes = [one.are_there() for one in self._changes]  # each of them is asked
+        changes = [one.are_there() for one in self._changes]  # a list: each must be asked, since asking resets it
         if any(changes) or monotonic() > self._looked_at + _LOOK_SECONDS:
             self._looked_at = monotonic()
             for mover, turn in self._movers:
                 if mover.arrivals.error is not None:
-                    turn.word.leave()  # another process may be able to
+                    turn.word.leave()  # another process may be able to copy
                 mover.worker.wake()
 
     def begin_end(self) -> None:
-        """Move the newest step everywhere, whatever `every` says."""
+        """Copy the newest step to every place, regardless of `every`."""
         for mover, _ in self._movers:
             mover.begin_end()
 
     def finish(self, goes_on: Callable[[], bool]) -> list[str]:
-        """After `begin_end`, wait until the steps are there, and stop. Returns what is left, in words."""
+        """After `begin_end`, wait for the steps to arrive, and stop. Returns a text for each place that lacks one."""
         while (waited := [mover for mover, _ in self._movers if mover.is_going_on()]) and goes_on():
             wait_for(waited[0].worker.ended, LIVENESS_SECONDS)
         self.stop()
         return [words for mover, _ in self._movers if (words := _left(mover.arrivals))]
 
     def stop(self) -> None:
-        """End the copies that are under way, and let another process move."""
+        """End the copies that are under way, and let another process take over."""
         for mover, _ in self._movers:
             mover.stop()
         for mover, turn in self._movers:
@@ -109,7 +109,7 @@ class RunMovers:
 
 
 def _left(arrivals: Arrivals) -> str:
-    """The step that a place lacks, or why that is not known, in words."""
+    """A text that names the step that a place lacks, or why that is not known; empty if it lacks none."""
     error = arrivals.error
     return arrivals.lag() or ("" if error is None else f"{arrivals.shown} is not known to have all: {error}")
 
@@ -126,10 +126,10 @@ def _roots_of(told: TiersFile) -> Roots:
 
 
 class FollowedRoots(Roots):
-    """The roots before one, and that one, for a process that brings their steps there.
+    """A root and all nearer ones, for a process that copies steps from the nearer roots to it.
 
-    It takes the place in the name of the start that has made them, so nobody is overtaken by it, and commits there
-    count as if the training had moved them.
+    The process writes to the last root in the name of the start that has made the steps. So it overtakes no other
+    start, and its commits count as if the training had copied the steps.
     """
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
@@ -138,8 +138,8 @@ class FollowedRoots(Roots):
         return super().ahead(run, is_last=is_last, first=first)
 
     def _stand_in(self) -> None:
-        """Have the last root taken in the name of the newest start at those before it, if there is one. The start at a
-        further one is newer if it follows those at nearer ones.
+        """Take the last root in the name of the newest start at the roots before it, if there is one. The start at a
+        further root counts as newer if it descends from those at nearer roots.
         """
         found: tuple[Start, Run] | None = None
         ancestors: set[str] = set()
@@ -155,20 +155,20 @@ class FollowedRoots(Roots):
             run.stand_in(found[0], {name: about[name] for name in _OF_PROCESS if name in about}, ancestors)
 
     def is_training(self) -> bool:
-        """Whether a process that saves at one of the roots is provably alive."""
+        """True if a process that saves to one of the roots is provably alive."""
         newest = [(run, max(run.root.starts)) for run in self.runs if run.root.starts]
         return any(run.storage.is_held(start.name) for run, start in newest)
 
 
 class Changes:
-    """The changes at a root that are made by another process. One thread asks."""
+    """Detects changes that another process makes at a root. Used by one thread."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._version = run, ""
 
     def are_there(self) -> bool:
-        """Whether steps were committed or deleted since the last call: the journal was replaced. Then all that was
-        known is read again, as one of the steps may have been overwritten.
+        """True if steps were committed or deleted since the last call, so that the journal was replaced. All cached
+        facts are then read again, since a step may have been overwritten.
         """
         version = ""
         with suppress(FileNotFoundError):
@@ -181,8 +181,8 @@ class Changes:
 
 
 class _Turn(MovingProcess):
-    """This process beside the training: it says that it moves steps to a place, or leaves that to another one that was
-    there before.
+    """The claim of this process to copy steps to a place. If another process has claimed the place before, it is left
+    to that process.
     """
 
     def __init__(
@@ -212,14 +212,14 @@ class _Turn(MovingProcess):
 
     def check(self, step: int, num_bytes: int) -> None:
         told = None
-        with suppress(StorageUnavailableError):  # the copy finds out
+        with suppress(StorageUnavailableError):  # the copy will raise it
             told = self.word.say(step, num_bytes)
         if told is not None:
             where = self._roots.names[-1]
             raise StorageUnavailableError(f"{where}: {told.by} moves steps there now", path=where)
 
     def found(self, step: int) -> None:
-        with suppress(CheckpointError):  # who moved it may have been killed ahead of the tracker
+        with suppress(CheckpointError):  # the process that copied it may have been killed before it wrote the tracker
             self._run.announce(step, in_flight=self.in_flight(self._run))
 
     def arrived(self, step: int) -> None:

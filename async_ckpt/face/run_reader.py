@@ -1,4 +1,4 @@
-"""The reading of a run and its steps without live objects.
+"""Reading a run and its steps without live objects.
 
 In: the roots of a run. Out: steps, records, states. Knows nothing of: how saves are made.
 """
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class RunReader:
-    """The reading side of a checkpointer. It changes nothing on storage.
+    """The reading side of a checkpointer. It does not change the storage.
 
     Every method except `steps` first waits for the saves that this checkpointer has under way, so that it sees their
-    commits. A save that fails is ignored, with a warning. On a thread of the library, they raise RuntimeError instead.
+    commits. A save that fails is ignored, with a warning. On a thread of the library, where waiting would be a
+    deadlock, these methods raise RuntimeError.
     """
 
     root: str
@@ -36,20 +37,20 @@ class RunReader:
     def _see_own_saves(
         self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Return when the saves of this object are decided, so that `reader` sees them."""
+        """Wait until each save of this object is committed or has failed, so that `reader` sees it."""
         if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
 
     def steps(self) -> list[int]:
-        """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
+        """The steps committed so far, ascending. Unlike the other methods, it never waits for a save.
 
         ckpt.steps()  # [100, 200, 300]
         """
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, whatever its mark, or None if all roots answer and have none. Waits for saves, as
-        `restore` does.
+        """The newest committed step, regardless of its mark, or None if all roots answer and have no step. Waits for
+        saves, as `restore` does.
 
         ckpt.latest()  # 300
         """
@@ -57,7 +58,7 @@ class RunReader:
         return self._roots.latest()
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The record of every committed step, ascending by step; empty where `save` was given none.
+        """The record of every committed step, ascending by step; empty if `save` was called without a record.
 
         ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
         """
@@ -73,7 +74,7 @@ class RunReader:
         return self._roots.marks()
 
     def history(self) -> History:
-        """The history of this run, as `async_ckpt.history` returns it; empty as long as nothing has happened.
+        """The history of this run, as `async_ckpt.history` returns it; empty for a new run.
 
         pandas.DataFrame(ckpt.history())
         """
@@ -83,13 +84,13 @@ class RunReader:
         return history_of(self._roots)
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
-        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
+        """The committed step whose record has the best value of a metric. Of equal values, the newest counts.
 
             ckpt.save(state, step=100, record={"loss": 0.5})
             state = ckpt.load(ckpt.best("loss", mode="min"))
 
-        A value that is not a finite number is ignored, and so is a step that is marked bad. Raises NotCommittedError if
-        no record of another step has the metric.
+        Values that are not finite numbers are ignored, and so are steps that are marked bad. Raises NotCommittedError
+        if no other record has the metric.
         """
         if mode not in ("min", "max"):
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
@@ -114,15 +115,15 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest that is not marked bad. Waits for saves that are under way,
-        as `restore` does.
+        """Read the state of a step, by default the newest step that is not marked bad. Waits for saves that are under
+        way, as `restore` does.
 
-        Everything else is as for `async_ckpt.load`.
+        The other arguments are those of `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`,
-        NoGoodStepError if all are marked bad, and ValueError for a `step` that is no step.
+        NoGoodStepError if all are marked bad, and ValueError for an invalid `step`.
         """
         from ..core.loading.archives.find import from_newest, from_step
         from ..core.loading.archives.step_archives import Readers, selected_by
@@ -131,7 +132,7 @@ class RunReader:
         check_verify(verify)
         step = None if step is None else whole_step(step)
         options = LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
-        # For a device, the buffers of the saver are page-locked already.
+        # The saver's buffers are already page-locked, which makes the copy to a device faster.
         build = partial(state_of, options=options, pool=self._saver.pool)
         readers = Readers(None, from_ranks, wants=selected_by(select))
         self._see_own_saves("load()")

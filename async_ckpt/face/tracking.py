@@ -1,4 +1,4 @@
-"""Experiment trackers: what they are told of the steps of a run.
+"""Reports of a run's steps to experiment trackers.
 
 In: operations that have ended, the commits of the run. Out: calls of a tracker, on a thread of its own. Knows nothing
 of: the packages of trackers.
@@ -27,24 +27,24 @@ _log: Final = logging.getLogger("async_ckpt")
 class ExperimentTracker(Protocol):
     """A class of `async_ckpt.integrations`, or your own. It is called on one thread, and may block or raise there.
 
-    A reference is plain JSON data. `url` is the folder of the step, or of a local run its file:// URL; `step`,
+    A reference is plain JSON data. `url` is the URL of the step's folder (file:// for a local run); `step`,
     `num_bytes` (of all ranks), `created` (seconds since the epoch) and `record` are those of the commit; `digest` is
-    the one with which its manifest.json begins. `roots` are all places of the run. `name` stands for the run, in
-    letters, digits, dots, dashes and underscores, and is the same at each start.
+    the digest at the beginning of the step's manifest.json. `roots` lists all places of the run. `name` identifies the
+    run, consists of letters, digits, dots, dashes and underscores, and is the same at each start.
     """
 
     def committed(self, reference: dict[str, Any], numbers: dict[str, float], aliases: Sequence[str]) -> None:
-        """A step is committed. `numbers` is its report, under constant keys such as "ckpt/stall_seconds". `aliases`
-        holds "latest" if no newer step is committed, and "best" if none has a better value of the metric.
+        """Called after a commit. `numbers` is the save's report, under constant keys such as "ckpt/stall_seconds".
+        `aliases` contains "latest" if no newer step is committed, and "best" if no step has a better metric.
         """
 
     def restored(self, reference: dict[str, Any]) -> None:
-        """The training goes on from this step."""
+        """Called when the training continues from a restored step."""
 
 
 class Tracking:
-    """Tells one tracker of the steps of one checkpointer, which creates it, and closes it. `_tell` is called on the
-    thread of the listener.
+    """Reports the steps of one checkpointer to one tracker. The checkpointer creates and closes it. `_tell` runs on
+    the thread of the listener.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Tracking:
         self._listening = listen(self._tell)
 
     def close(self) -> None:
-        """Wait until the tracker has taken everything, for `timeout` seconds at most. May be called again."""
+        """Wait until the tracker has handled everything, for at most `timeout` seconds. May be called again."""
         if not self._listening.flush(self._timeout):
             _log.warning(
                 "%s has not taken the last checkpoints within %g s, and is given up; they are committed, and "
@@ -109,7 +109,7 @@ class Tracking:
         self._tracker.committed(_reference(run, manifest, self._roots), numbers, aliases)
 
     def _run_with(self, step: int) -> Run:
-        """The place that the step was committed at, which is known without a request, or that it is read from."""
+        """The place at which the step is known to be committed, or else, by a request, one that has it."""
         known = (run for run in self._roots.runs if step in run.root.known)
         return next(known, None) or self._roots.holding(step)[0]
 

@@ -1,10 +1,10 @@
-"""`AsyncState`: the `save_state` and `load_state` of an Accelerator, with folders that are written behind the training.
+"""`AsyncState`: the `save_state` and `load_state` of an Accelerator, with folders that are written in the background.
 
-In: an Accelerator. Out: folders, each visible when all of it is durable; objects filled from them. Knows nothing
+In: an Accelerator. Out: folders, each visible once it is durable as a whole; objects filled from them. Knows nothing
 of: the training loop.
 
-A save has two halves. In the call, everything that the Accelerator has prepared is copied: one snapshot. In the
-background, the folder is written from it.
+A save has two halves. The call copies everything that the Accelerator has prepared to one snapshot. In the background,
+the folder is written from the snapshot.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ _USED: Final = (
 )  # fmt: skip
 
 
-# What accelerate's small files begin with, and the names of the objects in the others.
+# The prefixes of accelerate's small files, and the names of the objects in its other files.
 _FILES: Final = ("scheduler", "sampler", "scaler")
 _KINDS: Final = {"models": "model", "optimizers": "optimizer", "custom": "registered object"}
 _log = logging.getLogger("async_ckpt")
 
 
 class AsyncState:
-    """Saves and loads everything that an Accelerator has prepared, and what is registered with it.
+    """Saves and loads everything that an Accelerator has prepared, and all objects registered with it.
 
         checkpoints = AsyncState(accelerator)
         checkpoints.save_state("out/step-100")  # in place of accelerator.save_state
         checkpoints.load_state("out/step-100")
 
-    The folder appears when all of it is durable. One save is under way at a time: the next one waits for it, as `wait`
-    and the end of a `with` block do, and raises its error. The interpreter's exit waits, too.
+    A folder appears once it is durable as a whole. One save is under way at a time: the next save, `wait`, and the end
+    of a `with` block wait for it, and raise its error. The exit of the interpreter waits, too.
 
-    With `automatic_checkpoint_naming`, folders get their names from the Accelerator. Those beyond its `total_limit` go
-    when a newer one is durable.
+    With `automatic_checkpoint_naming`, the Accelerator names the folders. When a newer one is durable, the folders
+    beyond the Accelerator's `total_limit` are deleted.
 
     Args:
         accelerator: it must have prepared everything before the first save.
         layout: "archive" writes one verified archive that any number of ranks can load; "accelerate" writes the files
-            that `accelerator.load_state` reads. Both load both, and folders of accelerate.
+            that `accelerator.load_state` reads. With either, folders of both layouts, and of accelerate, can be loaded.
 
     Raises ImportError without accelerate, NotImplementedError for Megatron-LM and XLA, for DeepSpeed with
     archives, and for FSDP1 with hybrid sharding or LOCAL_STATE_DICT, and ValueError for another layout.
@@ -95,10 +95,10 @@ class AsyncState:
     # --- saving -----------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> SaveHandle | None:
-        """Save to a folder, or to the next one of the project. Every rank calls this.
+        """Save to a folder, by default to the project's next one. Every rank calls this.
 
-        Returns when training may go on: a handle, or None on a rank that writes nothing. Raises the error of the save
-        before, and ValueError if the project's next folder exists.
+        Returns when training may continue: a handle, or None on a rank that writes nothing. Raises the error of the
+        previous save, and ValueError if the project's next folder exists.
         """
         began = timing.monotonic()
         folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
@@ -111,16 +111,16 @@ class AsyncState:
             models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
             files = written_by(lambda folder: self._write_small_files(models, folder), in_memory=True)
             files |= order_file(accelerator._dataloaders)
-            if self._writes or self._is_sharded:  # under DeepSpeed, of registered objects alone
+            if self._writes or self._is_sharded:  # under DeepSpeed, only of registered objects
                 optimizers = [] if self._is_deepspeed else accelerator._optimizers
                 run = self._enter(folder)
                 snap = snapshot(self._parts(models), guard=self._saves.guard(optimizers) or None)
                 save = FolderSave(run, folder.name, snap, began)
             return files
 
-        # All ranks meet when the save before is behind them, since they may make their slices together; when each has
-        # its snapshot; when the folder is ready; and when all is begun: an error of any is raised on all. Of files that
-        # several ranks have under one name, the first rank's counts.
+        # All ranks meet when the previous save has ended, since slices may be made by collectives; when each has its
+        # snapshot; when the folder is ready; and when every save has begun. An error of any rank is raised on all. If
+        # several ranks have files of the same name, the first rank's file counts.
         meet(self._settle)
         of_ranks = meet(take)
         files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
@@ -131,8 +131,8 @@ class AsyncState:
         return None if save is None else save.handle
 
     def wait(self) -> None:
-        """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
-        PeerFailedError if it failed on another rank. For one rank there is the handle.
+        """Wait until the save that is under way is durable. Every rank calls this. Raises the error of the save, or
+        PeerFailedError if it failed on another rank. To wait on a single rank, use the handle.
         """
         try:
             meet(self._settle)
@@ -140,22 +140,22 @@ class AsyncState:
             self._clear()
 
     def _enter(self, folder: Path) -> LocalRun | StoredRun:
-        """The run with a checkpoint's folder. In that of the project, leftovers of killed trainings are removed."""
+        """The run of a checkpoint's folder. In the project's run, leftovers of killed trainings are removed."""
         return self._saves.enter(LocalRun(folder.parent), writes=self._writes, clear=self._is_named)
 
     def _begin_folder(self, folder: Path) -> None:
-        """Remove what no rank looks at any more, and before the first save leftovers. No rank writes meanwhile."""
+        """Remove archives that no rank reads any more; before the first save, also leftovers. No rank writes now."""
         run = self._enter(folder)
         if self._writes:
             run.begin(folder.name)
 
     def _clear(self) -> None:
-        """Leave nothing but checkpoints. No save is under way, and no rank looks at an archive any more."""
+        """Remove everything except checkpoints. No save is under way, and no rank reads an archive any more."""
         if self._writes and self._saves.run is not None:
             self._saves.run.end()
 
     def _files_of_engine(self, name: str) -> TrainingArchive:
-        """The files of DeepSpeed's engine, which all ranks begin to write."""
+        """Begin to write the files of DeepSpeed's engine. Every rank calls this."""
         from .deepspeed.trainer_files import begin_files  # it imports DeepSpeed
 
         return begin_files(self._saves, self._accelerator._models[0], name, utils.MODEL_NAME)
@@ -169,7 +169,7 @@ class AsyncState:
             done.run.retire(done.name, self._accelerator.project_configuration.total_limit, None)
 
     def _parts(self, models: list[Any]) -> dict[str, Any]:
-        """The state to copy, in the structure of an archive. `models` are whole state dicts."""
+        """The state to copy, in the structure of an archive. `models` has full state dicts."""
         accelerator = self._accelerator
         parts = {"optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
         if self._layout == "archive":
@@ -184,7 +184,7 @@ class AsyncState:
         return {**sharded_parts(accelerator._models[0], optimizer, kind), "custom": accelerator._custom_objects}
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """Each optimizer, without accelerate's wrapper, behind the model of its number, whose optimizer it is."""
+        """Pairs of each model and the optimizer with the same number, without accelerate's wrapper."""
         accelerator = self._accelerator
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
         return [
@@ -194,7 +194,7 @@ class AsyncState:
         ]
 
     def _archived(self, parts: Iterable[str]) -> tuple[type[TrainingArchive] | None, list[str]]:
-        """The kind of archive, if any, and the parts that are in it: all, or those of all ranks."""
+        """The kind of archive, if there is one, and its parts: all parts, or only those that are sharded."""
         if self._layout == "archive":
             return TrainingArchive, [*parts]
         if not self._is_sharded:
@@ -204,7 +204,7 @@ class AsyncState:
     def _begin(
         self, save: FolderSave | None, files: dict[str, bytes], folder: Path, archive: TrainingArchive | None
     ) -> None:
-        """Have this rank's part of a save written. `archive` is what is being written already."""
+        """Begin to write this rank's part of a save. `archive` is the one that is being written already."""
         if save is None:
             return
         with save.snap as snap:
@@ -216,7 +216,7 @@ class AsyncState:
                 archive = save.begin_archive(in_archive, kind)
             if self._writes:
                 save.begin_folder(in_files, partial(_write_parts, files), archive)
-        # Beside `checkpoints`, in which accelerate takes each name for a checkpoint.
+        # The history goes beside `checkpoints`, since accelerate takes every name in there for a checkpoint.
         beside = folder.parent.parent if self._is_named else folder.parent
         number = runs.parse_step_name(folder.name)
         step = self._accelerator.project_configuration.iteration - 1 if number is None else number.step
@@ -224,7 +224,7 @@ class AsyncState:
         self._saves.begun(save, entry if self._writes else None)
 
     def _write_small_files(self, models: list[Any], folder: str) -> None:
-        """Write the files of hooks, schedulers, samplers, scaler and this rank's random states."""
+        """Write the files of hooks, schedulers, samplers, the scaler and this rank's random states."""
         accelerator = self._accelerator
         for hook in accelerator._save_model_state_pre_hook.values():
             hook(accelerator._models, models, folder)
@@ -257,7 +257,7 @@ class AsyncState:
 
     @property
     def _plain_models(self) -> list[Any]:
-        """The models whose weights this process writes as a whole; under FSDP and DeepSpeed none."""
+        """The models whose weights this process writes as a whole; none under FSDP and DeepSpeed."""
         return [] if self._is_sharded or self._is_deepspeed else list(self._accelerator._models)
 
     @property
@@ -276,13 +276,13 @@ class AsyncState:
     # --- loading ----------------------------------------------------------------------------------------------
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        """Fill everything from a folder, or from the newest one of the project, whose number the next save follows.
+        """Load everything from a folder, by default from the project's newest one; the next save continues its number.
 
-        Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
-        FileNotFoundError if there is no folder; and, before anything is overwritten, CorruptCheckpointError if its
-        files have changed since the save, and StateMismatchError if it lacks something of what is prepared or
-        registered, or has more registered objects. Of the project's folders, those whose files have changed are
-        skipped, with a warning.
+        Every rank calls this. For a folder of accelerate, this calls `accelerator.load_state` with these options.
+        Raises FileNotFoundError if there is no folder. Before anything is overwritten, raises CorruptCheckpointError if
+        files have changed since the save, and StateMismatchError if the folder lacks a prepared or registered object,
+        or has more registered objects. By default, folders of the project whose files have changed are skipped, with a
+        warning.
         """
         self.wait()
         folder: Any = input_dir
@@ -300,14 +300,14 @@ class AsyncState:
             else:
                 meet(lambda: self._compare(Path(sound), self._numbers_in(sound), os.listdir(sound)))
                 for pair in self._pairs():
-                    optimizer_to_fill(*pair)  # of FSDP1's, accelerate loads no state that is not there
+                    optimizer_to_fill(*pair)  # for FSDP1, accelerate loads only into existing state
                 order = Path(sound, ORDER)
                 files = {ORDER: order.read_bytes()} if order.is_file() else {}
                 warn_of_order(files, self._accelerator._dataloaders, sound)
                 self._accelerator.load_state(sound, **options)
 
     def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
-        """The numbers of objects in a folder of accelerate. Under FSDP2, models and optimizers have other names."""
+        """The numbers of objects in a folder of accelerate, without those that FSDP and DeepSpeed name otherwise."""
         names = os.listdir(folder)
         numbers = {"custom": sum(re.fullmatch(r"custom_checkpoint_\d+\.pkl", name) is not None for name in names)}
         if not self._is_sharded and not self._is_deepspeed:
@@ -317,14 +317,14 @@ class AsyncState:
         return numbers
 
     def _compare(self, folder: Path, saved: Mapping[str, int], files: Iterable[str]) -> None:
-        """Refuse a checkpoint that lacks something of what is prepared, or has a registered object more, as accelerate
-        does after it has loaded the rest. Anything else that nothing is prepared for is logged, and left.
+        """Refuse a checkpoint that lacks a prepared object, or has more registered objects; accelerate refuses it only
+        after it has loaded the rest. Other objects without a prepared counterpart are logged and ignored.
 
         `saved` has the numbers of models, optimizers and registered objects.
         """
         accelerator = self._accelerator
         live = {"custom": accelerator._custom_objects}
-        if not accelerator._load_model_state_pre_hook:  # which take what they load from these lists
+        if not accelerator._load_model_state_pre_hook:  # a hook may take objects from these lists
             live |= {"models": accelerator._models, "optimizers": accelerator._optimizers}
         numbers = {name: (len(objects), saved[name]) for name, objects in live.items() if name in saved}
         needed = self._files_to_load()
@@ -350,7 +350,7 @@ class AsyncState:
             )
 
     def _files_to_load(self) -> set[str]:
-        """The names of the small files that accelerate needs for what is prepared now."""
+        """The names of the small files that accelerate needs for the objects prepared now."""
         accelerator = self._accelerator
         loaders = [
             i
@@ -406,7 +406,7 @@ class AsyncState:
             return
         with noted_on(error):
             self._settle()
-        if not self._is_sharded and not self._is_deepspeed:  # other ranks may still use what is beside the folder
+        if not self._is_sharded and not self._is_deepspeed:  # otherwise other ranks may still use the archive
             self._clear()
 
 

@@ -1,6 +1,6 @@
-"""Plug-ins for torch.distributed.checkpoint, by the path that users import.
+"""Plug-ins for torch.distributed.checkpoint, at the path that users import.
 
-In: nothing. Out: the names of the face's room `dcp`. Knows nothing of: what they do.
+In: nothing. Out: the names of `face.dcp`. Knows nothing of: their implementation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The metrics that every backend gets: their names, units and meaning, and their values for an operation.
+"""The metrics of all backends: their names, units and descriptions, and their values for an operation.
 
 In: operations that have ended. Out: values for instruments. Knows nothing of: backends.
 
-Names follow OpenTelemetry's rules, and units are those of UCUM. A backend derives its own names from them.
+Names follow OpenTelemetry's rules, and units those of UCUM. A backend derives its own names from them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final, Literal, NamedTuple
 from .. import SaveReport
 from ..plumbing import disk, operations
 
-# Seconds: a stall is hoped to be a few milliseconds, and a save of a large model to a slow store may take an hour.
+# Seconds: a stall should take a few milliseconds, and saving a large model to a slow store may take an hour.
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LONG: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `attributes` are the names of what tells its series apart; `buckets` are those of a histogram."""
+    """One metric. `attributes` has the names that distinguish its series; `buckets` the bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram", "active"]
@@ -111,7 +111,7 @@ METRICS: Final = (
 
 
 class Measurement(NamedTuple):
-    """A value for a metric: what to add to a counter or histogram, or what a gauge shows from now on."""
+    """A value for a metric: to be added to a counter or histogram, or the new value of a gauge."""
 
     metric: Metric
     value: float
@@ -119,7 +119,7 @@ class Measurement(NamedTuple):
 
 
 def measured(ended: operations.Ended) -> Iterator[Measurement]:
-    """The values of one operation. It may take as long as a disk takes to tell how much space is free."""
+    """The values of one operation. May block while a disk reports its free space."""
     run = {"run": ended.run}
     if ended.kind == "train":
         yield from (Measurement(TIME, seconds, {**run, "part": part}) for part, seconds in ended.parts.items())
@@ -156,13 +156,13 @@ def measured(ended: operations.Ended) -> Iterator[Measurement]:
 
 
 class ActiveOperations:
-    """The number of operations that are under way, which one backend asks for. From any thread."""
+    """The number of operations under way, for one backend. Used by any thread."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], None] = {}  # kinds and runs; only ever grows
 
     def measured(self) -> list[Measurement]:
-        """A value for each kind and run of which an operation was ever seen under way, or has ended."""
+        """A value for each kind and run of which an operation was ever under way, or has ended."""
         counts = dict.fromkeys(self._seen.copy(), 0)
         for operation in operations.under_way():
             self.note(operation.kind, operation.run)
@@ -170,5 +170,5 @@ class ActiveOperations:
         return [Measurement(ACTIVE, n, {"operation": kind, "run": run}) for (kind, run), n in counts.items()]
 
     def note(self, kind: str, run: str) -> None:
-        if kind not in ("train", "mark"):  # which do not begin and end
+        if kind not in ("train", "mark"):  # these have no duration
             self._seen[kind, run] = None

@@ -1,13 +1,13 @@
-"""Megatron-Core's `dist_checkpointing`, with checkpoints that are archives and are written behind the training.
+"""Megatron-Core's `dist_checkpointing`, with checkpoints that are archives and are written in the background.
 
 In: sharded state dicts of all ranks. Out: an archive in the folder of each checkpoint, and state dicts filled from it,
-or from what Megatron's own strategy has written. Knows nothing of: models, optimizers, how ranks share their parts.
+or from the files of Megatron's own strategy. Knows nothing of: models, optimizers, the division of parts among ranks.
 
     <save>/latest_checkpointed_iteration.txt
-    <save>/iter_0000100/metadata.json    by which Megatron knows a checkpoint
+    <save>/iter_0000100/metadata.json    by which Megatron recognizes a checkpoint
                        /training.tar     our archive; with several ranks, a folder of archives
 
-In an archive, a ShardedTensor has its key as a name, and a ShardedObject, as bytes of torch.save, its unique key.
+In an archive, a ShardedTensor has its key as its name, and a ShardedObject, stored by torch.save, its unique key.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ require_names(_core, _PlainSave, _SAVES)
 require_names(_core, _PlainLoad, _LOADS)
 require_names(_core, _serialization, ["load_common_state_dict", "save_config", "CheckpointingConfig"])
 require_names(_core, _strategies, ["get_async_strategy"])
-# Megatron's own, for checkpoints that are its own; `use` replaces them.
+# Megatron's methods, for its own checkpoints; `use` replaces them.
 _plain: Final[dict[str, Any]] = {name: getattr(_PlainLoad, name) for name in _LOADS}
 _plain_common: Final = _serialization.load_common_state_dict
 
@@ -64,18 +64,18 @@ _COMMON: Final = "common_state"
 _OF_OBJECT: Final = "/shard_"
 """The text between the key of a ShardedObject and its place, in its unique key."""
 _RANKS: Final = "ranks"
-"""The name of the entry that every rank has, which is none of Megatron's."""
+"""The name of an entry that every rank has, and that is not from Megatron."""
 
 
 def use(*, trust: bool = False) -> None:
-    """Have `megatron.core.dist_checkpointing` save and load by this library in this process. Call it on every rank.
+    """Make `megatron.core.dist_checkpointing` save and load with this library in this process. Call it on every rank.
 
         async_ckpt.integrations.megatron.use()
         pretrain(…)  # with --async-save as before
 
-    From then on Megatron's own strategies write archives, also where a framework makes them. They load archives, and
-    what they have written before. `trust` unpickles objects of any class: without it, a load of one that Megatron has
-    not declared safe to torch raises UntrustedObjectError.
+    From then on, Megatron's own strategies write archives, including those that a framework creates. They load archives
+    as well as their earlier checkpoints. With `trust`, objects of any class are unpickled; without it, loading an
+    object that Megatron has not declared safe to torch raises UntrustedObjectError.
     """
     LoadStrategy.trust = _PlainLoad.trust = trust
     for name in _SAVES:
@@ -88,13 +88,13 @@ def use(*, trust: bool = False) -> None:
 def save_checkpoint(
     sharded_state_dict: dict[str, Any], save_dir: str | os.PathLike[str], iteration: int
 ) -> Future[SaveReport]:
-    """Save a sharded state dict as an iteration, where Megatron's own training loop is not used. Every rank calls it.
+    """Save a sharded state dict as an iteration, without Megatron's training loop. Every rank calls this.
 
         future = save_checkpoint({"model": model.sharded_state_dict(), "iteration": 100}, "runs/a", 100)
 
-    Returns when the state is copied. Factories are applied in place, as `dist_checkpointing.save` does. The future has
-    this rank's report once the archives of all ranks are durable, and on rank 0 once the tracker names the iteration.
-    If any rank has failed, it has the error on all of them.
+    Returns when the state is copied. Factories are applied in place, as by `dist_checkpointing.save`. The future
+    resolves to this rank's report once the archives of all ranks are durable, on rank 0 once the tracker names the
+    iteration. If any rank has failed, the future raises an error on all ranks.
     """
     parts, common = _preprocess.save_preprocess(sharded_state_dict, validate_access_integrity=False)
     parts[_COMMON] = _mapping.ShardedObject(_COMMON, common, (1,), (0,), replica_id=dist.get_rank())
@@ -124,17 +124,17 @@ def load_checkpoint(
     *,
     trust: bool = False,
 ) -> tuple[dict[str, Any], int] | None:
-    """Load an iteration, by default the one that the tracker names. Every rank calls it, on any number of ranks.
+    """Load an iteration, by default the one in the tracker, on any number of ranks. Every rank calls this.
 
         if (found := load_checkpoint({"model": model.sharded_state_dict()}, "runs/a")) is not None:
             state, iteration = found
             model.load_state_dict(state["model"])
 
-    Returns the state dict, with what was common to all ranks, and the iteration; None without a tracker. It also loads
-    what Megatron's own strategy has written. `trust` is as for `use`.
+    Returns the state dict, including the values that all ranks have in common, and the iteration; None without a
+    tracker. It also loads checkpoints of Megatron's own strategy. `trust` is as for `use`.
 
-    Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype, and
-    what `load` raises; on all ranks if the tracker cannot be read.
+    Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype, and the
+    errors of `load`. An unreadable tracker is an error on all ranks.
     """
     if iteration is None:
         iteration = meet(lambda: _tracked(load_dir))[0]
@@ -154,13 +154,13 @@ class SaveStrategy(_PlainSave):  # type: ignore[misc]
 
         checkpointing_context = {"save_strategy": SaveStrategy()}
 
-    The main replica of each part is saved. `async_save` copies everything, and returns a request for Megatron's queue,
-    which finds it done when the archives of all ranks are durable; then its finalize functions move the tracker. The
-    first of them raises the error of the save, on every rank.
+    The main replica of each part is saved. `async_save` copies everything, and returns a request for Megatron's queue.
+    The request is done when the archives of all ranks are durable; then its finalize functions update the tracker. The
+    first of these functions raises the error of a failed save, on every rank.
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save, and wait until the archives of all ranks are durable. Raises the error of any rank on all of them."""
+        """Save, and wait until the archives of all ranks are durable. An error of any rank is raised on all of them."""
         _begin(sharded_state_dict, checkpoint_dir).result()
 
     def async_save(
@@ -178,9 +178,9 @@ class SaveStrategy(_PlainSave):  # type: ignore[misc]
 class LoadStrategy(_PlainLoad):  # type: ignore[misc]
     """A load strategy for `megatron.core.dist_checkpointing.load`, in place of `TorchDistLoadShardedStrategy`.
 
-    Megatron itself reads the common state, ahead of any strategy, so `use` has to be called before. Each rank reads the
-    ranges that it needs, whatever the sizes of tensor, pipeline and data parallelism were. Checkpoints of Megatron's
-    own strategy are loaded as it does. `trust` is as for `use`.
+    Megatron reads the common state before any strategy runs, so call `use` first. Each rank reads the ranges that it
+    needs, for any sizes of tensor, pipeline and data parallelism at the save. Checkpoints of Megatron's own strategy
+    are loaded by that strategy. `trust` is as for `use`.
     """
 
     trust = False
@@ -190,7 +190,7 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
         self.trust = trust
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], *others: Any) -> Any:
-        """Fill the tensors of a sharded state dict. Returns a dict of the same form, of tensors and objects.
+        """Fill the tensors of a sharded state dict. Returns a dict of the same structure with tensors and objects.
 
         Raises Megatron's CheckpointingException if the checkpoint lacks a key, or has it in another shape or dtype.
         """
@@ -202,7 +202,7 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
             raise _package.core.CheckpointingException(str(error)) from error
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
-        """The ShardedTensors in a checkpoint, whole and without data, by their keys."""
+        """The ShardedTensors in a checkpoint by their keys, unsharded and without data."""
         if (archive := _archive_in(checkpoint_dir)) is None:
             return _plain["load_tensors_metadata"](self, checkpoint_dir, metadata)
         return {name: part for name, part in _parts_in(archive).items() if isinstance(part, _mapping.ShardedTensor)}
@@ -218,7 +218,7 @@ class LoadStrategy(_PlainLoad):  # type: ignore[misc]
 
 
 def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> SaveHandle:
-    """Copy the main replicas among the parts of this rank, and begin to write them into the folder of a checkpoint."""
+    """Copy those parts of this rank that are main replicas, and begin to write them to the folder of a checkpoint."""
     parts = filter(lambda part: _mapping.is_main_replica(part.replica_id), _dicts.nested_values(sharded_state_dict))
     state = {str(number): _as_tensor(part) for number, part in enumerate(parts)}
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -228,9 +228,10 @@ def _begin(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike
 
 
 def _as_tensor(part: Any) -> Any:
-    """The part, or for a ShardedObject a ShardedTensor of the bytes of torch.save, under its unique key.
+    """The part; for a ShardedObject, a ShardedTensor with the bytes of torch.save, under its unique key.
 
-    The names of tensors are known of all ranks, and those of plain values only of ranks whose tensors differ.
+    It is saved as a tensor because ranks exchange the names of all tensors, but the names of plain values only if their
+    tensors differ.
     """
     if isinstance(part, _mapping.ShardedTensor):
         return part
@@ -241,7 +242,7 @@ def _as_tensor(part: Any) -> Any:
 
 
 def _lock_during(handle: SaveHandle) -> str:
-    """The path of a file that this process has locked until a save has ended."""
+    """The path of a file that this process locks until a save has ended."""
     descriptor, path = tempfile.mkstemp(prefix="async_ckpt-")
     os.close(descriptor)
     held = locks.hold_if_free(Path(path))
@@ -256,22 +257,22 @@ def _lock_during(handle: SaveHandle) -> str:
 
 
 def _wait_for(path: str) -> None:
-    """Return when a save or its process has ended. Megatron calls this in a process of its own."""
+    """Wait until a save or its process has ended. Megatron calls this in a separate process."""
     with suppress(FileNotFoundError), open(path) as file:  # without the file, it has ended
-        fcntl.lockf(file, fcntl.LOCK_SH)  # a lock goes with its process
+        fcntl.lockf(file, fcntl.LOCK_SH)  # the lock ends with its process
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
 def _archive_in(checkpoint_dir: str | os.PathLike[str]) -> str | None:
-    """The archive in the folder of a checkpoint; None if there is none of ours."""
+    """The archive in the folder of a checkpoint; None if it has none."""
     folder, _, name = (archive := url_in(os.fspath(checkpoint_dir))).rpartition("/")
     return archive if name in places.storage_at(folder).names("") else None
 
 
 def _tracked(load_dir: str | os.PathLike[str]) -> int | None:
-    """The iteration that the tracker names; None if there is no tracker. Raises ValueError for another content."""
+    """The iteration in the tracker; None if there is no tracker. Raises ValueError for other content."""
     text = latest_in(load_dir, TRACKER)
     if text is not None and not text.isdecimal():
         where = places.storage_at(load_dir).locate(TRACKER)
@@ -280,7 +281,7 @@ def _tracked(load_dir: str | os.PathLike[str]) -> int | None:
 
 
 def _common_state(checkpoint_dir: str | os.PathLike[str], *, trust: bool | None = None) -> dict[str, Any]:
-    """The values that all ranks have in common, in place of Megatron's `load_common_state_dict`."""
+    """The values that all ranks have in common. Replaces Megatron's `load_common_state_dict`."""
     if (archive := _archive_in(checkpoint_dir)) is None:
         plain: dict[str, Any] = _plain_common(checkpoint_dir)
         return plain
@@ -296,7 +297,7 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
         tensor.init_data("cpu")
         tensor.data = tensor.data.detach()
         if tensor.allow_shape_mismatch:
-            tensor.data.zero_()  # where the saved one has nothing
+            tensor.data.zero_()  # for items that the saved tensor lacks
     saved = _parts_in(archive)
     filled = [_of_dtype(tensor, saved) for tensor in tensors]
     if tensors:
@@ -316,13 +317,13 @@ def _filled(sharded_state_dict: dict[str, Any], archive: str, *, trust: bool) ->
 
 
 def _of_dtype(tensor: Any, saved: dict[str, Any]) -> Any:
-    """The ShardedTensor itself, or one of the saved dtype to convert it from, as in Megatron."""
+    """The ShardedTensor, or one with the saved dtype from which to convert, as in Megatron."""
     dtype = saved[tensor.key].dtype if tensor.key in saved else tensor.dtype
     return tensor if dtype == tensor.dtype else replace(tensor, data=tensor.data.to(dtype), dtype=dtype)
 
 
 def _objects_in(archive: str, names: list[str], *, trust: bool) -> dict[str, Any]:
-    """Saved objects by their unique keys. Those of a converted archive are lists, and no bytes."""
+    """Saved objects by their unique keys. In a converted archive, they are lists instead of bytes."""
     objects = load(archive, select=names, trust=trust)
     for name, value in objects.items():
         if isinstance(value, torch.Tensor):
@@ -339,11 +340,11 @@ def _objects_in(archive: str, names: list[str], *, trust: bool) -> dict[str, Any
 
 
 def _parts_in(archive: str) -> dict[str, Any]:
-    """The parts of a checkpoint by name, whole and without data."""
+    """The parts of a checkpoint by name, unsharded and without data."""
     parts: dict[str, Any] = {}
     for row in inspect(archive).names:
         key, of_object, place = row.name.partition(_OF_OBJECT)
-        if of_object:  # and perhaps a value inside of it
+        if of_object:  # the row may be that of a value inside the object
             offset, _, shape = place.partition("_")
             shape = ".".join(shape.split(".")[: offset.count(".") + 1])
             part = _mapping.ShardedObject.empty_from_unique_key(f"{key}{_OF_OBJECT}{offset}_{shape}")

@@ -1,4 +1,4 @@
-"""MLflow: a reference file, tags and the numbers of each save, and the checkpoint that a run went on from.
+"""MLflow: a reference file, tags and the numbers of each save, and the checkpoint from which a run resumed.
 
 In: references to steps. Out: metrics, tags and small files of a run. Knows nothing of: saves.
 """
@@ -16,7 +16,7 @@ except ImportError as error:
 
 
 class MlflowTracker:
-    """Tells a run of MLflow of the checkpoints.
+    """Reports checkpoints to an MLflow run.
 
         ckpt.track(MlflowTracker())
 
@@ -25,8 +25,8 @@ class MlflowTracker:
     `ckpt.restored_from`, and adds the file `checkpoints/restored_from.json`.
 
     Args:
-        run: a run, by default the one that is active on this thread. Of several ranks, only rank 0 needs one. It is
-            reached by the tracking URI of this moment.
+        run: a run, by default the one that is active on this thread. With several ranks, only rank 0 needs a run. The
+            current tracking URI is used.
     """
 
     def __init__(self, run: Any = None) -> None:

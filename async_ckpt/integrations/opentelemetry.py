@@ -2,7 +2,7 @@
 
 In: operations that have ended. Out: spans and metrics for the API of OpenTelemetry. Knows nothing of: exporters.
 
-Only the API is used. Without an SDK that a program has set up, its tracers and meters do nothing.
+Only the API is used. Unless the program sets up an SDK, its tracers and meters do nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _SCOPE: Final = "async_ckpt"
 
 
 class CheckpointTelemetry:
-    """The spans and metrics of this process, by OpenTelemetry, from the moment when it is made.
+    """Exports the spans and metrics of this process to OpenTelemetry, from its construction on.
 
         CheckpointTelemetry()  # once, beside the set-up of the SDK
 
-    A save is a span `async_ckpt.save` with the parts `async_ckpt.save.call`, `.stage`, `.write` and `.commit`;
-    publications are alike. A restore has the parts `.find`, `.plan`, `.read` and `.fill`, and a pull is one span. A
-    span's parent is the span that was current in the call. Spans are made when the operation has ended, with the times
-    of its parts, on a thread of their own: a save does not wait for an exporter.
+    A save is a span `async_ckpt.save` with the parts `async_ckpt.save.call`, `.stage`, `.write` and `.commit`; a
+    publication has the same parts. A restore has the parts `.find`, `.plan`, `.read` and `.fill`, and a pull is a
+    single span. A span's parent is the span that was current in the call. Spans are created on a separate thread when
+    the operation has ended, with the times of its parts: a save does not wait for an exporter.
 
     Args:
-        tracer_provider: by default the global one, also if that is set later.
-        meter_provider: the same for metrics.
+        tracer_provider: by default the global one, even if that is set later.
+        meter_provider: by default the global one, even if that is set later.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CheckpointTelemetry:
         self._listening = operations.listen(self._tell, hears_all=True)
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until the SDK has everything that has ended. False if that takes longer than `timeout` seconds."""
+        """Wait until the SDK has all operations that have ended. Returns False after `timeout` seconds."""
         return self._listening.flush(timeout)
 
     def close(self) -> None:
-        """Record no more. May be called again."""
+        """Stop recording. May be called again."""
         self._listening.close()
         self._active = None
 
@@ -69,7 +69,7 @@ class CheckpointTelemetry:
     def _tell(self, ended: operations.Ended) -> None:
         if (active := self._active) is not None:
             active.note(ended.kind, ended.run)
-        if ended.kind not in ("train", "mark"):  # which do not begin and end
+        if ended.kind not in ("train", "mark"):  # these have no duration
             self._span(ended)
         for metric, value, attributes in measured(ended):
             self._recorders[metric](value, _keys(attributes))
@@ -77,7 +77,7 @@ class CheckpointTelemetry:
     # --- spans ------------------------------------------------------------------------------------------------
 
     def _span(self, ended: operations.Ended) -> None:
-        # A context is in use by one thread at a time, and other listeners have this one, too.
+        # A copy, since only one thread at a time may enter a context, and other listeners have this one, too.
         parent = ended.context.copy().run(context.get_current)
         name = f"{_SCOPE}.{ended.kind}"
         span = self._tracer.start_span(name, parent, attributes=_facts(ended), start_time=_nanoseconds(ended.begin))
@@ -92,7 +92,7 @@ class CheckpointTelemetry:
 
 
 def _recorder(meter: metrics.Meter, metric: Any) -> Any:
-    """The method of a new instrument that takes a value."""
+    """The method of a new instrument that records a value."""
     if metric.kind == "counter":
         return meter.create_counter(metric.name, metric.unit, metric.description).add
     if metric.kind == "gauge":
@@ -116,7 +116,7 @@ def _facts(ended: operations.Ended) -> dict[str, str | float]:
 
 
 def _keys(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Attributes by the names that OpenTelemetry has, or else below the library's; without empty ones."""
+    """The attributes that are not empty, by OpenTelemetry's names, or else with the library's prefix."""
     return {
         "error.type" if name == "error_type" else f"{_SCOPE}.{name}": value
         for name, value in attributes.items()

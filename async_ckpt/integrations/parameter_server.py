@@ -1,10 +1,10 @@
 """checkpoint-engine: the weights of a held snapshot in its ParameterServer, and updates that cannot hang.
 
-In: a ParameterServer, and a part of a snapshot. Out: a checkpoint that is registered there, and engines that have it.
+In: a ParameterServer, and a part of a snapshot. Out: a checkpoint registered there, and engines that have its weights.
 Knows nothing of: transports, devices.
 
-The server broadcasts what each rank has registered, so a tensor is registered by one rank alone: ranks take tensors by
-their sizes, the largest first, without a word to each other.
+The server broadcasts the tensors that each rank has registered, so each tensor is registered by only one rank. The
+ranks divide the tensors by size, the largest first, without communication.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..plumbing import captured, timing, waits
 from .common.frameworks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 
-# The events of a socket of ZMQ.
+# The events of a ZMQ socket.
 _READABLE: Final = 1
 _WRITABLE: Final = 2
-# Some of them private: the rank, how many there are, and the socket to the engine beside this rank.
+# Some are private: the rank, the number of ranks, and the socket to the engine beside this rank.
 _USED: Final = (
     "register_checkpoint", "unregister_checkpoint", "gather_metas", "update",
     "_rank", "_world_size", "_bind_zmq_socket",
@@ -35,18 +35,18 @@ def register_checkpoint(
         register_checkpoint(server, f"step-{step}", snap["model"])
         server.gather_metas(f"step-{step}")
 
-    The server copies this rank's share to memory of its own; when this returns, the snapshot may be closed. Tensors
-    that ranks hold slices of are gathered, one at a time.
+    The server copies this rank's share to its own memory; after the call, the snapshot may be closed. Sharded tensors
+    are gathered, one at a time.
 
     Args:
-        server: a ParameterServer, of as many ranks as hold the weights.
-        name: of the checkpoint. It must not be registered already.
+        server: a ParameterServer with the ranks that hold the weights.
+        name: the name of the checkpoint. It must not be registered already.
         view: the part of the snapshot that is the model.
         use_shared_memory_pool: as for the server: its memory is kept for the next checkpoint of the same shapes.
 
-    Returns the names of the tensors that this rank has registered. Raises TypeError for anything but a part of a
-    snapshot, ClosedError, TornSnapshotError, UnsupportedStateError, RuntimeError for a server that lacks what is used
-    here, and what the server raises.
+    Returns the names of the tensors that this rank has registered. Raises TypeError unless `view` is a part of a
+    snapshot, ClosedError, TornSnapshotError, UnsupportedStateError, RuntimeError for a server that lacks a name that is
+    used here, and the errors of the server.
     """
     _check(server)
     weights = SnapshotWeights(view)
@@ -62,7 +62,7 @@ def register_checkpoint(
 
 
 def share_of(tensors: Sequence[HeldTensor], rank: int, world_size: int) -> list[str]:
-    """The names of the tensors that a rank registers: each has one owner, and the owners have about as many bytes."""
+    """The names of the tensors that a rank registers. Each tensor has one owner, and all owners have similar sizes."""
     loads = [0] * world_size
     mine = []
     for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
@@ -81,19 +81,19 @@ def update(
     timeout_seconds: float = 600.0,
     ranks: list[int] | None = None,
 ) -> None:
-    """`server.update`, which ends with an error if the engine does, too. Every rank calls this.
+    """Call `server.update`, but raise an error if the engine stops answering. Every rank calls this.
 
         update(server, "step-1200", lambda sockets: ask_engine(dict(sockets)), timeout_seconds=120)
 
-    The server waits for its engine without end. Here it stops waiting as soon as `req_func` has failed, or when the
-    engine has said nothing for `timeout_seconds`, the time that it may take for one bucket.
+    By itself, the server waits for its engine forever. Here it stops waiting as soon as `req_func` has failed, or when
+    the engine has not answered for `timeout_seconds`, the time that it may take for one bucket.
 
     Args:
         server: a ParameterServer, after its `gather_metas`.
-        name: of the checkpoint.
-        req_func: as for the server: it has the engine call checkpoint-engine's `update_weights_from_ipc`, and returns
-            when that has.
-        timeout_seconds: for each answer of the engine, and for each operation among the ranks.
+        name: the name of the checkpoint.
+        req_func: as for the server: it makes the engine call checkpoint-engine's `update_weights_from_ipc`, and returns
+            when that call has returned.
+        timeout_seconds: the limit for each answer of the engine, and for each operation among the ranks.
         ranks: as for the server.
 
     Raises PeerFailedError if the engine does not answer, with the error of `req_func` as its cause, and RuntimeError if
@@ -124,19 +124,19 @@ def _check(server: Any) -> None:
 
 
 class _WatchedEngine:
-    """The request to one engine, and the socket by which it answers, in place of the server's own."""
+    """The request to one engine, and the socket for its answers, in place of the server's own."""
 
     def __init__(self, req_func: Callable[[list[tuple[str, str]]], None], timeout_seconds: float, rank: int) -> None:
         self._req_func, self._timeout_seconds, self._rank = req_func, timeout_seconds, rank
         self._socket: Any = None
-        self.error: BaseException | None = None  # of `req_func`; written by the server's thread for it
+        self.error: BaseException | None = None  # raised by `req_func`; written by the server's thread for it
 
     def around(self, socket: Any) -> _WatchedEngine:
         self._socket = socket
         return self
 
     def ask(self, paths: list[tuple[str, str]]) -> None:
-        """Call `req_func`, on the thread that the server has for it."""
+        """Call `req_func`. Runs on the server's thread for it."""
         try:
             self._req_func(paths)
         except BaseException as error:
@@ -149,7 +149,7 @@ class _WatchedEngine:
         return answer
 
     def send_pyobj(self, value: Any) -> None:
-        """Send something, once an engine is there to take it. Raises PeerFailedError."""
+        """Send a value once an engine is ready to take it. Raises PeerFailedError."""
         self._await(_WRITABLE)
         self._socket.send_pyobj(value)
 
@@ -170,5 +170,5 @@ class _WatchedEngine:
         )
 
     def close(self) -> None:
-        # What an engine that is gone has not fetched must not keep the process from its end.
+        # Messages that a dead engine has not fetched must not keep the process from exiting.
         self._socket.close(linger=0)

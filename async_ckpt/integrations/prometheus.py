@@ -1,7 +1,7 @@
 """Prometheus: a collector with the metrics of every save, publication, restore and pull of this process.
 
-In: operations that have ended. Out: metrics for the registry of `prometheus_client`. Knows nothing of: the way in which
-they are scraped.
+In: operations that have ended. Out: metrics for the registry of `prometheus_client`. Knows nothing of: how they are
+scraped.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _UNITS: Final = {"s": "seconds", "By": "bytes"}
 
 
 class CheckpointCollector(Collector):
-    """The metrics of this process, registered with `prometheus_client` as soon as it is made.
+    """Collects the metrics of this process. Constructing it registers it with `prometheus_client`.
 
         from prometheus_client import start_http_server
 
         collector = CheckpointCollector()
         start_http_server(9464)  # http://localhost:9464/metrics
 
-    It counts every operation that ends from then on, of all checkpointers, publishers and subscribers. Make one in each
-    process that is scraped. What it counts, it counts on a thread of its own: a save does not wait for it.
+    It counts all operations that end from then on, of all checkpointers, publishers and subscribers. Construct one in
+    each process that is scraped. It counts on a separate thread, for which no save waits.
 
     Args:
-        registry: where to register. None registers nowhere: call `collect` yourself.
+        registry: the registry to register with. With None, it is not registered: call `collect` yourself.
 
-    Raises ValueError if the registry has a collector already.
+    Raises ValueError if the registry already has such a collector.
     """
 
     def __init__(self, registry: CollectorRegistry | None = REGISTRY) -> None:
@@ -49,7 +49,7 @@ class CheckpointCollector(Collector):
         self._listening = operations.listen(self._count, hears_all=True)
 
     def collect(self) -> Iterable[MetricFamily]:
-        """All metrics as they are now."""
+        """All metrics, with their current values."""
         for instrument in self._instruments.values():
             yield from instrument.collect()
         active = GaugeMetricFamily(_name_of(ACTIVE), ACTIVE.description, labels=ACTIVE.attributes)
@@ -58,15 +58,15 @@ class CheckpointCollector(Collector):
         yield active
 
     def describe(self) -> Iterable[MetricFamily]:
-        """The names of the metrics, by which a registry refuses a second collector."""
+        """The metrics, by whose names a registry refuses a second collector."""
         return self.collect()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until everything that has ended is counted. False if that takes longer than `timeout` seconds."""
+        """Wait until all operations that have ended are counted. Returns False after `timeout` seconds."""
         return self._listening.flush(timeout)
 
     def close(self) -> None:
-        """Count no more, and leave the registry. May be called again."""
+        """Stop counting, and leave the registry. May be called again."""
         self._listening.close()
         registry, self._registry = self._registry, None
         if registry is not None:

@@ -1,10 +1,10 @@
-"""`RayCheckpointer`: the checkpoints of a Ray Train run, written behind the training, and known to Ray when durable.
+"""`RayCheckpointer`: the checkpoints of a Ray Train run, written in the background, and reported to Ray when durable.
 
-In: the state on each worker. Out: one step below the run's storage path for all of them, as a `ray.train.Checkpoint`.
-Knows nothing of: how Ray keeps its list of checkpoints, and deletes from it.
+In: the state on each worker. Out: one step of all workers below the run's storage path, as a `ray.train.Checkpoint`.
+Knows nothing of: how Ray maintains its list of checkpoints.
 
-The folder of a step is the checkpoint itself, so nothing is uploaded a second time. Ray hears of it from a thread of
-its own, which waits for the save.
+The folder of a step is the checkpoint itself, so nothing is uploaded a second time. A thread of Ray waits for the save,
+and then adds the checkpoint to Ray's list.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _USED: Final = (
     "report", "get_context", "get_all_reported_checkpoints", "collective", "Checkpoint", "CheckpointUploadMode",
     "CheckpointConsistencyMode",
 )  # fmt: skip
-# Ray broadcasts a kilobyte at most.
+# Ray broadcasts at most a kilobyte.
 _MOST_LATE: Final = 64
-# URL schemes, by the names that pyarrow has for its file systems.
+# URL schemes, by pyarrow's names of file systems.
 _SCHEMES: Final = {"s3": "s3://", "gcs": "gs://", "abfs": "az://"}
 
 
 class RayCheckpointer(AsyncCheckpointer):
-    """An AsyncCheckpointer whose root is the storage path of this Ray Train run. Every worker makes one.
+    """An AsyncCheckpointer whose root is the storage path of this Ray Train run. Every worker constructs one.
 
         def train_loop(config):
             with RayCheckpointer() as ckpt:
@@ -45,16 +45,16 @@ class RayCheckpointer(AsyncCheckpointer):
                     handle = ckpt.save(state, step, record={"loss": loss})
                     ckpt.report({"loss": loss}, handle)
 
-    The ranks are those of the process group, or else of Ray's context; then they agree by a store at rank 0. Ray lists
-    and deletes the checkpoints by the rules of its `CheckpointConfig`. So `keep=` is refused, and so is `unchanged=`: a
-    step must not need others.
+    The ranks are those of the process group, or without one those of Ray's context, which coordinate through a store on
+    rank 0. Ray lists and deletes the checkpoints by the rules of its `CheckpointConfig`. So `keep=` is refused, and so
+    is `unchanged=`, since no step may depend on another.
 
     Args:
-        options: of the client of the store, where the storage path is a URL; as for `Place`.
+        options: options of the client for the storage path, if that is a URL; as for `Place`.
         others: as for `AsyncCheckpointer`.
 
     Raises ImportError without Ray, RuntimeError outside of a worker of Ray Train, TypeError for arguments that Ray's
-    context or its `CheckpointConfig` decides, and ValueError for a storage file system whose URL is not known.
+    context or `CheckpointConfig` determines, and ValueError for a storage file system whose URL is not known.
     """
 
     def __init__(self, *, options: Mapping[str, Any] | None = None, **others: Any) -> None:
@@ -84,10 +84,10 @@ class RayCheckpointer(AsyncCheckpointer):
         return super().save(state, step, unchanged=(), **others)
 
     def restore(self, state: Any, step: int | None = None, **others: Any) -> int | None:
-        """`AsyncCheckpointer.restore`. All workers call it, at the same time.
+        """`AsyncCheckpointer.restore`. All workers make this call together.
 
-        Steps that became durable just before all workers were killed are not in Ray's list yet. Up to the one that is
-        restored, they are reported now, with their records as the metrics.
+        Steps that became durable just before all workers were killed are missing in Ray's list. Those up to the
+        restored step are reported now, with their records as metrics.
         """
         restored = super().restore(state, step, **others)
         if restored is not None:
@@ -110,15 +110,15 @@ class RayCheckpointer(AsyncCheckpointer):
             )
 
     def report(self, metrics: Mapping[str, Any], handle: SaveHandle | None = None, **others: Any) -> None:
-        """`ray.train.report`, of a save that is under way. All workers call it, and it does not wait for the save.
+        """`ray.train.report` for a save that is under way. All workers make this call. It does not wait for the save.
 
-        The checkpoint is in Ray's list as soon as it is durable. If the save fails, the training does. Without
-        `handle`, or with that of a skipped save, only the metrics are reported. They get the figures of the last
-        durable save, under names that begin with `async_ckpt/`.
+        The checkpoint joins Ray's list when it is durable. If the save fails, the training fails. Without `handle`, or
+        with the handle of a skipped save, only the metrics are reported. The figures of the last durable save are added
+        to the metrics, under names that begin with `async_ckpt/`.
 
         Args:
             metrics: as for `ray.train.report`.
-            handle: of a save of this checkpointer.
+            handle: the handle of a save of this checkpointer.
             others: `validation`, as for `ray.train.report`.
         """
         figures = {key: value for key, value in self.metrics(LOGGED_AS).items() if math.isfinite(value)}
@@ -139,8 +139,8 @@ class RayCheckpointer(AsyncCheckpointer):
     def upload_fn(self, handle: SaveHandle) -> Callable[[Checkpoint, str], Checkpoint]:
         """The `checkpoint_upload_fn` of a save, for code that calls `ray.train.report` itself.
 
-        It waits until the save is durable, and returns its folder. Raises the error of the save. Pass
-        `delete_local_checkpoint_after_upload=False` with it: the folder is the checkpoint.
+        The function waits until the save is durable, and returns its folder. It raises the error of the save. Pass
+        `delete_local_checkpoint_after_upload=False` as well, since the folder is the checkpoint.
         """
         return partial(self._uploaded, handle)
 
@@ -163,7 +163,7 @@ _DECIDED: Final = {
 
 
 def _store_of_workers(train: Any, rank: int) -> Any:
-    """A store for the workers of a training without a process group, at rank 0, which ends with it."""
+    """A store on rank 0 for the workers of a training without a process group. It ends with rank 0."""
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     server = make("0.0.0.0", 0, is_master=True, wait_for_workers=False) if rank == 0 else None  # nosec B104
     address = (importlib.import_module("ray.util").get_node_ip_address(), server.port) if server else None
@@ -172,7 +172,7 @@ def _store_of_workers(train: Any, rank: int) -> Any:
 
 
 def _root_of(kind: str, folder: str, options: Mapping[str, Any] | None) -> Place | str:
-    """The root at a folder of a file system of pyarrow's, by the name of its kind."""
+    """The root for a folder on a pyarrow file system with the type name `kind`."""
     if kind == "local":
         return folder
     if kind not in _SCHEMES:

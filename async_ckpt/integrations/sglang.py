@@ -3,8 +3,8 @@
 In: an engine of SGLang, or its URL, and a part of a snapshot. Out: an engine that has the weights. Knows nothing of:
 files.
 
-The weights go in SGLang's flattened buckets: the bytes of several tensors in one, of which the engine gets a handle.
-Tensors with the largest items come first in each, so that every tensor is aligned.
+The weights are sent in SGLang's flattened buckets: one tensor with the bytes of several, of which the engine gets a
+handle. In each bucket, tensors with the largest items come first, so that every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORMAT: Final = "flattened_bucket"
 
 
 class UpdatableEngine(Protocol):
-    """The part of an engine that is used: `sglang.Engine` has it, and so has `HttpEngine`."""
+    """The methods of an engine that are used; `sglang.Engine` and `HttpEngine` have them."""
 
     def begin_weight_update(self) -> Any: ...
 
@@ -47,29 +47,28 @@ def send_weights(
     group: Any = None,
     version: int | str | None = None,
 ) -> None:
-    """Have an engine of SGLang take the weights of a snapshot, and return when it has them.
+    """Send the weights of a snapshot to an engine of SGLang, and return when it has loaded them.
 
         send_weights(engine, snap["model"], device="cuda")
         send_weights(HttpEngine("http://127.0.0.1:30000"), snap["model"], device="cuda", version=step)
 
-    The engine must be on the same host, and take no requests meanwhile. After an error it may have some old and some
-    new weights: send them again before it generates.
+    The engine must be on the same host, and must not handle requests meanwhile. After an error it may have a mix of old
+    and new weights: send them again before it generates.
 
     Args:
-        engine: an `sglang.Engine`, or an `HttpEngine`. Of several ranks, that of the first alone is used.
+        engine: an `sglang.Engine`, or an `HttpEngine`. With several ranks, only the first rank's engine is used.
         view: the part of the snapshot that is the model.
-        device: where a bucket is put, of which the engine gets a handle: "cuda" for an engine on the same GPU. By
-            default it stays on the host, in memory that is shared by files.
-        bucket_bytes: the size of a bucket; a larger tensor has one of its own.
+        device: the device of the buckets of which the engine gets handles: "cuda" for an engine on the same GPU. By
+            default, buckets stay on the host, in memory that is shared through files.
+        bucket_bytes: the size of a bucket; a larger tensor gets a bucket of its own.
         tp_size: the tensor parallelism of the engine, if one process sends to all of its ranks.
-        group: the process group of the training's ranks, if each sends to the engine's rank on the same device. All of
-            them call this. By default this process sends alone.
-        version: what the engine calls the weights from then on, such as the training step; an `HttpEngine` alone can
-            be told.
+        group: the process group of the training's ranks, if each of them sends to the engine's rank on the same device.
+            All of them make this call. By default, this process sends alone.
+        version: the new version of the weights for the engine, such as the training step; only for an `HttpEngine`.
 
-    Raises RuntimeError if the engine refuses, with what it says; ConnectionError if it cannot be reached; TypeError for
-    anything but a part of a snapshot; ClosedError, TornSnapshotError and UnsupportedStateError; and PeerFailedError if
-    another rank of the group has failed.
+    Raises RuntimeError with the engine's message if the engine refuses; ConnectionError if it cannot be reached;
+    TypeError unless `view` is a part of a snapshot; ClosedError, TornSnapshotError and UnsupportedStateError; and
+    PeerFailedError if another rank of the group has failed.
     """
     if group is not None and tp_size != 1:
         raise ValueError("tp_size is for one process that sends to all ranks of the engine; leave it out with group=")
@@ -80,7 +79,7 @@ def send_weights(
     sglang = _sglang()
     ranks = _SendingRanks(tp_size, group)
     buckets = flattened_buckets(SnapshotWeights(view), bucket_bytes, device)
-    bucket = next(buckets, None)  # the snapshot may fail before the engine is told anything
+    bucket = next(buckets, None)  # if the snapshot fails, it fails before the engine is called
     if bucket is None:
         raise ValueError("the model has no items to send")
     caller = engine if ranks.is_first else None
@@ -93,7 +92,7 @@ def send_weights(
             _tell(ranks, caller, "update_weights_from_tensor", payloads, **how)
             bucket = following
     except BaseException:
-        if caller is not None:  # or the engine would refuse to begin another update
+        if caller is not None:  # otherwise the engine would refuse to begin another update
             with suppress(Exception):
                 caller.end_weight_update()
         raise
@@ -103,9 +102,9 @@ def send_weights(
 
 
 def flattened_buckets(weights: SnapshotWeights, bucket_bytes: int, device: Any = None) -> Iterator[Any]:
-    """SGLang's FlattenedTensorBuckets of these weights, each of at most `bucket_bytes` unless a tensor is larger."""
+    """SGLang's FlattenedTensorBuckets with these weights, each of at most `bucket_bytes` unless a tensor is larger."""
     bucket_of = _sglang().tensor_bucket.FlattenedTensorBucket
-    items = ((name, tensor) for name, tensor in weights.whole(device) if tensor.numel())  # others have nothing to load
+    items = ((name, tensor) for name, tensor in weights.whole(device) if tensor.numel())  # others are empty
     for bucket in in_buckets(items, bucket_bytes):
         bucket.sort(key=lambda named: -named[1].element_size())
         flat = bucket_of(named_tensors=bucket)
@@ -118,8 +117,8 @@ class HttpEngine:
 
     engine = HttpEngine("http://127.0.0.1:30000", timeout_seconds=120)
 
-    `api_key` is the server's admin key, if it has one. Calls raise ConnectionError if the server does not answer in
-    `timeout_seconds`, and return what it says otherwise. Raises ValueError for a URL that is none.
+    `api_key` is the server's admin key, if it has one. Calls return the server's answer, and raise ConnectionError if
+    there is none within `timeout_seconds`. Raises ValueError for an invalid URL.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 300.0, api_key: str | None = None) -> None:
@@ -156,25 +155,25 @@ class HttpEngine:
 
 
 class _SendingRanks:
-    """The ranks of a training that send to one engine together."""
+    """The ranks of a training that together send to one engine."""
 
     def __init__(self, tp_size: int, group: Any) -> None:
         self._tp_size, self._group = tp_size, group
         self.is_first = group is None or dist.get_rank(group) == 0
 
     def gather(self, brought: list[Any]) -> list[Any]:
-        """The lists of all ranks, one after the other."""
+        """The lists of all ranks, concatenated."""
         return brought if self._group is None else lists_of_all_ranks(brought, self._group)
 
     def payloads(self, serialize: Callable[[], bytes]) -> list[bytes]:
-        """A handle for each rank of the engine. Each is opened once, so one process makes as many as it has ranks."""
+        """A handle for each rank of the engine. A handle can be opened once, so a single process makes `tp_size`."""
         if self._group is None:
             return [serialize() for _ in range(self._tp_size)]
         return meet(serialize, self.gather)
 
 
 def _tell(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args: Any, **options: Any) -> None:
-    """Call the engine on the first rank; the others wait, so that what they share stays, and hear of an error."""
+    """Call the engine on the first rank. The others wait, since it reads their memory, and raise its error, too."""
 
     def tell() -> None:
         if engine is not None:
@@ -186,7 +185,7 @@ def _tell(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args
 
 
 def _check_answer(answer: Any, name: str) -> None:
-    """Raises RuntimeError for an answer that is not a success. Engines answer by a tuple, servers by a dict."""
+    """Raise RuntimeError for an answer that is not a success. Engines answer with a tuple, servers with a dict."""
     if isinstance(answer, dict):
         success, message = bool(answer.get("success")), answer.get("message", answer)
     else:
@@ -198,17 +197,17 @@ def _check_answer(answer: Any, name: str) -> None:
         )
 
 
-# --- what is used of SGLang ---------------------------------------------------------------------------------------
+# --- the parts of SGLang that are used ----------------------------------------------------------------------------
 
 
 class _Sglang(NamedTuple):
     tensor_bucket: Any
     serializer: Any
-    patch_reductions: Callable[[], None]  # those of torch, for good
+    patch_reductions: Callable[[], None]  # replaces those of torch permanently
 
 
 def _sglang() -> _Sglang:
-    """The parts of SGLang. Raises ImportError, and RuntimeError if one has moved."""
+    """The parts of SGLang. Raises ImportError, and RuntimeError if one is missing."""
     package = require("sglang")
     tensor_bucket = require_module(package, "sglang.srt.weight_sync.tensor_bucket")
     utils = require_module(package, "sglang.srt.utils")
@@ -226,10 +225,10 @@ def _serialized(sglang: _Sglang, bucket: Any) -> bytes:
     flat = bucket.get_flattened_tensor()
     strategy = torch.multiprocessing.get_sharing_strategy()
     if not backends.is_on_host(flat):
-        sglang.patch_reductions()  # handles by the names of devices, which may have other numbers in the engine
+        sglang.patch_reductions()  # handles with names of devices, whose numbers may differ in the engine
     elif hasattr(torch.multiprocessing.reductions, "_reduce_tensor_original"):
         raise ValueError("in this process SGLang makes handles of the memory of devices alone; give device=")
-    else:  # descriptors reach children alone, names of files any process
+    else:  # file descriptors only reach children, file names any process
         torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         payload = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}

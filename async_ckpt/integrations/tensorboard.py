@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers and the reference of each save, by torch's own SummaryWriter.
+"""TensorBoard: the numbers and the reference of each save, written by torch's SummaryWriter.
 
 In: references to steps. Out: scalars and texts. Knows nothing of: saves.
 """
@@ -23,7 +23,7 @@ class TensorBoardTracker:
     The texts are `ckpt/latest`, `ckpt/best` and `ckpt/restored_from`.
 
     Args:
-        writer: a SummaryWriter, which stays open. Of several ranks, only rank 0 needs one.
+        writer: a SummaryWriter, which stays open. With several ranks, only rank 0 needs one.
     """
 
     def __init__(self, writer: SummaryWriter | None) -> None:
@@ -41,7 +41,7 @@ class TensorBoardTracker:
         self._write("restored_from", reference)
 
     def _write(self, name: str, reference: dict[str, Any]) -> None:
-        # Indented by four, Markdown shows it as it is.
+        # Markdown shows text that is indented by four spaces verbatim.
         text = "\n".join("    " + line for line in json.dumps(reference, indent=1).splitlines())
         self._active().add_text(f"ckpt/{name}", text, reference["step"])
         self._active().flush()

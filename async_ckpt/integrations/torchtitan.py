@@ -1,7 +1,7 @@
-"""`CheckpointManager`: the trainer of torchtitan writes its checkpoints behind the training.
+"""`CheckpointManager`: torchtitan's trainer writes its checkpoints in the background.
 
-In: what the trainer hands to its checkpoint manager. Out: a run with the steps `step-<N>`; containers filled from it,
-or from what torchtitan's own manager has written. Knows nothing of: how a step is written and read.
+In: the states that the trainer passes to its checkpoint manager. Out: a run with the steps `step-<N>`; states filled
+from it, or from checkpoints of torchtitan's own manager. Knows nothing of: how a step is written and read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ require_names(_torchtitan, _filesystem, ["join"])
 
 _STEP: Final = "step-{}"
 _NUMBERED: Final = re.compile(r"step-(\d+)")
-# States of which each rank has its own.
+# States that are separate on each rank.
 _OF_EACH_RANK: Final = (_base.DATALOADER, _base.TRAIN_STATE)
 
 
@@ -50,10 +50,10 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
 
     The checkpoints are the steps of a run at `folder`, which may be a URL. `save` copies the state and returns. One
-    save is under way at a time: the next one, the last step, `close` and the interpreter's exit wait for it. The first
-    three raise its error, on every rank. `load` also reads what torchtitan's own manager has written.
+    save is under way at a time: the next save, the last step, `close` and the interpreter's exit wait for it. The first
+    three raise its error, on every rank. `load` also reads checkpoints of torchtitan's own manager.
 
-    `checkpointer` is the `AsyncCheckpointer` of the run; None unless the manager is enabled.
+    `checkpointer` is the `AsyncCheckpointer` of the run; None if the manager is disabled.
 
     The constructor raises ValueError for `last_save_in_hf` without an adapter, and for an unknown name in
     `exclude_from_loading`. A save raises RunTakenError if another training writes to the folder.
@@ -61,7 +61,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(_base.BaseCheckpointManager.Config):  # type: ignore[misc]
-        """The configuration: torchtitan's own fields, and no more."""
+        """The configuration: only torchtitan's own fields."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
             self.folder,
             keep=config.keep_latest_k or None,
             naming=Naming(_STEP),
-            # Only a training that was told to go back may retire newer steps.
+            # Newer steps may only be retired if the user has asked for a rollback.
             on_rollback=None if config.load_step == -1 else "retire",
         )
 
@@ -142,7 +142,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _exported(self) -> dict[str, Any]:
-        """The weights alone, of the dtype that `export_dtype` names."""
+        """Only the weights, in the dtype `export_dtype`."""
         dtype = _DTYPES[self._config.export_dtype]
         return {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -150,7 +150,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         }
 
     def _export(self, step: int) -> None:
-        """Write the model as a folder of Hugging Face. Raises the error of any rank on all of them."""
+        """Write the model as a Hugging Face folder. An error of any rank is raised on all of them."""
         weights = self._adapter.to_hf(self._exported())
         assets = self._adapter.hf_assets_path
         config_folder = assets if assets and _filesystem.isdir(assets) else None
@@ -162,7 +162,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         meet(write)
 
     def _maybe_wait_for_staging(self) -> None:
-        """Do nothing: the guard holds the optimizers until the snapshot is taken."""
+        """Do nothing: the guard makes the optimizers wait until the snapshot is complete."""
 
     def _wait_for_saving(self) -> None:
         assert self.save_future is not None
@@ -204,7 +204,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _find(self, step: int) -> tuple[int | None, bool]:
-        """The step to load, None if there is none, and whether it is one of the run. Raises FileNotFoundError."""
+        """The step to load, or None, and True if it is a step of the run. Raises FileNotFoundError."""
         assert self.checkpointer is not None
         own, others = self.checkpointer.latest(), self._steps_of_torchtitan()
         if step == -1:
@@ -217,7 +217,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         raise FileNotFoundError(f"{self.folder}: there is no {_STEP.format(step)}; change load_step")
 
     def _steps_of_torchtitan(self) -> list[int]:
-        """The steps in the folder that torchtitan's own manager has written whole."""
+        """The complete steps of torchtitan's own manager in the folder."""
         storage = places.storage_at(self.folder)
         numbered = ((name, _NUMBERED.fullmatch(name)) for name in storage.names(""))
         steps = {f"{name}/{runs.OF_DCP}": int(match[1]) for name, match in numbered if match}
@@ -227,7 +227,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         return {name: state for name, state in self._present().items() if name not in self._config.exclude_from_loading}
 
     def _load_initially(self) -> bool:
-        """Load what `initial_load_path` names, or the model's own assets. Returns False if there is neither."""
+        """Load from `initial_load_path`, or the model's own assets. Returns False if there is neither."""
         config, path = self._config, self._config.initial_load_path
         if config.initial_load_in_hf:
             self._load_hf(path)
@@ -239,7 +239,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _fill_from(self, path: str, states: dict[str, Any]) -> None:
-        """Fill these states from a checkpoint that this manager or torchtitan's own has written."""
+        """Fill these states from a checkpoint of this manager, or of torchtitan's own."""
         of_torchtitan = places.storage_at(path).exists(runs.OF_DCP)
         restore_from = partial(_restore_known if of_torchtitan else restore, path=path)
         self._fill(path, states, restore_from, partial(load, path), is_flat=of_torchtitan)
@@ -253,8 +253,8 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         *,
         is_flat: bool = False,
     ) -> None:
-        """Fill these states from a path by a function that restores, and one that loads. With `is_flat`, weights lie at
-        the top.
+        """Fill these states from a path, with one function that restores and another that loads. With `is_flat`, the
+        weights are top-level entries.
         """
         refuse_missing(path, [name for name in states if not (is_flat and name == _base.MODEL)])
         own = {name: state for name, state in states.items() if name in _OF_EACH_RANK}
@@ -265,12 +265,12 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
             live |= weights if is_flat else {_base.MODEL: weights}
         restore_from(live)
         if weights is not None:
-            self._model.load_state_dict(weights)  # for names that the model has not as tensors of its own
+            self._model.load_state_dict(weights)  # for names that are not the model's own tensors
         for name, state in own.items():
             state.load_state_dict(values[name])
 
     def _load_hf(self, path: str | None) -> None:
-        """Fill the model from a folder of Hugging Face, as the adapter reads it."""
+        """Fill the model from a Hugging Face folder, which the adapter reads."""
         if self._adapter is None:
             raise ValueError("initial_load_in_hf needs a model that has a state_dict_adapter; leave it out")
         path = path or self._adapter.hf_assets_path
@@ -289,7 +289,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 def _restore_known(live: dict[str, Any], path: str) -> None:
     """Fill these states from a folder of torchtitan's own manager.
 
-    Entries that they lack are ignored, as that manager does: they may be of other stages of a pipeline.
+    As in that manager, entries that the states lack are ignored: they may belong to other stages of a pipeline.
     """
     try:
         restore(live, path)
@@ -302,10 +302,10 @@ def _restore_known(live: dict[str, Any], path: str) -> None:
 def _values_of_this_rank(
     states: Mapping[str, Any], restore_from: Callable[[dict[str, Any]], object], load_from: Callable[..., Any]
 ) -> dict[str, Any]:
-    """The saved values of states of which each rank has its own.
+    """The saved values of states that are separate on each rank.
 
-    If other ranks have saved than those that load, or none of the entries is of this rank, the entries of all of them
-    are taken together: the data loader has one for each rank of data parallelism. Of several values, the lowest rank's
+    If the saved ranks differ from the loading ones, or this rank has no entries, the entries of all ranks are merged:
+    the data loader has an entry for each data-parallel rank. If several ranks have the same entry, the lowest rank's
     counts.
     """
     values: dict[str, Any] = {name: {} for name in states}

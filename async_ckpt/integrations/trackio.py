@@ -1,4 +1,4 @@
-"""Trackio: an artifact with the reference and the numbers of each save, and the checkpoint that a run went on from.
+"""Trackio: an artifact with the reference and the numbers of each save, and the checkpoint from which a run resumed.
 
 In: references to steps. Out: artifacts and numbers of a run. Knows nothing of: saves.
 """
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # whichever version is installed, if any
+if TYPE_CHECKING:  # the types must not depend on the installed version
     trackio: Any
 else:
     try:
@@ -22,17 +22,17 @@ else:
 
 
 class TrackioTracker:
-    """Tells a run of Trackio of the checkpoints.
+    """Reports checkpoints to a Trackio run.
 
         ckpt.track(TrackioTracker(trackio.init(project="gpt")))
 
-    Each commit is a version of an artifact of type "checkpoint", whose only file is the reference as JSON, since
-    Trackio takes references to few kinds of URLs. Its aliases are `step-<step>`, `latest` and `best`. Its name stands
-    for the root, so that it is the same in each run that goes on there. After a restore, the run uses the artifact of
-    that step, if the project has it, which is the lineage that Trackio shows.
+    Each commit is a version of an artifact of type "checkpoint". Its only file is the reference as JSON, since Trackio
+    accepts references to few kinds of URLs. Its aliases are `step-<step>`, `latest` and `best`. Its name is derived
+    from the root, so that it is the same in each run that continues there. After a restore, the run uses the artifact
+    of that step, if the project has it; Trackio shows this as lineage.
 
     Args:
-        run: what `trackio.init` returns. Of several ranks, only rank 0 needs one.
+        run: the result of `trackio.init`. With several ranks, only rank 0 needs a run.
     """
 
     def __init__(self, run: Any) -> None:
@@ -53,7 +53,7 @@ class TrackioTracker:
         """See `ExperimentTracker`."""
         run = self._active()
         run.log({"ckpt/restored_from_step": reference["step"]}, step=reference["step"])
-        with suppress(ValueError):  # the step was saved before there was a tracker
+        with suppress(ValueError):  # the step was saved without a tracker
             run.use_artifact(f"{reference['name']}:step-{reference['step']}")
 
     def _active(self) -> Any:

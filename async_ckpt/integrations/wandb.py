@@ -1,4 +1,4 @@
-"""Weights & Biases: a reference artifact and the numbers of each save, and the checkpoint that a run went on from.
+"""Weights & Biases: a reference artifact and the numbers of each save, and the checkpoint from which a run resumed.
 
 In: references to steps. Out: artifacts, numbers and the configuration of a run. Knows nothing of: saves.
 """
@@ -17,19 +17,20 @@ except ImportError as error:
 
 
 class WandbTracker:
-    """Tells a run of Weights & Biases of the checkpoints.
+    """Reports checkpoints to a Weights & Biases run.
 
         ckpt.track(WandbTracker())
 
     Each commit is a version of an artifact of type "checkpoint", which refers to the step's folder, with the aliases
-    `step-<step>`, `latest` and `best`. Nothing of the checkpoint is uploaded. The artifact's name stands for the root,
-    so that it is the same in each run that goes on there.
+    `step-<step>`, `latest` and `best`. Nothing of the checkpoint is uploaded. The artifact's name is derived from the
+    root, so that it is the same in each run that continues there.
 
-    The numbers of a save join the row that the training logs next, so that its own steps are not moved; their x axis is
-    `ckpt/step`. A restore sets `restored_from` in the run's configuration. Online, the run also uses the artifact.
+    The numbers of a save are added to the next row that the training logs, so that they do not advance its steps; their
+    x axis is `ckpt/step`. A restore sets `restored_from` in the run's configuration. Online, the run also uses the
+    artifact.
 
     Args:
-        run: by default the active one, `wandb.run`. Of several ranks, only rank 0 needs one.
+        run: a run, by default the active one, `wandb.run`. With several ranks, only rank 0 needs a run.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -42,7 +43,8 @@ class WandbTracker:
         run = self._active()
         run.log(numbers, commit=False)
         artifact = wandb.Artifact(reference["name"], "checkpoint", metadata=reference)
-        # The entry of add_reference(checksum=False), which lists a local folder, and asks for the client of a bucket.
+        # The same entry as by add_reference(checksum=False), which would also list a local folder and need the client
+        # of a bucket.
         folder, url = reference["url"].rpartition("/")[2], reference["url"]
         artifact.manifest.add_entry(ArtifactManifestEntry(path=folder, ref=url, digest=url))
         run.log_artifact(artifact, aliases=[f"step-{reference['step']}", *aliases])
@@ -51,8 +53,8 @@ class WandbTracker:
         """See `ExperimentTracker`."""
         run = self._active()
         run.config.update({"restored_from": reference}, allow_val_change=True)
-        if not run.offline:  # where it is refused
-            with suppress(wandb.errors.CommError, ValueError):  # the step was saved before there was a tracker
+        if not run.offline:  # offline it is refused
+            with suppress(wandb.errors.CommError, ValueError):  # the step was saved without a tracker
                 run.use_artifact(f"{reference['name']}:step-{reference['step']}")
 
     def _active(self) -> Any:

@@ -4,6 +4,6 @@
 - `pack.py`: `pack`; `unpack.py`: `unpack` and `files.extract`; `streams.py`: file objects over stored objects.
 - `export.py`: `export_hf`; `hf_weights.py`: names and small files; `shards.py`: safetensors files; `hf_folder.py`:
   the folder.
-- `spread.py`: `export_hf` of a model that is spread over ranks.
+- `spread.py`: `export_hf` of a model that is sharded over ranks.
 - `merge.py`: `merge`, one archive from those of several ranks.
 """

@@ -35,9 +35,9 @@ _ATOMS: Final = (
 
 @no_collection()
 def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[SnapshotView]]:
-    """The tensors with dense memory of their own, each once, with their names; and the snapshots.
+    """The names of all plain dense tensors, the tensors themselves (each once), and the snapshots.
 
-    Other tensors are left to `deep_copied`.
+    `deep_copied` handles tensors of other kinds.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
 
 
 def closure_of(function: Any) -> dict[str, Any]:
-    """The variables that a function closes over; globals of its module are not among them."""
+    """The variables in a function's closure; globals of its module are not included."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -110,7 +110,7 @@ def deep_copied(
 
 
 def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy`, also of dicts whose entries are attributes, as `__deepcopy__` is then."""
+    """`copy.deepcopy` that also copies dicts whose attribute access looks up entries (`__deepcopy__`, too)."""
     try:
         return copy.deepcopy(value, dict(memo))
     except Exception:
@@ -128,7 +128,7 @@ def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _attribute_dicts(value: Any) -> list[dict[Any, Any]]:
-    """The dicts in a value, at any depth, that have an entry as their `__deepcopy__`, or raise when asked for it."""
+    """The dicts in a value, at any depth, whose `__deepcopy__` is one of their entries, or raises when looked up."""
     found: list[dict[Any, Any]] = []
     seen: dict[int, Any] = {}
     todo = [value]
@@ -148,7 +148,7 @@ def _attribute_dicts(value: Any) -> list[dict[Any, Any]]:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is only its memory and its attributes, so that it can be rebuilt around other memory."""
+    """True if a tensor consists only of memory and attributes, so that it can be rebuilt around other memory."""
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter) and (
         kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -1,4 +1,4 @@
-"""Saves of copied tensors that others write: wrapped functions, exports and publications.
+"""Saves that write files from copied tensors: wrapped functions, exports and publications.
 
 In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: the
 files that are written from the copies.
@@ -29,12 +29,12 @@ from ...core.storage.sequential import Appender
 from ...core.timing import Spans
 from .scratch import Scratch
 
-if TYPE_CHECKING:  # a wrapped function needs no names of weights
+if TYPE_CHECKING:  # a wrapped function does not need `hf_weights`
     from .hf_weights import Weights
 
 
 class CopySave(Save):
-    """A save that is written from copies of tensors. Subclasses write it, and make it visible."""
+    """A save that is written from copies of tensors. Subclasses write the files and make them visible."""
 
     def __init__(
         self,
@@ -57,16 +57,16 @@ class CopySave(Save):
             crew=get_loop().copiers,
             wording=Wording(f"the copy of {path}"),
         )
-        # Tensors of held snapshots are not copied again; they have their bytes when the snapshots are complete.
+        # Tensors of held snapshots are not copied again; their bytes are valid once the snapshots are complete.
         staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
         super().__init__(None, path, staged, lambda: self.progress, spans)
         self._num_tensors = num_tensors
-        self._num_bytes = self._num_retries = 0  # of what is written
+        self._num_bytes = self._num_retries = 0  # written so far
         self._out: Appender | None = None  # the object that is being written
         self._scratch: Scratch | None = None
 
     def begin(self) -> SaveHandle:
-        """Copy the tensors, or defer that to the guard. When this returns, on the caller's thread, they may change."""
+        """Copy the tensors, or let the guard defer it. Runs on the caller's thread; afterwards tensors may change."""
         try:
             handle = files_saver().take_on(self)
         except BaseException:
@@ -100,7 +100,7 @@ class CopySave(Save):
 
     @abstractmethod
     async def _write(self) -> None:
-        """Write everything, but nothing visible."""
+        """Write everything without making it visible."""
 
     @abstractmethod
     def _commit(self) -> None:
@@ -156,7 +156,7 @@ class CopySave(Save):
 
 
 class WeightsSave(CopySave):
-    """A save of a model's weights, of which those of a held snapshot are not copied again."""
+    """A save of a model's weights. Weights of a held snapshot are not copied again."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class WrapOptions(NamedTuple):
 
 
 class BoundCall(NamedTuple):
-    """A call whose destination is known; `make` gives the arguments with another destination in its place."""
+    """A call whose destination is known; `make` returns the arguments with another destination."""
 
     given: Anywhere
     others: dict[str | int, Any]
@@ -80,7 +80,7 @@ class BoundCall(NamedTuple):
 
 
 class DestinationFinder:
-    """The rule for which argument of a function is the destination. Made by `wrap`, once for each function."""
+    """Finds the argument of a function that is the destination. `wrap` creates one for each function."""
 
     def __init__(self, fn: Callable[..., Any], declared: str | int | None) -> None:
         self._name = name_of(fn)
@@ -93,7 +93,7 @@ class DestinationFinder:
             self._parameters = self._signature.parameters
         self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
         if isinstance(declared, int) and declared < len(self._positional):
-            self._declared = self._positional[declared]  # so that it may be given by name, too
+            self._declared = self._positional[declared]  # by its name, so that a caller may pass it as a keyword, too
         elif isinstance(declared, str) and self._signature is not None:
             kinds = [p.kind for p in self._parameters.values()]
             if declared not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -118,7 +118,7 @@ class DestinationFinder:
         return BoundCall(given, others, names, make)
 
     def _find(self, values: Mapping[str | int, Any], names: Mapping[str | int, str]) -> tuple[str | int, Anywhere]:
-        """The destination's key, and its value. Raises TypeError if the destination is not clear."""
+        """The destination's key, and its value. Raises TypeError if the destination is missing or ambiguous."""
         defaults: dict[str | int, Any] = {
             p.name: p.default
             for p in self._parameters.values()
@@ -252,7 +252,7 @@ def why_not_wrapped(fn: Callable[..., Any], *, streams: bool) -> str | None:
 
 
 def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
-    """The module and the name of a function, if it is what they refer to; functools.wraps copies them to others."""
+    """The module and name of a function, if they refer to it; functools.wraps copies both to other functions."""
     module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
     target: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -264,6 +264,6 @@ def name_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)
-    if inspect.ismethod(fn) and not isinstance(owner, type):  # whose class may have inherited it
+    if inspect.ismethod(fn) and not isinstance(owner, type):  # its class may have inherited the method
         return f"{type(owner).__qualname__}.{fn.__name__}"
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)

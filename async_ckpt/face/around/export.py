@@ -1,4 +1,4 @@
-"""`export_hf`: weights as the Hugging Face ecosystem reads them, written beside a checkpoint or alone.
+"""`export_hf`: weights in the layout of the Hugging Face ecosystem, written beside a checkpoint or alone.
 
 In: a model, or its state dict. Out: a folder of safetensors, index, config and tokenizer, on disk or in a store.
 Knows nothing of: the names that models give their weights.
@@ -39,48 +39,48 @@ def export_hf(
 
         handle = async_ckpt.export_hf(model, "out/hf")
 
-    The weights are written to `model.safetensors`, or to shards and their index, under the names that
+    The weights are written to `model.safetensors`, or to shards with an index, under the names that
     `save_pretrained` uses: those of the plain model, even if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
     Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in
     `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
     the call returns.
 
-    A local folder appears as a whole. An existing folder is replaced by a new one, which has the other files of the old
-    one as well. At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export
-    fails in between. Exports are written in the order of the calls.
+    A local folder appears as a whole. It replaces an existing folder, and takes over all other files of that folder. At
+    a URL, `config.json` is deleted first and written last, so that a failed export leaves nothing that loads. Exports
+    are written in the order of the calls.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
-    that all of them see. No call waits for another rank: each writes what it holds, and rank 0 makes the folder from
-    these parts, through less than 256 MiB of memory. The handles of all ranks are done when the folder is complete, or
-    raise PeerFailedError. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh of its
-    own, or the export fails.
+    If the model is sharded over ranks (FSDP2, HSDP, tensor parallelism), every rank makes this call, with a destination
+    that all of them see. No call waits for another rank: each rank writes its shards, and rank 0 assembles the folder
+    from them, using less than 256 MiB of memory. The handles of all ranks are done when the folder is complete, or
+    raise PeerFailedError. Every rank must hold DTensors, or the export fails: a rank with whole weights converts them
+    to DTensors on a mesh of its own.
 
-    Together with a checkpoint of the same instant, the weights are copied from the device once:
+    To write a checkpoint of the same instant as well, and copy the weights from the device only once:
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
             async_ckpt.save(snap, "x.ackpt.tar")
             async_ckpt.export_hf(snap["model"], "hf")
 
     Args:
-        state_or_model: a module; a flat mapping of names to tensors; or either of them in a snapshot. The names of a
-            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they
-            look wrapped. A module knows its config and its tied weights; a mapping does not.
-        destination: a folder, or the URL of one.
-        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config,
-            chat templates), but no weights and no other subfolders. They take precedence over the model's own config.
+        state_or_model: a module, a flat mapping of names to tensors, or a snapshot of either. The names of a mapping
+            are written unchanged, so it must be the state dict of the plain model; names that look wrapped cause a
+            warning. A module knows its config and its tied weights; a mapping does not.
+        destination: the path or URL of a folder.
+        config_folder: a local folder. Its files (config, tokenizer, generation config, chat templates) are copied
+            beside the weights, except weights and other subfolders. They take precedence over the model's own config.
         max_shard_bytes: the largest size of a file. A larger tensor gets a file of its own.
         guard: as for `save`.
 
-    Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows, NotADirectoryError if
-    `config_folder` or the destination is not a folder, ValueError for a folder with the name of a compressed archive or
-    that is in use, and ReferenceError for a snapshot whose module was deleted. The
-    handle raises FileExistsError for a model in a folder that contains an adapter, which would be loaded instead.
+    Raises UnsupportedStateError for values other than plain tensors of dtypes that safetensors knows,
+    NotADirectoryError if `config_folder` or the destination is not a folder, ValueError if the folder is in use or has
+    the name of a compressed archive, and ReferenceError for a snapshot whose module was deleted. The handle raises
+    FileExistsError if a model is written to a folder that contains an adapter, which would be loaded instead.
     """
     place = written_at(destination)
     storage: Storage = place.storage()
     spans = Spans()
     others = OtherRanks(storage)
-    try:  # the other ranks learn of an error on this one
+    try:  # an error on this rank is reported to the other ranks
         refuse_archive_name(place.shown)
         if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
@@ -108,7 +108,7 @@ def export_hf(
 
 
 def _replaceable(folder: str) -> str:
-    """The folder behind a link, since the folder itself is replaced. Raises if it cannot be replaced."""
+    """The folder that is replaced: the target, if `folder` is a link. Raises if it cannot be replaced."""
     real = os.path.realpath(folder)
     if os.path.lexists(real) and not os.path.isdir(real):
         refuse_dangling(Path(real))

@@ -1,10 +1,10 @@
-"""The digests of a framework's files, in one small file beside them: any flipped bit is found by it.
+"""The digests of a framework's files, in one small file beside them, so that any flipped bit is found.
 
-In: a folder that has just been filled, or one that was. Out: a file with a digest of each other file; the files whose
-bytes are others. Knows nothing of: what the files hold.
+In: a folder of files. Out: a file with the digest of each other file, or an error for files that have changed. Knows
+nothing of: the content of the files.
 
-The files are read once more, on the thread in the background that has written them, while they are in the page cache.
-Reading and digests release the GIL. Archives of this library are left out: they have digests of their own.
+The background thread that has written the files reads them once more, while they are in the page cache. Reading and
+hashing release the GIL. Archives of this library are left out: they contain digests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
 from ...errors import CorruptCheckpointError
 
-# The hub is not given files whose names begin with "_".
+# Files whose names begin with "_" are not uploaded to the hub.
 DIGESTS: Final = "_async_ckpt.digests"
 _FILES: Final = re.compile(r"(.*/)?_async_ckpt\.digests(\.\d+)?\.json")
 _ARCHIVE: Final = ".tar"
@@ -37,7 +37,7 @@ _MAX_READERS: Final = 8
 def note_digests(folder: str | os.PathLike[str], *, rank: int | None = None, but: str = "") -> None:
     """Write the digests of all files below a folder into it, durably.
 
-    `rank` is for ranks that fill one folder together, `but` is the name of a file that somebody else writes.
+    `rank` is for ranks that fill one folder together. `but` is the name of a file to leave out.
     """
     root = Path(folder)
     storage = LocalStorage(root)
@@ -59,12 +59,12 @@ def _is_noted(path: str, but: str) -> bool:
 
 
 def is_of_digests(path: str) -> bool:
-    """Whether a file has this module's digests of the files beside it."""
+    """True if a file contains this module's digests of the files beside it."""
     return _FILES.fullmatch(path) is not None
 
 
 def noted_in(storage: Storage, path: str) -> dict[str, str]:
-    """The digests that a file has, by the paths of files in the storage. Raises CorruptCheckpointError."""
+    """The digests in a file, by the paths of the files in the storage. Raises CorruptCheckpointError."""
     try:
         kept = json.loads(storage.read(path)[0])
         if not isinstance(kept, dict) or kept.keys() != {"algorithm", "files"} or kept["algorithm"] != "xxh3_128":
@@ -78,7 +78,7 @@ def noted_in(storage: Storage, path: str) -> dict[str, str]:
 
 
 def compare_file(storage: Storage, path: str, digest: str, on_bytes: Callable[[int], object] = lambda _: None) -> int:
-    """Compare a file with its digest. Returns its bytes. Raises CorruptCheckpointError; `on_bytes` gets each read's."""
+    """Compare a file with its digest. Returns its size. Raises CorruptCheckpointError; `on_bytes` gets read sizes."""
     try:
         found, num_bytes = _digest_of(storage, path, on_bytes)
     except FileNotFoundError as error:
@@ -93,7 +93,7 @@ def compare_file(storage: Storage, path: str, digest: str, on_bytes: Callable[[i
 def compare_folder(folder: str | os.PathLike[str], *, share: int = 0, num_shares: int = 1) -> None:
     """Compare the files of a folder with the digests beside them, if there are any. Raises CorruptCheckpointError.
 
-    Ranks that read the same folder compare a share of the files each.
+    Ranks that read the same folder each compare a share of the files.
     """
     storage = LocalStorage(Path(folder))
     paths = [path for path in storage.sizes("") if is_of_digests(path)]

@@ -1,8 +1,7 @@
 """The folder of a model as the Hugging Face ecosystem reads it: shards, their index, and small files beside them.
 
 In: weights by name, copied to the host, and small files. Out: a folder on disk or in a store, which appears as a
-whole.
-Knows nothing of: models, and the names of their weights.
+whole. Knows nothing of: models, the names of their weights.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from .shards import INDEX, Shard, index_of, shards_of
 
 
 class ExportRequest(NamedTuple):
-    """The arguments of one `export_hf` call beside the weights, and the time since it began."""
+    """The arguments of one `export_hf` call except the weights, and the spans that time it."""
 
     storage: Storage  # of the folder to write
     config_files: Mapping[str, bytes]
     max_shard_bytes: int
     spans: Spans
-    check: Callable[[], None] = lambda: None  # called before anything is replaced; raises if it must not be
+    check: Callable[[], None] = lambda: None  # called before anything is replaced; raises to prevent it
 
 
 class Export(WeightsSave):
-    """The save of one export, made on the caller's thread, and run on the library's loop.
-
-    Its blocking methods run on helper threads.
+    """The save of one export. Created on the caller's thread, and run on the library's loop; its blocking methods run
+    on helper threads.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Export(WeightsSave):
         self._check_others = request.check
         self._small_files = {**weights.files, **request.config_files}
         self._total_bytes += sum(map(len, self._small_files.values()))
-        self._shard_names: set[str] = set()  # of the shards that were written
+        self._shard_names: set[str] = set()  # written so far
 
     async def _write(self) -> None:
         await off_loop(self._write_folder)
@@ -117,13 +115,13 @@ class Export(WeightsSave):
         """Make sure that the previous model cannot be loaded while its files are replaced one by one."""
         last = self._weights.last
         if self._storage.exists(last):
-            if last not in self._small_files:  # keep it for the new weights
+            if last not in self._small_files:  # to be written again with the new weights
                 self._small_files[last] = self._storage.read(last)[0]
                 self._total_bytes += len(self._small_files[last])
             self._storage.delete(last)
 
     def _pieces(self, shard: Shard) -> Iterator[memoryview]:
-        """The bytes of a shard, from front to back; each piece may be overwritten by the next."""
+        """The bytes of a shard, from front to back. The next piece may overwrite this one's memory."""
         return shard.pieces()
 
     def _commit(self) -> None:

@@ -1,7 +1,7 @@
-"""Weights as the Hugging Face ecosystem names them, and the small files that a model has beside them.
+"""Weights by their Hugging Face names, and the small files beside the weights of a model.
 
 In: a model, or its state dict. Out: tensors by the names that `from_pretrained` looks for, each once.
-Knows nothing of: files and folders. Imports neither transformers nor PEFT; their models are inspected.
+Knows nothing of: files and folders. Imports neither transformers nor PEFT; it inspects their models.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 
 # The prefix of names in PEFT's files, however the adapter was added to the model.
 _ADAPTER_PREFIX: Final = "base_model.model."
-# Names of PEFT's parameters in memory: the kind, the adapter, and the rest, which its files keep.
+# The names of PEFT's parameters in memory: the kind, the adapter (not in the names of its files), and the rest.
 _OF_ADAPTER: Final = re.compile(
     r"\.(?P<kind>lora_\w+|trainable_tokens_delta|modules_to_save)\.(?P<adapter>[^.]+)(?P<rest>\..+)?$"
 )
@@ -48,12 +48,11 @@ _OF_ADAPTER: Final = re.compile(
 _RESERVED: Final = "__metadata__"
 # Modules that PEFT treats as embeddings: if a LoRA layer wraps one, the wrapped layer is saved, too.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "lm_head"})
-# In files the adapter's name is left out, so that one of these follows the kind directly.
+# The names in files lack the adapter, so that one of these follows the kind directly.
 _LEAVES: Final = frozenset({"weight", "bias"})
 # The first matrix of a LoRA layer in PEFT's files, whose rows are the rank.
 _FIRST_MATRIX: Final = re.compile(r"\.(lora_A\.weight|lora_embedding_A)$")
-# The fields of an adapter's config on which the meaning of its tensors depends: the base, and then what is done with
-# them.
+# The fields of an adapter's config on which the meaning of its tensors depends: its base model, and its settings.
 OF_BASE: Final = ("base_model_name_or_path", "revision")
 _SETTINGS: Final = (
     *OF_BASE,
@@ -87,7 +86,7 @@ class Weights(NamedTuple):
     adapter: Mapping[str, str] = MappingProxyType({})
 
     def described(self) -> Tensors:
-        """The tensors of published checkpoints, on the meta device: their names, dtypes and shapes alone."""
+        """The tensors as in published checkpoints, on the meta device: only names, dtypes and shapes."""
         empty = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self.tensors.items()
         }
@@ -95,7 +94,7 @@ class Weights(NamedTuple):
 
     @staticmethod
     def looks_whole(given: Any) -> bool:
-        """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
+        """True for a model of whole tensors, which a rank may export alone. False also for a value that is no model."""
         with contextlib.suppress(Exception):
             named = tree_of(given) if isinstance(given, SnapshotView) else given
             tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
@@ -104,16 +103,16 @@ class Weights(NamedTuple):
 
     @property
     def is_spread(self) -> bool:
-        """Whether tensors are spread over ranks."""
+        """True if any tensor is sharded over ranks."""
         return any(map(is_sharded, self.tensors.values()))
 
     @property
     def last(self) -> str:
-        """The file that makes the others a model."""
+        """The file that is written last: without it, nothing loads the others."""
         return CONFIG if self.stem == "model" else ADAPTER_CONFIG
 
     def is_own(self, path: str) -> bool:
-        """Whether a file of this name holds such weights, from this export or an earlier one."""
+        """True if a file of this name contains such weights, from this export or an earlier one."""
         if self.stem == "model":
             return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path) is not None
         return path == ADAPTER_FILE
@@ -122,7 +121,7 @@ class Weights(NamedTuple):
 def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
     """The content to write for a model or state dict. `config_files` are the user's files beside it.
 
-    Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows.
+    Raises UnsupportedStateError for values other than plain tensors of dtypes that safetensors knows.
     """
     live, named = given, given
     if isinstance(given, SnapshotView):
@@ -193,7 +192,7 @@ def _tensors_of(given: Any) -> Tensors:
 
 
 def _tied_by_loading(model: Any) -> frozenset[str] | None:
-    """The names that `from_pretrained` ties to others by itself; None if the model does not say."""
+    """The names that `from_pretrained` ties to others by itself; None if the model does not list them."""
     for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):  # transformers 5, and 4
         names = getattr(model, attribute, None)
         if names is not None:
@@ -202,10 +201,10 @@ def _tied_by_loading(model: Any) -> frozenset[str] | None:
 
 
 def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensors, dict[str, str]]:
-    """The tensors without tied ones, and the names of those, each with the name that is kept.
+    """The tensors without tied ones, and a mapping from each dropped name to the name that is kept.
 
-    Tensors that share memory without the model saying so are written under every name, since nothing would tie them
-    again.
+    If a model lists its tied names, other tensors that share memory are written under every name, since nothing would
+    tie them again.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
@@ -224,7 +223,7 @@ def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensor
 
 
 def _configs_of(model: Any) -> dict[str, bytes]:
-    """The files that `save_pretrained` writes beside the weights, of a model that knows its own config."""
+    """The files that `save_pretrained` writes beside the weights, for a model that knows its config."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
@@ -236,13 +235,13 @@ def _configs_of(model: Any) -> dict[str, bytes]:
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         fields = json.loads(generation.to_json_string())
-        fields.pop("compile_config", None)  # belongs to this run
+        fields.pop("compile_config", None)  # concerns only this process
         files["generation_config.json"] = json_bytes(fields)
     return files
 
 
 def _class_name(model: Any) -> str:
-    """The name of the model's own class: fully_shard gives it another one, derived from this and `FSDPModule`."""
+    """The name of the model's original class: fully_shard replaces it by one derived from it and `FSDPModule`."""
     return next(
         kind.__name__ for kind in type(model).__mro__ if not any(base.__name__ == "FSDPModule" for base in kind.__mro__)
     )
@@ -251,7 +250,7 @@ def _class_name(model: Any) -> str:
 def _as_published(model: Any, tensors: Tensors) -> Tensors:
     """The tensors in the form of published checkpoints; transformers 5 merges some in memory, such as all experts.
 
-    `from_pretrained` reads both; other readers know only the published form. The model's own conversion is used.
+    `from_pretrained` reads both forms, other programs only the published one. The model's own conversion is used.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     if not hasattr(loading, "revert_weight_conversion") or not hasattr(model, "all_tied_weights_keys"):
@@ -344,14 +343,14 @@ def _refuse_other_config(tensors: Tensors, config: Mapping[str, Any]) -> None:
 
 
 def _why_misfit(layer: str, first: torch.Tensor, config: Mapping[str, Any]) -> str | None:
-    """The reason why the first matrix of a layer is not one of the config; None if it may be."""
+    """The reason why the first matrix of a layer does not fit the config; None if it may fit."""
     if config.get("target_parameters") or config.get("use_bdlora"):
-        return None  # these matrices are of several weights
+        return None  # these matrices cover several weights
     rank, targets = _rank_of(layer, config), config.get("target_modules")
     if rank is not None and first.shape[:1] != (rank,):
         return f"{ADAPTER_CONFIG} gives this layer the rank {rank}"
     if not isinstance(targets, list | set) or not targets or config.get("ensure_weight_tying"):
-        return None  # a pattern, which the names of the base alone would tell, or layers that are tied to named ones
+        return None  # a pattern, which only the base's names could resolve, or layers tied to named ones
     if any(f".{layer}".endswith(f".{target}") for target in targets):
         return None
     named = ", ".join(sorted(map(str, targets)))
@@ -359,7 +358,7 @@ def _why_misfit(layer: str, first: torch.Tensor, config: Mapping[str, Any]) -> s
 
 
 def _rank_of(layer: str, config: Mapping[str, Any]) -> int | None:
-    """The rank of a layer by PEFT's rules; None if the config does not say."""
+    """The rank of a layer by PEFT's rules; None if it is not in the config."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return int(rank)
@@ -406,7 +405,7 @@ def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> 
             layers.add(name[: match.start()])
             selected[_name_in_file(name, match)] = tensor
     embeddings = set()
-    if config.get("trainable_token_indices") is None:  # these are there to avoid saving embeddings
+    if config.get("trainable_token_indices") is None:  # PEFT trains single tokens to avoid saving embeddings
         embeddings = {f"{layer}.base_layer" for layer in layers if layer.rpartition(".")[2] in _EMBEDDINGS}
     for name, tensor in tensors.items():
         layer, _, leaf = name.rpartition(".")
@@ -429,7 +428,7 @@ def _name_in_file(name: str, match: re.Match[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value for a value in a config that JSON does not know."""
+    """A JSON value in place of a config's value that JSON cannot represent."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -460,12 +459,12 @@ _TEMPLATES: Final = "additional_chat_templates"
 
 
 def is_left_out(path: str) -> bool:
-    """Whether a file in a model's folder is not copied beside its weights."""
+    """True for a file in a model's folder that is not copied beside its weights."""
     return any(map(_NOT_COPIED.fullmatch, path.split("/")))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
+    """The config, tokenizer and similar files, read at once, so that the folder may be deleted after the call."""
     if not folder.is_dir():
         refuse_dangling(folder)
         raise NotAFolderError(f"config_folder {folder} is not a folder; give the one with the model's config.json")

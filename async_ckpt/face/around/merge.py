@@ -2,9 +2,8 @@
 
 In: a run. Out: one archive, at any destination. Knows nothing of: live objects.
 
-The file is planned before a byte moves, like any other archive, and then written from front to back. The next
-segment is gathered from the archives of the ranks while the sink still writes the one before, so that a few segments
-are all the memory needed, however large the state is.
+Like any archive, the file is planned first and then written from front to back. While the sink writes one segment, the
+next one is gathered from the archives of the ranks, so a few segments of memory are enough for a state of any size.
 """
 
 from __future__ import annotations
@@ -52,24 +51,24 @@ def merge(
 
         async_ckpt.merge("runs/a", 500, "out/x.ackpt.tar")
 
-    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and
-    other programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however
-    large the state is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and
-    nothing is visible at the destination until all of it is durable.
+    The archive looks as if one process had saved the state: `load` returns the same as for the step, bit for bit, and
+    other programs can read the safetensors files in it. It is streamed through less than 256 MiB of memory, regardless
+    of the size of the state. It includes the groups that the step borrows from earlier ones. The run is not changed,
+    and nothing is visible at the destination until the whole archive is durable.
 
     Args:
         run: the root of the run, or the folder of the step; a path, a URL or a Place.
         step: a committed step; None for the newest.
         destination: the path or URL of the archive, or a Place. It is not compressed.
-        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. Every such name
-            needs one.
+        from_ranks: the rank whose value to take for an entry that was saved per rank, by name, such as {"rng": 0}. It
+            must have a rank for each of these entries.
         trust: as for `load`: values that are not plain data are unpickled and pickled again.
         verify: compare the digest of every block that is read.
 
-    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that
-    `from_ranks` does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError,
-    ValueError or IsADirectoryError for a destination that cannot be written to or is in the folder of a step,
-    StorageFullError and StorageUnavailableError.
+    Raises NotCommittedError if there is no such step, StateMismatchError if `from_ranks` lacks an entry that was saved
+    per rank, KeyError if a name in it matches nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
+    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and
+    StorageUnavailableError.
     """
     begin = monotonic()
     place = written_at(destination)
@@ -115,7 +114,7 @@ def merge(
 
 @dataclass(frozen=True, slots=True)
 class _MergedState:
-    """The state to write: like a capture of live objects, except that its tensors are in files."""
+    """The state to write: like a capture of live objects, but with tensors in files."""
 
     skeleton: str
     specs: list[TensorSpec]
@@ -124,7 +123,7 @@ class _MergedState:
 
 
 def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
-    """The merged state. Raises StateMismatchError if ranks have values of their own and `from_ranks` chooses none."""
+    """The merged state. Raises StateMismatchError if `from_ranks` lacks an entry that was saved per rank."""
     values, objects = [], []
     for part in parts:
         value, stored_leaves = part.archive.tree(groups=part.groups)
@@ -163,7 +162,7 @@ def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None
 
 
 def _skeleton_of_groups(part: Part) -> Json:
-    """The skeleton of the groups of a file that belong to the step."""
+    """The skeleton of those groups in the file that belong to the step."""
     skeleton = part.archive.index.skeleton
     if part.groups is None:
         return skeleton
@@ -206,7 +205,7 @@ def _fill(memory: HostBuffer, plan: SegmentPlan, state: _MergedState) -> None:
 
 
 def _overlay(view: memoryview, offset: int, text: bytes, at: int) -> None:
-    """Copy the part of `text`, which begins at byte `at` of the file, that lies in the segment at `offset`."""
+    """Copy into a segment its part of `text`. Byte `at` of the file is the start of `text`, `offset` the segment's."""
     begin, end = max(at, offset), min(at + len(text), offset + len(view))
     if begin < end:
         view[begin - offset : end - offset] = text[begin - at : end - at]

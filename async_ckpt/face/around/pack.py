@@ -37,33 +37,33 @@ _PathType: Any = type(Path())
 
 
 class PackedFolder(_PathType):  # type: ignore[misc]
-    """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
+    """A `pathlib.Path` with the handle of the save, which exists after the end of the `with` block."""
 
     _handle: SaveHandle | None = None
 
     @property
     def handle(self) -> SaveHandle:
-        """The save, once the block has been left."""
+        """The handle of the save. Raises before the end of the block."""
         if self._handle is None:
             raise UsageError("there is no handle until the `with` block has ended without an exception")
         return self._handle
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """The result of the save, once the block has been left, as by `handle.result`."""
+        """`handle.result`. Raises before the end of the block."""
         return self.handle.result(timeout)
 
 
 class Pack:
-    """A folder to write into; leaving the block streams it. Made by `pack`."""
+    """A folder to write into, made by `pack`. Leaving its `with` block streams the folder."""
 
     def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
         self._target, self._parent, self._name = target, scratch, name
         self._scratch: Scratch | None = None
-        self._folder = PackedFolder(scratch)  # once the block is entered, the one to write into
+        self._folder = PackedFolder(scratch)  # when the block is entered, replaced by the folder to write into
 
     @property
     def handle(self) -> SaveHandle:
-        """The save, once the block has been left."""
+        """The handle of the save. Raises before the end of the block."""
         return self._folder.handle
 
     def __enter__(self) -> PackedFolder:
@@ -95,28 +95,28 @@ def pack(
     compression: Compression = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Pack:
-    """Give existing code a folder to fill, in a `with` block. Its content becomes the archive at `destination`.
+    """A `with` block that gives existing code a folder to fill. Its content becomes the archive at `destination`.
 
         with async_ckpt.pack("s3://bucket/x.tar") as folder:
             model.save_pretrained(folder)
         report = folder.handle.result()
 
-    Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
-    links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
-    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in
-    the order in which their blocks ended: if two have the same destination, the later one replaces the other.
+    The block ends without waiting. The folder is then streamed in the background as one plain tar (members `./…`, with
+    their modes, links and holes), and removed once the archive is committed. If the block raises an exception, nothing
+    is published. If the save fails, the folder is kept, and the error names it. Packs are streamed one after the other,
+    in the order in which their blocks ended: of two with the same destination, the later one replaces the earlier.
 
     The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
     system's temp folder for a URL. `compression` is as for `save`.
 
-    Raises ValueError, IsADirectoryError or NotADirectoryError for a destination that cannot be written to, such as a
-    name that promises another compression.
+    Raises ValueError, IsADirectoryError or NotADirectoryError for a destination that cannot be written to, for example
+    if its suffix stands for another compression.
     """
     return _pack(FileTarget.at(written_at(destination), compression), scratch)
 
 
 def pack_under(destination: Anywhere, *, scratch: str | os.PathLike[str] | None = None) -> Pack:
-    """As `pack`, a plain tar under any name: for programs that write and read plain ones called .tar.gz."""
+    """Like `pack`, but writes a plain tar under any name: for programs whose files are plain tars named .tar.gz."""
     return _pack(FileTarget.at(written_at(destination), may_mislead=True), scratch)
 
 
@@ -132,7 +132,7 @@ def pack_folder(
     *,
     compression: Compression = None,
 ) -> SaveHandle:
-    """Stream a local folder as `pack` does, and keep it. It must not change until the handle is done.
+    """Stream a local folder as `pack` does, but keep the folder. It must not change until the handle is done.
 
         async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
@@ -154,7 +154,7 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
     try:
         packing = _PackSave(files_saver(), folder, target, scratch)
         handle = packing.saver.take_on(packing)
-    except BaseException as error:  # such as that the interpreter is exiting
+    except BaseException as error:  # for example at the exit of the interpreter
         if scratch is not None:
             _keep(scratch, error)
         raise
@@ -163,9 +163,8 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
 
 
 class _PackSave(Save):
-    """The save of one folder, run on the library's loop.
-
-    Made when the block is left. Segments are filled and written by helper threads.
+    """The save of one folder. Created at the end of the block, and run on the library's loop. Helper threads fill and
+    write the segments.
     """
 
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
@@ -193,7 +192,7 @@ class _PackSave(Save):
             attempt.snapshot.begin()
             try:
                 await story(attempt, None, self.life)
-            finally:  # the snapshot reads from the folder until then
+            finally:  # until then, the snapshot reads from the folder
                 await off_loop(attempt.snapshot.completion.exception)
         return attempt.report(await asyncio.wrap_future(self.spans.call))
 
@@ -233,16 +232,16 @@ def _keep(scratch: Scratch, error: BaseException) -> None:
 
 
 class FileSaves:
-    """The file saves of one owner, even if nobody holds their handles.
+    """The file saves of one owner, including those whose handles were dropped.
 
-    The saver of all files holds a save while it is under way, and one that failed while nobody has looked at its error.
+    The saver of all files holds a save while it is under way, and a failed one until its error is retrieved.
     """
 
     def __init__(self) -> None:
         self._handles: WeakSet[SaveHandle] = WeakSet()
 
     def add(self, handle: SaveHandle) -> None:
-        """Have a save of files, or of a wrapped function, waited for."""
+        """Include a save of files, or of a wrapped function, in `wait`."""
         self._handles.add(handle)
 
     @property
@@ -251,9 +250,9 @@ class FileSaves:
         return sum(not save.handle.done() for save in self._pending())
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save, and the removal of its files; raise the first error that nobody has looked at.
+        """Wait for every save and the removal of its temporary files, and raise the first error not retrieved yet.
 
-        Raises TimeoutError when `timeout` seconds have passed before.
+        Raises TimeoutError after `timeout` seconds.
         """
         wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         raise_error_of([save.handle for save in self._pending() if save.is_unseen])

@@ -1,10 +1,10 @@
-"""Ranges of the bytes of whole tensors, wherever their slices lie.
+"""Byte ranges of whole tensors, read from archives in any of which their slices may be.
 
 In: files, and byte ranges of their tensors in row-major order. Out: host memory with these bytes.
-Knows nothing of: their use.
+Knows nothing of: the use of the bytes.
 
-With these, a file of full tensors is written from front to back out of the archives of many ranks, and only the part
-that is being written is in memory.
+By such ranges, a file of full tensors is written from front to back from the archives of many ranks, with only the
+current part in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ...core.loading.fill import Wanted, fill, planned
 from ...core.slicing.slices import flat_range
 from ...core.spec import DTYPES, SEGMENT_BYTES
 
-# Any dtype with the size of an item.
+# A dtype for each item size in bytes; only the size matters.
 _ITEMS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Range(NamedTuple):
-    """`length` bytes of a tensor, from its byte `begin` on, which go to byte `target` of the memory."""
+    """`length` bytes of a tensor from its byte `begin`, to be read to byte `target` of the memory."""
 
     file: Contents
     number: int
@@ -46,7 +46,7 @@ def read_ranges(ranges: Iterable[Range], memory: torch.Tensor) -> None:
 
 
 def chunks_of(file: Contents, number: int) -> Iterator[torch.Tensor]:
-    """The items of a tensor, flat, in pieces of 32 MiB of one memory. Raises CorruptCheckpointError."""
+    """The items of a tensor, flat, in pieces of 32 MiB that reuse one buffer. Raises CorruptCheckpointError."""
     dtype = file.dtype(number)
     total = prod(file.index.tensors[number].shape) * dtype.itemsize
     step = SEGMENT_BYTES // dtype.itemsize * dtype.itemsize

@@ -1,8 +1,8 @@
-"""Scratch folders for code that writes files by itself, and the publication of those files, each whole.
+"""Scratch folders for code that writes its own files, and the atomic publication of each of these files.
 
-In: a destination. Out: a folder beside it; later its files under their names. Knows nothing of: what is in them.
+In: a destination. Out: a folder beside it; later its files under their final names. Knows nothing of: their content.
 
-A scratch folder has a locked file beside it, as a temp file has a lock: the next writer sweeps folders of dead owners.
+A scratch folder has a locked file beside it: the next writer sweeps folders whose owner is dead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXCHANGE: Final = 2
 class Scratch:
     """A new folder in `parent` for files that become `name`; other users of the machine cannot read it.
 
-    The end of its `with` block removes it. It belongs to the process that made it: a forked child does not touch it.
+    The end of its `with` block removes it. It belongs to the process that created it; a forked child ignores it.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
@@ -47,12 +47,12 @@ class Scratch:
 
     @property
     def belongs_here(self) -> bool:
-        """False in a child that was forked after this folder was made."""
+        """False in a child process that was forked after the folder was created."""
         return os.getpid() == self._pid
 
     @property
     def is_there(self) -> bool:
-        """False once another process has taken the folder away, even if something has made it again."""
+        """False once another process has removed the folder, even if it was created again since."""
         try:
             return identity(os.stat(self.folder)) == self._identity
         except FileNotFoundError:
@@ -65,7 +65,7 @@ class Scratch:
                 self._delete()
 
     def keep(self) -> None:
-        """Keep the folder, which has the only copy of something, under a name that is never swept."""
+        """Keep the folder, which may be the only copy of its files, under a name that is never swept."""
         if self._fd >= 0 and self.belongs_here:
             kept = self._lock.with_name(self._lock.name.removesuffix(TEMP_SUFFIX) + ".kept")
             with translated(self.folder):
@@ -120,8 +120,8 @@ def sync_all(path: Path) -> int:
 def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Rename a durable file or folder to its final path, atomically and durably.
 
-    A file replaces a file. A folder is exchanged for one that also has those files of the old folder that were not
-    written again, except for paths that are `replaced`. Raises the errors of `refuse_misfit`.
+    A file replaces a file. A folder replaces a folder and takes over the old files that were not written again, except
+    paths for which `replaced` returns True. Raises the errors of `refuse_misfit`.
     """
     refuse_misfit(written, target)
     if _is_folder(target) and any(target.iterdir()):
@@ -144,10 +144,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) -> None:
-    """Exchange a folder for a new one that also has the files that were not written again."""
+    """Replace a folder by a new one, which takes over the files that were not written again."""
     _link_missing(target, written, replaced)
     _exchange(written, target)
-    # Another process may have put a file there between the two lines.
+    # Another process may have written a file to the old folder between the two calls above.
     _link_missing(written, target, replaced)
     sync_folder(target)
 
@@ -166,7 +166,7 @@ def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Swap two folders by renameat2(2) with RENAME_EXCHANGE; without it by renames, with a gap between them."""
+    """Swap two folders by renameat2(2) with RENAME_EXCHANGE, or else by several renames, which are not atomic."""
     if sys.platform == "linux":
         at_fdcwd = -100
         if call_libc("renameat2", at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
@@ -178,9 +178,9 @@ def _exchange(a: Path, b: Path) -> None:
 
 
 def take_away(parent: Path, name: str) -> None:
-    """Remove the scratch folders of this name, also those of living writers: these can publish nothing any more.
+    """Remove the scratch folders of this name, even those of live writers, which then cannot publish any more.
 
-    Each is renamed first, so that a writer either has published it or finds it gone.
+    Each folder is renamed first, so that its writer has either published it or finds it missing.
     """
     names = os.listdir(parent)
     for folder in names:
@@ -189,7 +189,7 @@ def take_away(parent: Path, name: str) -> None:
             gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{FOLDER_SUFFIX}"
             with suppress(FileNotFoundError):
                 os.rename(parent / folder, gone)
-                shutil.rmtree(gone, ignore_errors=True)  # the rest is swept, as it has no lock
+                shutil.rmtree(gone, ignore_errors=True)  # a rest has no lock, and is swept later
 
 
 def _folder_of(lock: Path) -> Path:
@@ -200,7 +200,7 @@ def sweep(parent: Path, name: str | None = None) -> None:
     """Remove the leftovers of dead writers of this name, or of any name."""
     names = os.listdir(parent)
     for temp in _temps_of(name, names):
-        # Also for a writer that died before its folder was made, or after it was removed.
+        # The writer may have died before it created its folder, or after it removed it.
         if is_dead(parent / temp, delete=True):
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))

@@ -1,4 +1,4 @@
-"""Weights divided into files as `save_pretrained` divides them.
+"""Weights divided into files in the way of `save_pretrained`.
 
 In: tensors by name. Out: safetensors files, front to back, and their index. Knows nothing of: where they are written.
 """
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
 
 
 class ShardReader(Reader):
-    """A shard read like a stored file, in any order and from any thread."""
+    """Reads a shard like a stored file, in any order and from any thread."""
 
     def __init__(self, shard: Shard) -> None:
         self.num_bytes = shard.num_bytes
@@ -77,7 +77,7 @@ def view_of(flat: torch.Tensor) -> memoryview:
 
 
 def shards_of(weights: Weights, max_bytes: int) -> list[Shard]:
-    """The shards of weights: in the order of their names, as many tensors in one as fit."""
+    """The shards of weights, filled in the order of their names, each up to `max_bytes`."""
     parts: list[list[str]] = [[]]
     room = max_bytes
     for name, tensor in weights.tensors.items():
@@ -88,7 +88,7 @@ def shards_of(weights: Weights, max_bytes: int) -> list[Shard]:
         room -= tensor.nbytes
     shards = []
     for number, names in enumerate(parts, start=1):
-        # Descending item size aligns every tensor without holes, which the format forbids.
+        # Descending item sizes align every tensor without padding, which the format forbids.
         names.sort(key=lambda name: -weights.tensors[name].element_size())
         part = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
         tensors = {name: weights.tensors[name] for name in names}

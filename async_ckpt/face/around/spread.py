@@ -1,10 +1,10 @@
-"""`export_hf` of a model that is spread over ranks: each rank writes its slices, and rank 0 the folder from them.
+"""`export_hf` of a model that is sharded over ranks: each rank writes its slices; rank 0 assembles the folder.
 
 In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 
-Each rank copies what it holds to the host and writes it, behind its training, to an archive beside the destination (in
-a store: inside it). Once the parts of all ranks are there, rank 0 reads full tensors from them, by ranges, writes them
-one after the other, and tells the others. The ranks meet as they do for any call (`core.ranks.rendezvous`).
+Each rank copies its slices to the host and writes them in the background to an archive beside the destination (in a
+store: inside it). When the archives of all ranks are there, rank 0 reads full tensors from them by ranges, writes them
+one after the other, and notifies the other ranks. The ranks meet as in any call (`core.ranks.rendezvous`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .hf_weights import Tensors, Weights
 from .ranges import chunks_of
 from .shards import Shard, view_of
 
-# Until a rank believes that another one exports whole weights, and from look to look.
+# How long a rank with whole weights waits for the store, and the time between two checks on a rank with sharded ones.
 _LOOK_SECONDS: Final = 2.0
 _PART: Final = ".async_ckpt-part"
 _KEY: Final = "weights"
@@ -51,10 +51,10 @@ _ADVICE: Final = "call export_hf on every rank, with the same destination"
 
 
 class OtherRanks:
-    """The other ranks that may export to one destination. Each call of `export_hf` makes one.
+    """The other ranks that may export to the same destination. Each call of `export_hf` creates one.
 
-    A rank whose weights are whole exports alone, and cannot know whether others wait for it; so it says in the store
-    of the ranks that its weights are whole, and those whose weights are spread say that as long as they export.
+    A rank with whole weights exports alone, and cannot know whether others wait for it. So it puts a note into the
+    ranks' store that its weights are whole, and ranks with sharded weights keep a note there while they export.
     """
 
     def __init__(self, destination: Storage) -> None:
@@ -64,10 +64,10 @@ class OtherRanks:
         if world.store is not None:
             self._start = start_of(world)
         self._own = f"{world.rank} {os.urandom(4).hex()}"
-        self._whole = ""  # what a rank whose weights are whole has said
+        self._whole = ""  # the note of a rank with whole weights
 
     def call(self) -> RankCall:
-        """The call of all ranks whose weights are spread."""
+        """Join the call of all ranks with sharded weights."""
         self._set("spread")
         self._ask(partial(self._forget, "whole", f"{self._own.split()[0]} "))
         return self._channel.call(path=self.path)
@@ -77,12 +77,12 @@ class OtherRanks:
         return Channel.of_group("exports", _ADVICE, is_of_paths=True)
 
     def fail(self, error: BaseException) -> None:
-        """The call has raised on this rank before it was known whether its weights are spread."""
+        """Report an error that this rank has raised before it was known whether its weights are sharded."""
         if self._start is not None:
             self._channel.fail(error, path=self.path)
 
     def end(self) -> None:
-        """End the call: those whose weights are whole need not look for this rank any more."""
+        """End the call: delete this rank's note, and the note about whole weights that it has seen."""
         self._ask(partial(self._forget, "spread", self._own))
         if self._whole:
             self._ask(partial(self._forget, "whole", self._whole))
@@ -91,9 +91,10 @@ class OtherRanks:
         self._set("whole")
 
     def check_whole(self) -> None:
-        """For ranks whose weights are whole. Raises UnsupportedStateError if others export spread ones. Blocks."""
+        """On a rank with whole weights, raise UnsupportedStateError if others export sharded weights. Blocks."""
         start = self._start
-        # At the first export the token may be on its way; where rank 0 has not begun anything, it exports nothing.
+        # At the first export, the token may not have arrived yet. If rank 0 has begun nothing, no token comes, and no
+        # rank is exporting sharded weights.
         if start is None or not wait_for(start.token, _LOOK_SECONDS) or start.token.exception():
             return
         said = start.connection.ask(partial(self._said, "spread"))
@@ -108,7 +109,7 @@ class OtherRanks:
             raise error
 
     def check_spread(self) -> None:
-        """For ranks whose weights are spread. Raises PeerFailedError if another rank's are whole, as `watch` saw."""
+        """On a rank with sharded weights, raise PeerFailedError if `watch` has seen a rank with whole weights."""
         if self._whole:
             rank = int(self._whole.split()[0])
             raise PeerFailedError(
@@ -118,7 +119,7 @@ class OtherRanks:
             )
 
     async def watch(self) -> None:
-        """Look now and then whether another rank's weights are whole."""
+        """Check periodically whether another rank's weights are whole."""
         if self._start is None:
             return
         with contextlib.suppress(PeerFailedError):  # the call itself raises it
@@ -128,7 +129,7 @@ class OtherRanks:
                 with contextlib.suppress(RuntimeError):
                     self._whole = await asyncio.wrap_future(self._start.connection.ask(partial(self._said, "whole")))
 
-    # --- on the thread that asks the store, once the token is known -------------------------------------------
+    # --- on the store's thread, once the token is known -------------------------------------------------------
 
     def _key(self, what: str) -> str:
         assert self._start is not None
@@ -141,12 +142,12 @@ class OtherRanks:
         return store.get(self._key(what)).decode() if store.check([self._key(what)]) else ""
 
     def _forget(self, what: str, begin: str, store: Any) -> None:
-        """Delete what was said, if it begins so."""
+        """Delete the note about `what` if it starts with `begin`."""
         if self._said(what, store).startswith(begin):
             store.delete_key(self._key(what))
 
     def _ask(self, call: Any) -> None:
-        """Ask the store once the start has its token; nobody waits for that."""
+        """Call the store once the start has its token. Does not wait."""
         start = self._start
         if start is not None:
             start.token.add_done_callback(lambda token: token.exception() or start.connection.ask(call))
@@ -161,12 +162,12 @@ class PartFile:
         if not destination.remote:
             above, name = os.path.split(destination.locate("").rstrip(os.sep))
             self.storage = LocalStorage(above)
-        # In a store it lies inside the destination: no reader takes it for a part of a model.
+        # In a store, the archive is inside the destination: its name is not that of a model's file.
         self._stem = f"{_PART}-{name}-"
         self.name = f"{self._stem}rank_{rank:05d}.{os.urandom(4).hex()}.tar"
 
     def delete(self, names: Sequence[str] = ()) -> None:
-        """Delete this part, or all of these, and those of ranks that were killed a day ago or earlier. Blocks."""
+        """Delete this archive, or those in `names`, and those of ranks that were killed at least a day ago. Blocks."""
         with contextlib.suppress(CheckpointError, OSError):
             self.storage.delete_many([*(names or (self.name,))])
             left = [name for name in self.storage.names("") if name.startswith(self._stem)]
@@ -176,7 +177,7 @@ class PartFile:
 def begin_spread(
     request: ExportRequest, weights: Weights, others: OtherRanks, *, held: SnapshotView | None, guard: Any
 ) -> SaveHandle:
-    """Copy what this rank holds, unless it is `held`, and begin to write it; on rank 0, the folder after it."""
+    """Begin to write this rank's slices, copied unless the snapshot `held` has them; on rank 0, also the folder."""
     call, file = others.call(), PartFile(request.storage)
     try:
         tensors = _first_replicas(weights.tensors)
@@ -190,7 +191,7 @@ def begin_spread(
 
 
 def _first_replicas(tensors: Tensors) -> Tensors:
-    """The tensors that this rank writes: of slices that several ranks hold alike, the first rank writes them."""
+    """The tensors that this rank writes: replicated slices are written by the first rank that holds them."""
     slicer = Slicer()
     return {
         name: tensor
@@ -200,9 +201,9 @@ def _first_replicas(tensors: Tensors) -> Tensors:
 
 
 class SpreadExport(Export):
-    """The save of one export on one rank: its part, and on rank 0 the folder.
+    """The save of one export on one rank: its archive, and on rank 0 the folder.
 
-    Made on the caller's thread, and run on the library's loop; its blocking methods run on helper threads.
+    Created on the caller's thread, and run on the library's loop; its blocking methods run on helper threads.
     """
 
     def __init__(
@@ -217,10 +218,10 @@ class SpreadExport(Export):
         self._part, self._file, self._call, self._others = part, file, call, others
         self._tied = frozenset(weights.tied)
         super().__init__(request, weights, after=[part.staging_completion])
-        self._files: list[str] = []  # on rank 0, the parts of all ranks
-        self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged parts
+        self._files: list[str] = []  # on rank 0, the archives of all ranks
+        self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged archives
         self._read: Part | None = None
-        self._whole: Tensors = {}  # full tensors, if checkpoints of the model have others than its memory
+        self._whole: Tensors = {}  # full tensors, if the published form differs from that in memory
 
     async def _write(self) -> None:
         watch = asyncio.create_task(self._others.watch())

@@ -1,6 +1,6 @@
 """File objects over objects in a store.
 
-In: a reader, or a name to write to. Out: what `open` would return. Knows nothing of: folders.
+In: a reader, or a name to write to. Out: a file object like those of `open`. Knows nothing of: folders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
 
 
 class ReaderFile(RangeFile):
-    """A `Reader` as a raw file of Python's `io`, which closes it."""
+    """A `Reader` as a raw file of Python's `io`. Closing the file closes the reader."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader.read_into, reader.num_bytes)
@@ -71,7 +71,7 @@ class UploadFile:
         return getattr(self._file, name)
 
     def close(self) -> None:
-        """Upload what was written. After an error there is nothing left to do."""
+        """Upload the file. Does nothing if it is already closed, as after an error."""
         if self._file.closed:
             return
         with self._scratch as folder:

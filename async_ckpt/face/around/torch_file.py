@@ -1,8 +1,8 @@
-"""Files of `torch.save`, whose errors say what has happened.
+"""Files of `torch.save`, with errors that name their cause.
 
-In: a value, and where to write. Out: a file that `torch.load` reads. Knows nothing of: what is in the value.
+In: a value, and a path. Out: a file that `torch.load` reads. Knows nothing of: the content of the value.
 
-Given a path, torch writes by streams of C++, which forget why they have failed: a full disk is an "iostream error".
+Given a path, torch writes through C++ streams, which lose the cause of a failure: a full disk is an "iostream error".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.storage.disk import translated
 
 
 class _Noted:
-    """A file that remembers its first error: torch goes on after it, and ends with another."""
+    """A file that remembers its first error, since torch continues after it and raises another one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -34,7 +34,7 @@ class _Noted:
 
 
 def write_by_torch(value: Any, path: Path, *, in_zip: bool = True) -> None:
-    """Write a local file by `torch.save`; without `in_zip`, in its format of before torch 1.6.
+    """Write a local file by `torch.save`; with `in_zip=False`, in the format of torch before 1.6.
 
     Raises StorageFullError and StorageUnavailableError.
     """

@@ -1,10 +1,10 @@
-"""`extract` and `unpack`: any tar, ours or another program's, back into a folder; safely, or not at all.
+"""`extract` and `unpack`: any tar, ours or another program's, extracted to a folder, or refused if it is unsafe.
 
 In: a path or URL, and a folder. Out: files. Knows nothing of: their content.
 
-`tarfile`'s `data` filter extracts; but some versions of it have let links of links escape (CVE-2025-4517), and it
-repairs members that should be refused. So each member is checked here first: its name alone keeps it in the folder,
-it does not lie behind a link, and no link leads through another one's parent.
+Extraction uses `tarfile`'s `data` filter. But some versions of it let chains of links escape (CVE-2025-4517), and it
+repairs members that should be refused. So each member is checked here first: its name must stay in the folder by
+itself, its path must not go through a link, and the target of a link must not go through another link's parent.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def extract(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the
+    """Extract a tar (plain, gzip or zstd, regardless of its name) to `folder`, which must be new or empty. Returns the
     folder.
 
         async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
 
-    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of
-    them. Without these, the limit is the free space on the disk.
+    The folder appears as a whole or not at all. `max_bytes` limits the size of all files together, and `max_file_bytes`
+    the size of each file. Without them, the limit is the free space on the disk.
 
     Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
     truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,
@@ -65,7 +65,7 @@ def extract(
         limits = _Limits(max_bytes, max_file_bytes, max_members)
         _extract(source, scratch.folder, limits)
         with translated(target):
-            if place.is_dir():  # its owner has chosen the permissions
+            if place.is_dir():  # keep the permissions of the existing folder
                 scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
             os.replace(scratch.folder, place)
     return target
@@ -80,13 +80,13 @@ def unpack(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Iterator[Path]:
-    """Extract a tar into a folder that is removed at the end of the `with` block, however it ends.
+    """Extract a tar to a folder that exists until the end of the `with` block.
 
         with async_ckpt.unpack("s3://bucket/x.tar") as folder:
             state = torch.load(folder / "model.pt")
 
-    The folder is created in `scratch`, by default the system's temp folder. Everything else is as for
-    `async_ckpt.files.extract`.
+    The folder is created in `scratch`, by default the system's temp folder. The other arguments and the errors are
+    those of `async_ckpt.files.extract`.
     """
     parent = local_place(tempfile.gettempdir() if scratch is None else scratch)
     with Scratch(parent, "unpacked") as own:
@@ -97,7 +97,7 @@ def unpack(
 
 @dataclass(slots=True)
 class _Limits:
-    """The limits of one extraction, and the amounts so far."""
+    """The limits of one extraction, and the amounts extracted so far."""
 
     max_bytes: int | None
     max_file_bytes: int | None
@@ -153,7 +153,7 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
 
 
 def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:
-    """The number of missing folders on the way to a member. Raises UnsafeArchiveError if the member could do harm."""
+    """The number of parent folders that a member lacks. Raises UnsafeArchiveError if the member could do harm."""
 
     def refuse(why: str) -> NoReturn:
         name = member.name[:200]
@@ -196,7 +196,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
-    """The file types along a path, up to the first part that is missing or not a folder; no link is followed."""
+    """The file types along a path, up to the first part that is missing or not a folder. Follows no links."""
     types: list[int] = []
     path = str(folder)
     for part in parts:
@@ -211,7 +211,7 @@ def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
 
 
 def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
-    """Raises StorageFullError if the disk has no room for a member, whose map of holes must be consistent."""
+    """Raise StorageFullError if the disk has no room for a member, or DamagedTarError if its map of holes is bad."""
     runs: Any = member.sparse
     needed, end = member.size, 0
     if runs is not None:

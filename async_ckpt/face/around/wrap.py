@@ -1,10 +1,10 @@
 """`wrap`: any function that writes to a path, made to return at once.
 
 In: a function. Out: a function with the same arguments that returns a handle.
-Knows nothing of: what it writes, and how.
+Knows nothing of: the content of its output.
 
 The tensors in the arguments are copied to the host, the function runs in the background on the copies, and its output
-appears at the path that it was given once it is complete and durable.
+appears at the caller's path once it is complete and durable.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from .scratch import Scratch, publish, refuse_misfit, sync_all
 
 P = ParamSpec("P")
 
-# A pickle may exceed its tensors by this much, and a function's output may be twice as large as the tensors. Beyond
-# that an upload may run out of parts.
+# A function's output may be twice as large as the tensors, and this much larger. A still larger upload may run out of
+# parts.
 _LIMIT_BYTES: Final = GIB
 # The largest file that is uploaded in one request.
 _SMALL_BYTES: Final = MIB
-# Most of the threads wait for the store.
+# Many threads, since most of them wait for the store.
 _NUM_WRITERS: Final = 8
 
 
 class _ToDecorate:
-    """The default of `fn`, for `@wrap(...)`, which is given its function later."""
+    """The default of `fn`, for `@wrap(...)`, which gets its function later."""
 
     def __repr__(self) -> str:
         return "the decorated one"
@@ -108,43 +108,43 @@ def wrap(
     scratch: str | os.PathLike[str] | None = None,
     whole_folder: bool = False,
 ) -> Any:
-    """Make a function that writes to a path run in the background. The result takes the same arguments and returns a
-    SaveHandle.
+    """Make a function that writes to a path run in the background. The wrapped function takes the same arguments and
+    returns a SaveHandle.
 
         save = async_ckpt.wrap(torch.save)
         handle = save(model.state_dict(), "out/x.pt")
 
-    It can also be used as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied
-    deeply, so they may change as soon as the call returns. Globals and anything else that the function uses are not
-    copied. The function runs on a separate thread, one call after the other, and its tensors are on the CPU. It is
-    given a path in an empty folder beside the destination. The file or folder that it writes there is made durable
-    and then moved to the destination. If the destination is an existing folder, files that were not written again are
-    kept, unless `whole_folder` is given. If the function raises an exception, the handle raises it, and nothing becomes
-    visible. At a URL, files appear one by one; those that end in ".json" come last.
+    It can also be used as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are deep
+    copies, so the originals may change as soon as the call returns. Globals, and all other objects that the function
+    uses, are not copied. The function runs on a separate thread, one call after the other, and its tensors are on the
+    CPU. It gets a path in an empty folder beside the destination. The file or folder that it writes there is made
+    durable and then moved to the destination. If the destination is an existing folder, files that were not written
+    again are kept, unless `whole_folder` is True. If the function raises an exception, the handle raises it, and
+    nothing becomes visible. At a URL, files appear one by one, those that end in ".json" last.
 
-    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state in
-    it, and must not write to its tensors.
+    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function gets the plain state in it,
+    and must not write to its tensors.
 
     Copying a module or an optimizer takes longer than copying its `state_dict()`. Work that holds the GIL, such as
     pickling, slows down training; the benchmark "wrapped" measures how much.
 
     Args:
         fn: a function that writes to a path.
-        destination: the name or position of the argument that says where to write. By default it is recognized by its
-            name (`path`, `f`, `filename`, `save_directory`, …), or it is the only argument that is a path. A symbolic
-            link is followed.
+        destination: the name or position of the argument that is the path to write to. By default it is recognized by
+            its name (`path`, `f`, `filename`, `save_directory`, …), or it is the only argument that is a path. A
+            symbolic link is followed.
         guard: as for `save`. With it, no argument may be a snapshot or contain one.
-        file_object: whether the function also accepts an open file. Its output is then streamed without a temporary
-            file. `torch.save` and numpy's functions are known to do so.
+        file_object: True if the function also accepts an open file. Its output is then streamed without a temporary
+            file. This is the default for `torch.save` and numpy's functions.
         scratch: the folder for temporary files if the destination is a URL; by default the system's temp folder.
-        whole_folder: whether the new folder replaces an existing local one as a whole, with the files in it that were
-            not written again.
+        whole_folder: replace an existing local folder as a whole, including the files in it that were not written
+            again.
 
-    Raises TypeError if `fn` is not a function, or one that reads, such as `torch.load`.
+    Raises TypeError if `fn` is not a function, or if it reads, such as `torch.load`.
 
-    Calling the result raises TypeError if the destination cannot be determined, DestinationBusyError while an earlier
-    call writes to the same destination, UnsupportedStateError if an argument cannot be copied or the function closes
-    over tensors, and the errors of `save` for a destination that cannot be written to.
+    A call of the wrapped function raises TypeError if the destination cannot be determined, DestinationBusyError while
+    an earlier call writes to the same destination, UnsupportedStateError if an argument cannot be copied or the
+    function closes over tensors, and the errors of `save` for a destination that cannot be written to.
     """
     if fn is _TO_DECORATE:
         return partial(
@@ -192,9 +192,9 @@ _busy_lock = threading.Lock()
 
 
 class _Reservation:
-    """A destination, reserved while one call begins, and then until its handle is done.
+    """A destination, reserved from the beginning of one call until its handle is done.
 
-    Made on the caller's thread; its spans measure the call. Raises DestinationBusyError.
+    Created on the caller's thread; its spans measure the call. Raises DestinationBusyError.
     """
 
     def __init__(self, output: OutputPath) -> None:
@@ -227,16 +227,15 @@ class _Reservation:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """Forget the parent's calls in a forked child. The lock's holder may not exist there, so the lock is replaced."""
+    """Forget the parent's calls in a forked child, and replace the lock: the thread that holds it may be missing."""
     global _busy_lock
     _busy.clear()
     _busy_lock = threading.Lock()
 
 
 class _Call(CopySave):
-    """The save of one call of a wrapped function, made on the caller's thread, and run on the library's loop.
-
-    The function itself runs on a helper thread.
+    """The save of one call of a wrapped function. Created on the caller's thread, and run on the library's loop; the
+    function itself runs on a helper thread.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class _Call(CopySave):
         )
         self.output_path, self._options = reservation.output, options
         self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
-        # Copies only: a handle may be kept for long, and must not keep the caller's objects alive.
+        # Only copies: a handle may live long, and must not keep the caller's objects alive.
         self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
         try:
             self._arguments = deep_copied(
@@ -328,14 +327,14 @@ class _Call(CopySave):
             with AppenderFile(self._out) as file:
                 self._call(file)
         except BaseException:
-            self._out.check()  # raises the sink's own error, whatever the function made of it
+            self._out.check()  # raises the sink's error, even if the function has replaced it
             raise
         self._num_bytes = self._out.num_bytes
         if not self._num_bytes:
             raise NothingWrittenError(f"{self._options.name} wrote nothing; {self.path} is left as it was")
 
     def _fill_scratch(self) -> None:
-        """Have the function write into a scratch folder."""
+        """Run the function with a path in a scratch folder."""
         output, options = self.output_path, self._options
         beside = Path(options.scratch or tempfile.gettempdir()) if output.storage.remote else output.parent
         self._scratch = Scratch(beside.absolute(), output.name)
@@ -369,7 +368,7 @@ class _Call(CopySave):
                     publish(path, target, replaced=lambda _: self._options.whole_folder)
 
     def _upload(self) -> None:
-        """Copy the files to the store. Those that refer to others (config, index) come after these."""
+        """Copy the files to the store. Files that refer to others (config, index) come last."""
         assert self._scratch is not None
         written, storage = LocalStorage(self._scratch.folder), self.output_path.storage
         sizes = written.sizes("")
@@ -394,7 +393,7 @@ class _Call(CopySave):
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of a traceback: a failed handle may be kept for long, and must not keep the copies alive."""
+    """Clear the frames of a traceback: a failed handle may live long, and must not keep the copies alive."""
     chain: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo:
@@ -417,7 +416,7 @@ def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
 
 
 def _refuse_open_files(folder: Path, name: str) -> None:
-    """Raise NothingWrittenError if this process has a file there open for writing: buffered data would be missing.
+    """Raise NothingWrittenError if this process has a file in the folder open for writing: buffered data would be lost.
 
     A garbage collection would not help: it may close a file without writing Python's buffer.
     """
@@ -442,7 +441,7 @@ def _open_files(folder: Path) -> list[str]:
 
 
 def _may_write(fd: str) -> bool:
-    """Whether a file descriptor is open for writing; see proc(5)."""
+    """True if a file descriptor is open for writing; see proc(5)."""
     info = Path(f"/proc/self/fdinfo/{fd}").read_text()
     flags = next(line for line in info.splitlines() if line.startswith("flags:"))
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY

@@ -1,6 +1,6 @@
-"""Converters: a checkpoint of torch.distributed.checkpoint into live objects, and a step into such a checkpoint.
+"""Converters: load a checkpoint of torch.distributed.checkpoint into live objects, or write one from a step.
 
-In: paths. Out: live objects filled, or a folder that plain torch loads. Knows nothing of: plans.
+In: paths. Out: filled live objects, or a folder that plain torch loads. Knows nothing of: plans.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ...core.storage.sequential import Appender, AppenderFile
 from .entries import SavedItem, entries_of, kept_metadata, readers_of_this_rank, selected, value_of
 from .metadata import metadata_of
 
-# The bytes in memory at one time: one piece of a tensor, or several small tensors.
+# The bytes in memory at once: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
-# The size from which the next file is begun: torch reads several files by several threads.
+# The size after which another file is begun: torch reads several files on several threads.
 _FILE_BYTES: Final = 4 * GIB
 _FILE: Final = "__0_{}.distcp"
 
@@ -48,25 +48,25 @@ def restore(
     types: Iterable[type] = (),
     from_ranks: Mapping[str, int] | None = None,
 ) -> None:
-    """Fill live objects in place from the folder of a checkpoint that torch.distributed.checkpoint has written.
+    """Load a checkpoint of torch.distributed.checkpoint into live objects in place.
 
         async_ckpt.integrations.dcp.restore({"model": model, "optim": optimizer}, "old/checkpoint")
 
-    It also reads anything that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges
-    that it needs; no collective is called, and a rank may call this alone. Nothing is unpickled that could run code.
+    It also reads everything that `async_ckpt.load` reads. DTensors may have any placements: each rank reads the ranges
+    that it needs. No collective is used, so a single rank may call this. No pickle that could run code is loaded.
 
     Args:
-        state: the objects to fill, in the structure that was saved.
-        path: a path, a URL or a Place.
+        state: the objects to load into, in the structure that was saved.
+        path: the folder of the checkpoint; a path, a URL or a Place.
         select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
         strict: as for `AsyncCheckpointer.restore`.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        verify: compare the digest of every block that is read. Of a folder of torch, whole entries are read, and
+        verify: compare the digest of every block that is read. In a folder of torch, whole entries are read and
             compared with their CRC-32.
         types: classes of namedtuples, dataclasses and enums to rebuild.
         from_ranks: as for `AsyncCheckpointer.restore`.
 
-    Raises what `AsyncCheckpointer.restore` raises.
+    Raises the errors of `AsyncCheckpointer.restore`.
     """
 
     def fill_state(parts: Sequence[Part]) -> None:
@@ -95,21 +95,20 @@ def to_dcp(
         async_ckpt.integrations.dcp.to_dcp("runs/a", "out/checkpoint")
         torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="out/checkpoint")
 
-    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written
+    The state is streamed through about 256 MiB of memory, regardless of its size. The folder's metadata is written
     last, when everything else is durable. Call it in one process.
 
     Args:
-        source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a
-            Place.
-        destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
+        source: a step, a run (its newest step), an archive, or another source that `async_ckpt.load` reads; a path, a
+            URL or a Place.
+        destination: a folder without a checkpoint; a path, a URL or a Place.
         select: write only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: the rank whose value to take, by name, if each rank has saved its own, such as {"rng": 0}.
+        from_ranks: the rank whose value to take for an entry that was saved per rank, by name, such as {"rng": 0}.
 
-    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for
-    itself and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load`
-    raises.
+    Raises FileExistsError if there is a checkpoint at the destination, ValueError if `from_ranks` lacks an entry that
+    was saved per rank, TypeError for a state that is not a dict, and the errors of `async_ckpt.load`.
     """
     storage = written_at(destination).storage()
     for name in (OF_DCP, MANIFEST):
@@ -164,7 +163,7 @@ def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> No
 def _chunks(
     shape: tuple[int, ...], max_items: int, offsets: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The rectangles to write a tensor in: runs of rows with at most `max_items` items."""
+    """The rectangles as which to write a tensor: runs of rows with at most `max_items` items."""
     row, before = prod(shape[len(offsets) + 1 :]), (1,) * len(offsets)
     if len(offsets) >= len(shape) or prod(shape[len(offsets) :]) <= max_items:
         rest = shape[len(offsets) :]
@@ -180,12 +179,12 @@ def _chunks(
 
 
 class _DcpFolder:
-    """A checkpoint folder that is being written. Without `finish`, its files are deleted at the end of the block."""
+    """A checkpoint folder being written. Unless `finish` is called, the end of the block deletes its files."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._storage_infos: dict[MetadataIndex, filesystem._StorageInfo] = {}
-        self._files: list[str] = []  # complete ones
+        self._files: list[str] = []  # complete files
         self._out: Appender | None = None
         self._is_finished = False
 

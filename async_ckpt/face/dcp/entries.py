@@ -1,4 +1,4 @@
-"""The content of a step, by the names that torch.distributed.checkpoint gives it.
+"""The content of a step, by its names in torch.distributed.checkpoint.
 
 In: opened archives. Out: items, and values as torch.save writes them. Knows nothing of: plans.
 """
@@ -23,7 +23,7 @@ from .metadata import flattened
 
 
 class SavedItem(NamedTuple):
-    """An item of the state that torch's metadata names: its path, its value, and the file that it is in."""
+    """An item of the state as in torch's metadata: its path, its value, and the file that contains it."""
 
     path: Path
     value: Any
@@ -43,14 +43,14 @@ class SavedItem(NamedTuple):
 
     @property
     def described(self) -> StepItem:
-        """The item as a layout describes it. Raises FormatVersionError for a dtype that this version of torch lacks."""
+        """The item as in a layout. Raises FormatVersionError for a dtype that this version of torch lacks."""
         if self.tensor is None:
             return StepItem(self.path)
         return StepItem(self.path, dtype_name(self.file.dtype(self.tensor)), self.shape)
 
 
 def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
-    """The readers for this rank: among several ranks, each gets its own values."""
+    """The readers for this rank: with several ranks, each gets its own values."""
     world = world_of()
     return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
@@ -62,7 +62,7 @@ def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
 
 
 def identity_of(parts: Sequence[Part]) -> str:
-    """A string that identifies a checkpoint, whichever of its files are open."""
+    """A string that identifies a checkpoint, and does not depend on which of its files are open."""
     manifest, file = parts[0].manifest, parts[0].archive
     if manifest is not None:
         return f"step {manifest.step}, attempt {manifest.attempt}"
@@ -70,13 +70,13 @@ def identity_of(parts: Sequence[Part]) -> str:
 
 
 def listed_items(parts: Sequence[Part]) -> Sequence[StepItem]:
-    """The items that the layout of a step lists, so that no archive has to be opened for them; else none."""
+    """The items in the layout of a step, for which no archive has to be opened. Empty without a layout."""
     archive = parts[0].archive
     return archive.items if len(parts) == 1 and isinstance(archive, MergedArchives) else ()
 
 
 def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
-    """The items of a step, by torch's names. Raises TypeError if it is not a dict, ValueError for equal names."""
+    """The items of a step, by torch's names. Raises TypeError if it is not a dict, and ValueError for equal names."""
     items: dict[str, SavedItem] = {}
     for part in parts:
         part.archive.learn_names()
@@ -104,9 +104,9 @@ def selected(entries: dict[str, SavedItem], select: Select) -> dict[str, SavedIt
 
 
 def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:
-    """The tensors to read for a value that is not a tensor, and the function that makes the value from them.
+    """The tensors to read for a value that is not a tensor, and the function that creates the value from them.
 
-    Raises ValueError for a value that each rank has saved for itself, and UntrustedObjectError.
+    Raises ValueError for a value that was saved per rank and has none for this rank, and UntrustedObjectError.
     """
     for value in parts_in(entry.value, ValuesByRank):
         raise ValueError(

@@ -1,11 +1,11 @@
-"""The metadata of torch.distributed.checkpoint: the names of the items of a state, and which rank wrote what of them.
+"""The metadata of torch.distributed.checkpoint: the names of a state's items, and the parts that each rank wrote.
 
 In: torch's metadata, states, and the items that each rank wrote. Out: paths, the layout of a step, and torch's metadata
 from it.
 Knows nothing of: files.
 
-torch joins the keys of nested dicts by dots, and keeps the keys in `planner_data`. A step of this library has the
-nested state itself, so the names follow from it; only metadata that does not is kept beside it.
+torch joins the keys of nested dicts by dots, and keeps the keys in `planner_data`. A step of this library contains the
+nested state, from which the names follow. Only metadata that does not follow from it is stored in addition.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ...core.spec import Json
 from ...core.state.names import Path, dtype_name, dtype_named
 from ...core.state.tree import Encoder, StoredLeaf, decode
 
-# One encoder for all lines: `json.dumps` makes one for each call that names separators.
+# One encoder for all lines: `json.dumps` creates one for each call with `separators`.
 _as_line: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 Pieces = dict[str, list[tuple[Sequence[int], Sequence[int]]]]
 
 
 def path_of(name: str, planner_data: Any) -> Path:
-    """The path of an item, if the planner's data tell it; else its name as a key at the top."""
+    """The path of an item from the planner's data, or else its name as a single key."""
     path = planner_data.get(name) if isinstance(planner_data, Mapping) else None
     is_path = isinstance(path, tuple) and all(isinstance(key, int | str) for key in path)
     return path if is_path and path and path[0] != 0 and ".".join(map(str, path)) == name else (name,)
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
-    """The items that torch would save of a decoded state, by name, with paths. Raises ValueError for equal names."""
+    """Items as torch would save a decoded state: path and value by name. Raises ValueError for equal names."""
     items: dict[str, tuple[Path, Any]] = {}
 
     def visit(path: Path, value: Any) -> None:
@@ -61,8 +61,8 @@ def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
 
 
 def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
-    """The metadata to keep in the manifest: opaque blobs, and the planner's data if they do not follow from the
-    names.
+    """The metadata to store in the manifest: the names of opaque blobs, and the planner's data unless it follows from
+    the names.
 
     Raises TypeError for data that is not plain.
     """
@@ -78,10 +78,10 @@ def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Jso
 
 
 def layout_of(metadata: Metadata, written: Mapping[int, Iterable[MetadataIndex]]) -> StepLayout:
-    """The layout of a step, from what each rank has written.
+    """The layout of a step, from the items that each rank has written.
 
-    Its structures are as in a layout of `AsyncCheckpointer`, with the pieces of each tensor listed, and with a line for
-    each value that is no tensor.
+    Its structures are as in a layout of `AsyncCheckpointer`, with a list of the pieces of each tensor, and a line for
+    each value that is not a tensor.
     """
     items = {name: _item(name, metadata) for name in metadata.state_dict_metadata}
     sizes = {
@@ -118,7 +118,7 @@ def metadata_of(items: Iterable[StepItem], kept: Mapping[str, Any]) -> Metadata:
         size, properties = torch.Size(item.shape), TensorProperties(dtype=dtype_named(item.dtype))
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         entries[name] = TensorStorageMetadata(properties, size, [whole])
-    # Without data of a planner, those that it would make from the paths.
+    # Without a planner's data, use what torch's planner would make from the paths.
     data = decode(kept["planner_data"])[0] if "planner_data" in kept else {name: named[name].path for name in named}
     return Metadata(entries, planner_data=data)
 

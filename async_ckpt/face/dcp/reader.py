@@ -1,11 +1,11 @@
-"""`TarStorageReader`: torch.distributed.checkpoint loads a step, however it was saved.
+"""`TarStorageReader`: torch.distributed.checkpoint loads any step of this library.
 
-In: a path, and the plans of torch's planners. Out: torch's metadata, and its targets filled.
+In: a path, and the plans of torch's planners. Out: torch's metadata, and its filled targets.
 Knows nothing of: how a step was saved.
 
-For torch, every tensor is one chunk. The archives that hold it, and the bytes in them that are needed, are found as
-for any load. A step stays open from the metadata to the bytes, and other files are opened for each: all ranks must
-have seen the same checkpoint.
+For torch, every tensor is one chunk. The archives that contain it, and the bytes to read from them, are found as in any
+load. A step stays open between reading its metadata and its bytes; other files are opened twice. The reader checks
+that all ranks see the same checkpoint.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class TarStorageReader(StorageReader):
     uneven shards are filled by their placements.
 
     Args:
-        path: a path, a URL or a Place. `checkpoint_id` of a load replaces it; the options of a Place stay.
+        path: a path, a URL or a Place. The `checkpoint_id` of a load replaces it, but keeps the options of a Place.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. On as many
-            ranks as have saved, each gets its own.
+        from_ranks: the rank whose value to take for an entry that was saved per rank, by name, such as {"rng": 0}. In
+            a world of the size that has saved the step, each rank gets its own value.
 
-    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises;
-    torch wraps the errors of all ranks in a CheckpointException.
+    Raises TypeError and ValueError for invalid arguments. A load raises the errors of `async_ckpt.load`; torch wraps
+    those of all ranks in a CheckpointException.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class TarStorageReader(StorageReader):
         self._verify, self._trust = flag("verify", verify), flag("trust", trust)
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
-        self._identity = ""  # of the checkpoint that the metadata was read from
-        self._names: set[str] = set()  # of the items that the plan reads
-        # From the metadata to the bytes: the archives of a step, and their items if these are known.
+        self._identity = ""  # of the checkpoint whose metadata was read
+        self._names: set[str] = set()  # of the items in the plan
+        # Kept between `read_metadata` and `read_data`: the archives of a step, and their items if these are known.
         self._parts: Sequence[Part] = ()
         self._entries: Mapping[str, SavedItem] | None = None
         self._stack = ExitStack()
-        weakref.finalize(self, self._stack.close)  # torch does not tell of a load that fails on another rank
+        weakref.finalize(self, self._stack.close)  # torch does not report a load that fails on another rank
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -104,8 +104,8 @@ class TarStorageReader(StorageReader):
 
     @no_collection()
     def read_metadata(self, *_: Any) -> Metadata:
-        """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
-        # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
+        """The metadata of the step in torch's classes. Raises TypeError for a state that is not a dict."""
+        # No `**kwargs` here: torch would call this again with them, and on success continue without the other ranks.
         self._stack.close()
         self._names, self._parts, self._entries = set(), (), None
 
@@ -126,13 +126,13 @@ class TarStorageReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=(self._identity, _renamed(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check, on the coordinator, that all ranks have seen one step. Raises StorageUnavailableError."""
+        """On the coordinator, raise StorageUnavailableError unless all ranks see the same checkpoint."""
         identities = [plan.storage_data[0] for plan in plans]
         others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
         if others:
@@ -145,7 +145,7 @@ class TarStorageReader(StorageReader):
         for plan in plans:
             for name, saved_as in plan.storage_data[1].items():
                 renamed.setdefault(name, set()).update(saved_as)
-        # Every rank gets all renamed names: it may hold a part of a shard that its own plan leaves out.
+        # Every rank gets the renamed names of all ranks: it may hold a part of a shard that its own plan leaves out.
         return [replace(plan, storage_data=(identities[0], renamed)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -164,7 +164,8 @@ class TarStorageReader(StorageReader):
 
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
-        # An archive that was not open yet may be missing, if the step was replaced: then the error is that of `use`.
+        # If the step was replaced, an archive that was not open yet may be missing. The second read then raises the
+        # error of `use`.
         with self._stack, suppress(CorruptCheckpointError, StorageUnavailableError):
             if parts:
                 use(parts, entries)
@@ -179,11 +180,11 @@ class TarStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path or URL that can be read from."""
+        """True if `checkpoint_id` is a path or URL that can be read from."""
         return is_checkpoint_id(checkpoint_id)
 
     def _read(self, use: Callable[[Sequence[Part]], T], kept: ExitStack | None = None) -> T:
-        """The result of `use` for the parts of the step with the items of the plan's names, and perhaps others."""
+        """The result of `use` for the parts of the step that contain the plan's items, and perhaps others."""
         names = self._names
         readers = readers_of_this_rank(self._from_ranks)._replace(
             wants=lambda paths: [path for path in paths if ".".join(map(str, path)) in names], kept=kept
@@ -192,7 +193,7 @@ class TarStorageReader(StorageReader):
 
 
 class _PlanReader:
-    """One rank's plan, and the reads that fill it. Made and run once, by `TarStorageReader.read_data`."""
+    """One rank's plan, and the reads that fill it. Created and run once by `TarStorageReader.read_data`."""
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class _PlanReader:
 
     @no_collection()
     def _planned(self) -> tuple[list[tuple[ReadItem, Callable[[], bytes]]], Plan]:
-        """The reads of the tensors, and for each other value the function that makes it of what is read."""
+        """The reads of all tensors, and for each other value the function that creates it from the bytes."""
         misplaced = self._misplaced_targets()
         values = []
         for item in self._items:
@@ -243,10 +244,10 @@ class _PlanReader:
         return makers, planned(self._wanted.values())
 
     def _misplaced_targets(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
-        """The sharded targets of which torch's plan does not name exactly what this rank holds, with what it holds.
+        """The sharded targets for which torch's plan differs from the slices of this rank, each with these slices.
 
-        torch describes each shard by one rectangle, computed from the left of the mesh: for strided and for uneven
-        shards that is another rank's.
+        torch describes each shard by one rectangle, computed from the left of the mesh. For strided and uneven shards,
+        that is the rectangle of another rank.
         """
         live = getattr(self._planner, "state_dict", None)
         slicer, misplaced = Slicer(), {}
@@ -268,12 +269,12 @@ class _PlanReader:
         return misplaced
 
     def _saved_as(self, name: str) -> Collection[str]:
-        """The names in the step of the items that fill a target."""
+        """The names of the step's items that fill a target."""
         own = {item.storage_index.fqn for item in self._by_name.get(name, ())}
         return own or self._renamed.get(name, (name,))
 
     def _is_one(self, saved_as: Collection[str], target: Any) -> bool:
-        """Whether the full target is the whole of one saved tensor."""
+        """True if the full target corresponds to exactly one saved tensor."""
         entry = self._entries.get(min(saved_as))
         return (
             len(saved_as) == 1 and entry is not None and entry.tensor is not None and entry.shape == tuple(target.shape)
@@ -293,7 +294,7 @@ class _PlanReader:
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
-        """The function that makes the blob for torch to open, once its tensors are read."""
+        """The function that creates the blob for torch, to be called once its tensors are read."""
         name = item.storage_index.fqn
         entry = self._entries[name]
         wanted, make = value_of(name, entry, trust=self._trust)
@@ -302,7 +303,7 @@ class _PlanReader:
 
 
 def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
-    """The names in the step of the items that fill each target, for targets that have other names there."""
+    """The names of the step's items that fill each target, for targets with other names than these."""
     names: dict[str, set[str]] = {}
     for item in plan.items:
         names.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
@@ -310,7 +311,7 @@ def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
 
 
 def _covers_exactly(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
-    """Whether a plan fills all of these rectangles, and nothing else."""
+    """True if a plan fills exactly these rectangles."""
     num_items = 0
     for item in items:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
@@ -322,17 +323,17 @@ def _covers_exactly(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) 
 
 
 def _matches_torch(target: Any, rectangles: Sequence[Rectangle]) -> bool:
-    """Whether these rectangles are the chunks that torch's planners see on this rank."""
+    """True if these rectangles are the chunks that torch's planners see on this rank."""
     described: list[Any] = getattr(target, "__create_chunk_list__", list)()
     chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described]
     return [chunk for chunk in chunks if chunk.num_elements] == [held.box for held in rectangles if held.num_elements]
 
 
 def _is_at(box: Box, at: tuple[int, ...], rectangle: Rectangle, num_rectangles: int) -> bool:
-    """Whether a box of the tensor lies in a rectangle, and goes to the offsets `at` of it.
+    """True if a box of the tensor is inside a rectangle, and its place in the target is `at`.
 
-    Plans count these from the rectangle, or from all that this rank holds; the two differ if it holds several
-    rectangles.
+    Plans count these offsets from the start of the rectangle, or from the start of all that this rank holds. The two
+    differ if the rank holds several rectangles.
     """
     if rectangle.box.common(box) != box:
         return False

@@ -1,12 +1,11 @@
 """`PinnedStager`: the host copy of a state dict for torch.distributed.checkpoint.async_save, in page-locked memory.
 
-In: a state dict, with or without DTensors and ShardedTensors. Out: an equal one whose tensors are on the host, once
-they are copied.
-Knows nothing of: what is done with it.
+In: a state dict, with or without DTensors and ShardedTensors. Out: a copy of it with its tensors in host memory.
+Knows nothing of: the use of the copy.
 
-The copy is that of `snapshot`: ordered after the training stream, made by several threads, in memory that is reused
-as soon as no tensor of the previous copy is referenced. torch decides when that is: however many saves are under
-way, none of them sees the bytes of another.
+The copy is made like that of `snapshot`: ordered after the training stream, by several threads, to memory that is
+reused once no tensor of the previous copy is referenced. So no save sees the bytes of another, for any number of saves
+under way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MAY_RETURN_FUTURE: Final = hasattr(state_dict_saver, "AsyncSaveResponse")
 
 
 class PinnedStager(AsyncStager):
-    """Stage state dicts in page-locked host memory that is kept from save to save.
+    """Stage state dicts in page-locked host memory, which is kept from save to save.
 
         stager = PinnedStager()
         response = torch.distributed.checkpoint.async_save(
@@ -45,17 +44,17 @@ class PinnedStager(AsyncStager):
         )
         response.upload_completion.result()
 
-    `stage` returns as soon as training may go on: on the CPU when everything is copied, on a device when the copies are
-    enqueued, after the work that the training stream has, and before any that it is given later.
+    `stage` returns as soon as training may continue: on the CPU, when everything is copied; on a device, when the
+    copies are enqueued. They run after the work that is in the training stream, and before all later work.
 
     Args:
-        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
-            overlaps the next forward and backward, and `step()` waits for the rest of it. A tensor that changes
-            earlier fails the save.
-        host_bytes: the most memory that all staged copies may take together; by default half of the free memory.
+        guard: the optimizer (or optimizers) whose `step()` is the only code that changes its parameters and its state.
+            Copying them then overlaps the next forward and backward pass, and `step()` waits until the copy is done. A
+            tensor that changes earlier makes the save fail.
+        host_bytes: the most memory for all staged copies together; by default half of the free memory.
 
-    A save raises MemoryError if there is too little memory, and UnsupportedStateError, by name, for tensors without
-    bytes of their own. `close()` gives the memory back.
+    A save raises MemoryError if there is not enough memory, and UnsupportedStateError with the names of tensors that
+    have no bytes of their own. `close()` frees the memory.
     """
 
     _synchronize_after_execute = False  # the future that `stage` returns resolves when the copy is complete
@@ -111,11 +110,11 @@ class PinnedStager(AsyncStager):
             self._last.result()
 
     def close(self) -> None:
-        """Give back the memory that holds no copy in use. The next save takes it again."""
+        """Free the memory of copies that are no longer in use. The next save allocates it again."""
         self._memory.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for another process, which writes what was staged in this one."""
+        """The state for another process, which writes what this one has staged."""
         return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +140,7 @@ def _staged_after(completion: Future[None], staged: Any) -> Future[Any]:
 
 
 def _collect_tensors(value: Any, path: Path, tensors: dict[int, tuple[str, Any]]) -> None:
-    """Collect every tensor in these containers once, with its name, by its id."""
+    """Collect all tensors in a value: by id, the name and the tensor."""
     if isinstance(value, torch.Tensor):
         tensors.setdefault(id(value), (shown(path), value))
     elif isinstance(value, Mapping):
@@ -153,7 +152,7 @@ def _collect_tensors(value: Any, path: Path, tensors: dict[int, tuple[str, Any]]
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that make up a tensor, detached, since a staged copy belongs to no graph."""
+    """The plain tensors that make up a tensor, detached, since a staged copy is not part of the autograd graph."""
     if is_dtensor(tensor):
         return [_wait_for_collective(tensor._local_tensor).detach()]
     if hasattr(tensor, "local_shards"):
@@ -162,12 +161,12 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def _wait_for_collective(tensor: Any) -> Any:
-    """A tensor, after the collective that it is the result of."""
+    """The tensor, after waiting for the collective that produces it."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
 def _rebuild(tensor: Any, copies: Any) -> Any:
-    """The tensor rebuilt around its copies, which are the next ones."""
+    """The tensor rebuilt around its copies, the next items of `copies`."""
     if is_dtensor(tensor):
         return type(tensor)(next(copies), tensor._spec, requires_grad=False)
     if hasattr(tensor, "local_shards"):
@@ -181,6 +180,6 @@ def _rebuild(tensor: Any, copies: Any) -> Any:
             init_rrefs=tensor._init_rrefs,
         )
     copied = next(copies)
-    if attributes := getattr(tensor, "__dict__", None):  # such as which slices it has
+    if attributes := getattr(tensor, "__dict__", None):  # for example those that describe its slices
         vars(copied).update(attributes)
     return copied

@@ -1,11 +1,11 @@
 """`TarStorageWriter`: torch.distributed.checkpoint saves one committed step, with an archive for each rank.
 
-In: the plans of torch's planners, and the data that these resolve to. Out: the folder of a step.
+In: the plans of torch's planners, and the data to which they resolve. Out: the folder of a step.
 Knows nothing of: training.
 
-torch's engine plans which rank writes what, and carries messages between ranks; its coordinator commits by the
-manifest once every rank's archive is durable. Only values that any archive pickles are pickled: the blobs that a
-planner makes of plain values are opened again, and the values stored as such.
+torch's engine plans which rank writes which item, and carries messages between ranks; its coordinator commits the
+manifest once every rank's archive is durable. Planners turn plain values into pickled blobs. The writer unpickles
+these, and stores the values in the same form as any archive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from .metadata import layout_of, metadata_to_keep, path_of
 from .stager import PinnedStager
 
-# The index in the result of a rank that writes no item: no name of torch's is empty.
+# The index in the result of a rank that writes no item: torch has no empty names.
 _NOTHING: Final = MetadataIndex("")
 
 
@@ -62,16 +62,16 @@ class WrittenArchive(NamedTuple):
 
     rank: int
     archive: Archive
-    blobs: tuple[str, ...]  # names of items that the planner has not made by torch.save
+    blobs: tuple[str, ...]  # names of items that the planner did not create by torch.save
 
 
 @dataclass(slots=True)
 class _WriterSave:
-    """One save. torch may run several at once with one writer, each on a thread of its own, to which this belongs."""
+    """One save. torch may run several saves at once with one writer, each on its own thread, which owns this object."""
 
     place: Place
     save_id: str
-    number: int  # of the writer's saves, in their order
+    number: int  # counts the writer's saves, in order
     is_coordinator: bool = False
     world_size: int = 1
     replaces: tuple[Manifest, str] | None = None  # the manifest that the coordinator found, and its version
@@ -83,31 +83,31 @@ class _WriterSave:
 
 
 class TarStorageWriter(StorageWriter, PinnedStager):
-    """Write what `torch.distributed.checkpoint` saves as one step of tar archives, at any path or URL.
+    """Make `torch.distributed.checkpoint` save one step of tar archives, at any path or URL.
 
         writer = TarStorageWriter("runs/a/step_00000100")
         torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer)
         state = async_ckpt.load("runs/a/step_00000100")
 
-    Each rank writes one archive into the folder, and the coordinator commits them by a manifest, last: until then
-    there is nothing to load. `async_ckpt.load` and `verify` read the folder; if it is in the root of a run, so does
-    the run's AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
+    Each rank writes one archive to the folder, and at the end the coordinator commits them with a manifest; before
+    that, there is nothing to load. `async_ckpt.load` and `verify` read the folder, and so does an AsyncCheckpointer if
+    the folder is in the root of its run. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
 
-    It is also a stager, so that `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no other
-    one. With a `guard`, that returns an AsyncSaveResponse, and the rest of the copy overlaps the training. Without
-    one, it returns a Future when everything is copied, as for torch's own writer.
+    The writer is also a stager, so `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no
+    other. With a `guard`, `async_save` returns an AsyncSaveResponse, and the rest of the copy overlaps the training.
+    Without a guard, it returns a Future when everything is copied, as with torch's own writer.
 
     Args:
-        path: the folder of the step: a path, a URL or a Place. `checkpoint_id` of a save replaces it; the options of a
-            Place stay.
-        overwrite: replace an existing checkpoint, which stays loadable until the new one is committed. By default a
+        path: the folder of the step: a path, a URL or a Place. The `checkpoint_id` of a save replaces it, but keeps the
+            options of a Place.
+        overwrite: replace an existing checkpoint, which stays loadable until the new one is committed. By default, a
             save to its folder raises StepExistsError.
         guard: as for `PinnedStager`.
         host_bytes: as for `PinnedStager`.
 
-    The number in the folder's name is the step's. A save raises what any save does, and UnsupportedStateError, by
-    name, if torch's plan puts a shard elsewhere than its placements do. torch wraps the errors of all ranks in a
-    CheckpointException. Raises TypeError and ValueError for an invalid path.
+    The number in the folder's name is the number of the step. A save raises the errors of any save, and
+    UnsupportedStateError with the tensor's name if torch's plan and the placements of a shard disagree. torch wraps the
+    errors of all ranks in a CheckpointException. Raises TypeError and ValueError for an invalid path.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._place = written_at(path)  # of the last save
         self._overwrite = flag("overwrite", overwrite)
         self._local = threading.local()
-        # The archives of this rank that may never be committed, each with an object that torch holds until its save
-        # ends.
+        # The archives of this rank that are not known to be committed, each with an object that torch holds until the
+        # end of the save.
         self._written: list[tuple[weakref.ref[WriteResult], Storage, str]] = []
         self._numbers = itertools.count()
-        # Numbers of this writer's saves, by attempts that are about to be committed; used by any thread.
+        # The number of the save, by attempt, for each attempt to commit; used by any thread.
         self._attempts: dict[str, int] = {}
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """A copy of the state dict, for which `async_save` returns a Future; with a `guard`, a future of a copy, for
-        which it returns an AsyncSaveResponse.
+        """A copy of the state dict, so that `async_save` returns a Future; with a `guard`, a future of the copy, so
+        that it returns an AsyncSaveResponse.
         """
         staged = super().stage(state_dict)
         return staged.result() if isinstance(staged, Future) and not self._optimizers else staged
@@ -148,7 +148,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._local.save = _WriterSave(self._place, os.urandom(8).hex(), next(self._numbers))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raises ValueError for a save without collectives: nobody could commit for all ranks."""
+        """Raises ValueError for a save without collectives: no rank could commit for all others."""
         if not kwargs.get("use_collectives", True) and torch.distributed.is_initialized():
             raise ValueError(
                 "TarStorageWriter commits the archives of all ranks together; leave use_collectives=False out"
@@ -156,7 +156,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._save.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Look, on the coordinator, for a checkpoint that is in the folder. Raises StepExistsError."""
+        """On the coordinator, look for a checkpoint in the folder. Raises StepExistsError."""
         self._clean_up()
         save = self._save
         if save.is_coordinator:
@@ -164,7 +164,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its number. Plans get nothing else, since torch may keep them for the next save."""
+        """Give each rank its number. Nothing else is added to plans, since torch may reuse them for the next save."""
         self._save.world_size = len(plans)
         return [replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
@@ -184,7 +184,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator. Raises StepExistsError if another writer was faster."""
+        """On the coordinator, commit the step. Raises StepExistsError if another writer has committed before."""
         written = {item.storage_data.rank: item.storage_data for of_rank in results for item in of_rank}
         save = self._save
         missing = sorted(set(range(save.world_size)) - written.keys())
@@ -197,7 +197,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         kept = metadata_to_keep(metadata, (name for report in written.values() for name in report.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
         layout = None
-        if save.world_size > 1 and isinstance(metadata.planner_data, Mapping):  # else names do not tell the paths
+        if save.world_size > 1 and isinstance(metadata.planner_data, Mapping):  # otherwise, paths are not known
             items = {of_rank[0].storage_data.rank: [item.index for item in of_rank] for of_rank in results}
             division = layout_of(metadata, items)
             layout = layouts.dump(division, Table(division.classes))
@@ -213,7 +213,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path or URL that can be written to."""
+        """True if `checkpoint_id` is a path or URL that can be written to."""
         return is_checkpoint_id(checkpoint_id)
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         return save
 
     def _existing_manifest(self, save: _WriterSave) -> tuple[Manifest, str] | None:
-        """The manifest to replace, and its version. Raises StepExistsError if that was not asked for."""
+        """The manifest to replace, and its version. Raises StepExistsError for a checkpoint without `overwrite`."""
         storage = save.place.storage()
         if storage.exists(OF_DCP):
             raise StepExistsError(
@@ -243,11 +243,11 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         return existing
 
     def _clean_up(self) -> None:
-        """Delete this rank's archives of saves that have ended without a commit, because other ranks failed."""
+        """Delete this rank's archives of saves that ended without a commit, because another rank failed."""
         for entry in self._written.copy():
             result, storage, name = entry
             if result() is not None:
-                continue  # its save goes on, and may still be committed
+                continue  # its save is under way, and may still be committed
             self._written.remove(entry)
             try:
                 named = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST)).own_names
@@ -261,8 +261,8 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     def _commit(
         self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any], layout: bytes | None
     ) -> None:
-        """Commit a save. Of several saves of this writer to one folder, the last one stays, in whatever order they
-        end.
+        """Commit a save. Of several saves of this writer to one folder, the one begun last stays, even if an earlier
+        one ends later.
 
         Raises StepExistsError if another writer has committed.
         """
@@ -314,8 +314,8 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
 
 def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
-    """Delete the archives of an overwritten step, except those that later steps of the run borrow; and its layout."""
-    if replaced.attempt:  # the damaged manifest has none
+    """Delete the layout and the archives of an overwritten step, except archives that later steps of the run borrow."""
+    if replaced.attempt:  # a damaged manifest has no attempt
         save.place.storage().delete(layout_name(replaced.attempt))
     root, folder = save.place.inside()
     numbering = parse_step_name(folder)
@@ -326,7 +326,7 @@ def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
 
 
 def is_checkpoint_id(checkpoint_id: object) -> bool:
-    """Whether a `checkpoint_id` is a path or URL."""
+    """True if a `checkpoint_id` is a path or URL."""
     try:
         place_of(checkpoint_id).storage()  # type: ignore[arg-type]
     except (TypeError, ValueError, ImportError):
@@ -347,7 +347,7 @@ def _refusal(unknown: Mapping[str, Any]) -> str:
 def _share_of_plan(
     plan: SavePlan, planner: SavePlanner, rank: int, world_size: int
 ) -> tuple[RankShare, tuple[str, ...]]:
-    """The part of the state that this rank writes, and the names of blobs that stay blobs."""
+    """The part of the state that this rank writes, and the names of blobs that are stored as blobs."""
     items = _PlannedTensors(getattr(planner, "state_dict", None))
     entries: list[tuple[Path, Any]] = []
     blobs: list[str] = []
@@ -363,7 +363,7 @@ def _share_of_plan(
 
 
 class _RankTarget(FileTarget):
-    """The archive of one rank in the folder of a step. Its save ends here, before the step is committed."""
+    """The archive of one rank in the folder of a step. Its save ends before the step is committed."""
 
     archive: Archive | None = None
 
@@ -373,22 +373,21 @@ class _RankTarget(FileTarget):
 
 
 class _PlannedTensors:
-    """The tensors of a plan, each perhaps in several pieces, and a `Slicer` for `capture`, with the pieces as slices.
-
-    Made for each `write_data`, on torch's thread.
+    """The tensors of a plan, each in one or several pieces, and a `Slicer` for `capture` that returns the pieces as
+    slices. Created by each `write_data`, on torch's thread.
     """
 
     def __init__(self, live: Any) -> None:
-        """`live` are the planned tensors by name, if the planner has them."""
+        """`live` is a mapping of names to the planned tensors, if the planner has them."""
         self._live = live if isinstance(live, Mapping) else {}
         self._slicer = Slicer()
         self._markers: dict[str, torch.Tensor] = {}
         self._pieces: dict[int, tuple[tuple[int, ...], list[tuple[Rectangle, torch.Tensor]]]] = {}
 
     def add(self, item: WriteItem, data: Any) -> torch.Tensor | None:
-        """Add a piece. Returns the marker for its tensor in the state; None if another piece of it is there already.
+        """Add a piece. Returns the marker that stands for its tensor in the state, or None after the first piece.
 
-        Raises UnsupportedStateError if the piece is not the planned one.
+        Raises UnsupportedStateError if the piece does not match the plan.
         """
         name, planned = item.index.fqn, item.tensor_data
         if not isinstance(data, torch.Tensor) or planned is None:
@@ -409,7 +408,7 @@ class _PlannedTensors:
         return marker
 
     def _compare(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Raise UnsupportedStateError if a piece is not this rank's: torch misplaces strided and uneven shards."""
+        """Raise UnsupportedStateError if a piece belongs to another rank: torch misplaces strided and uneven shards."""
         live = self._live.get(name)
         if live is None or not is_sharded(live):
             return
@@ -458,11 +457,11 @@ def _unsupported(name: str, why: str) -> UnsupportedStateError:
 
 
 def _value_in_blob(data: Any) -> tuple[Any, bool]:
-    """The value in a planner's blob; and whether that is the blob itself, since torch.save has not made it."""
+    """The value in a planner's blob, and False; or the blob itself, and True, if torch.save did not write it."""
     blob = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
     if blob.startswith(b"PK\x03\x04"):
         with suppress(Exception):  # it may be another kind of zip file
-            # This process has just pickled it, from its own objects.
+            # Safe: this process has just pickled its own objects.
             return torch.load(io.BytesIO(blob), weights_only=False), False  # nosec B614
     return blob, True
 

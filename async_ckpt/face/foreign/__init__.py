@@ -1,13 +1,13 @@
-"""Checkpoints of other programs, read like archives, and compared with the checksums that they have.
+"""Checkpoints of other programs, read like archives, and compared with their own checksums.
 
-- `tensor_files.py`: safetensors files, shards with an index, and folders of extracted archives, of which
-  `virtual_files.py` makes one file again.
+- `tensor_files.py`: safetensors files, shards with an index, and folders of extracted archives, which
+  `virtual_files.py` joins to one file again.
 - `dcp_folder.py`: folders of torch.distributed.checkpoint, with `dcp_metadata.py` and `dcp_checksums.py`.
 - `foreign_files.py`: the kinds of single files, by their first bytes.
 - `tar_stream.py`: the members of any tar, read by `read_ahead.py`.
-- `foreign_checks.py`: what can be verified of a file or folder.
+- `foreign_checks.py`: the verification of a file or folder.
 
-`loading.archives.find` imports this room when it meets the first of them.
+`loading.archives.find` imports this room when it meets the first such checkpoint.
 """
 
 from __future__ import annotations

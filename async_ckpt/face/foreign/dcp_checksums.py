@@ -1,11 +1,11 @@
 """Torch's own checksums in a checkpoint of torch.distributed.checkpoint.
 
-In: a file, and the place of an item in its file, or pieces of a record as they are read. Out: whether the bytes are
-sound. Knows nothing of: tensors.
+In: a file, and the place of an item in it, or pieces of a record as they are read. Out: the damage, if there is any.
+Knows nothing of: tensors.
 
-Each item is the output of torch.save: a zip of records that are not compressed, each with a CRC-32. Whole items are
-read by zipfile in pieces, and nothing is unpickled. A record with the bytes of a tensor is read in any order by several
-threads, and the CRC-32 of the whole is computed from those of its pieces.
+Each item is the output of torch.save: a zip of uncompressed records, each with a CRC-32. zipfile reads whole items in
+pieces; nothing is unpickled. A record with the bytes of a tensor is read in any order by several threads, and its
+CRC-32 is computed from those of the pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_A_ZIP: Final = (
 
 
 class ItemCheck(NamedTuple):
-    """Whether an item has checksums, and the damage to it, in words; None if all of its records match theirs."""
+    """True if an item has checksums, and a text about its damage, or None if all records match their checksums."""
 
     has_checksums: bool
     damage: str | None
@@ -54,7 +54,7 @@ def check_item(read_into: ReadInto, blob: Blob) -> ItemCheck:
 
 
 def damage_in(item: bytes) -> str | None:
-    """The damage to an item that is in memory; None if it matches its checksums, or is no zip, and so has none."""
+    """The damage to an item in memory; None if it matches its checksums, or has none because it is not a zip."""
     return check_item(JoinedFile((item,)).read_into, Blob("", 0, len(item))).damage if item.startswith(b"PK") else None
 
 
@@ -85,23 +85,23 @@ def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
 
 
 class RecordCheck:
-    """The comparison of one record that is read in pieces. Whoever has found the record creates it; from any thread.
+    """The comparison of one record that is read in pieces. Created by the finder of the record; used by any thread.
 
-    Reads that failed may have left pieces of other lengths. Each piece is a true one all the same.
+    Failed reads may have left pieces of other lengths, but each of these pieces is correct.
     """
 
     def __init__(self, name: str, record: ZipRecord) -> None:
-        """`name` is that of the tensor in it."""
+        """`name` is the name of the tensor in the record."""
         self.name, self.record = name, record
         self.extent = Extent(record.begin, record.num_bytes)
-        self.is_done = False  # all of it was read once, and matched
+        self.is_done = False  # the whole record was read once, and matched
         self._lock = threading.Lock()
         self._pieces: dict[int, tuple[int, int]] = {}  # ends and checksums by begins, under _lock
         self._num_bytes = 0  # of the pieces, under _lock
 
     def matches(self, offset: int, data: memoryview) -> bool:
-        """Take the part of these bytes of the file that lies in the record. False if all of it was read by now, and
-        does not match its checksum.
+        """Take the bytes of the file that belong to the record. Returns False if they complete the record
+        and it does not match its checksum.
         """
         begin, end = max(offset, self.extent.offset), min(offset + len(data), self.extent.end)
         crc = zlib.crc32(data[begin - offset : end - offset])
@@ -116,7 +116,7 @@ class RecordCheck:
         return self.is_done
 
     def _whole(self) -> list[tuple[int, int]] | None:
-        """The checksums and lengths of pieces that make up the record; None if there are none. Under _lock."""
+        """The checksums and lengths of pieces that make up the record; None while pieces are missing. Under _lock."""
         pieces, at = [], self.extent.offset
         while at < self.extent.end:
             if at not in self._pieces:
@@ -127,18 +127,18 @@ class RecordCheck:
         return pieces
 
 
-# The polynomial of CRC-32 as zip has it. The highest bit stands for x^0, and the lowest for x^31.
+# The polynomial of zip's CRC-32. The highest bit stands for x^0, the lowest for x^31.
 _POLYNOMIAL: Final = 0xEDB88320
 _ONE: Final = 1 << 31
 _X8: Final = 1 << 23
 
 
 def combined(crc: int, next_crc: int, num_bytes: int) -> int:
-    """The CRC-32 of some bytes and the `num_bytes` that follow them, of which `next_crc` is the CRC-32."""
+    """The CRC-32 of two byte strings joined, from the CRC-32 of each and the length of the second."""
     return _product(crc, _power_of_x(num_bytes)) ^ next_crc
 
 
-@functools.lru_cache(maxsize=64)  # nearly all pieces are of one length
+@functools.lru_cache(maxsize=64)  # nearly all pieces have the same length
 def _power_of_x(num_bytes: int) -> int:
     """x^(8 * num_bytes), modulo the polynomial."""
     power, square = _ONE, _X8

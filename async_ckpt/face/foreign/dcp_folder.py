@@ -2,10 +2,10 @@
 
 In: a storage with such a folder. Out: contents like those of an archive. Knows nothing of: torch's engine.
 
-The metadata tells which rectangles of a tensor are in which part of which file. Each part is the output of torch.save,
-and the place of the bytes in it is looked up when they are wanted, for many parts at once; then they are read by
-ranges, like those of an archive. There are no digests, but torch.save writes a CRC-32 for each part. To compare it, a
-part is read whole when the first piece of it is wanted.
+The metadata lists which rectangles of a tensor are in which part of which file. Each part is the output of torch.save.
+The place of the bytes in it is looked up on demand, for many parts at once; then the bytes are read by ranges, like
+those of an archive. There are no digests, but torch.save writes a CRC-32 for each part. To compare it, a part is read
+whole when its first piece is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _TensorFile(Contents):
     def __init__(self, reader: Reader, *, path: str) -> None:
         super().__init__(reader, path=path)
         self.index = Index(None, (), (), (), None, _NOWHERE, reader.num_bytes)
-        # The records to compare, by where they begin, which is also the number of their "member". They do not overlap.
+        # The records to compare, by the offset of their first byte, which is also the number of their "member". They do
+        # not overlap.
         self._checks: dict[int, RecordCheck] = {}
         self._begins: list[int] = []  # ascending
 
@@ -61,12 +62,12 @@ class _TensorFile(Contents):
         return self.index.file_bytes
 
     def compare(self, check: RecordCheck) -> None:
-        """From now on, compare a record with its checksum when it is read. On the thread that loads."""
+        """From now on, compare a record with its checksum when it is read. Called by the loading thread."""
         self._checks[check.extent.offset] = check
         insort(self._begins, check.extent.offset)
 
     def headers(self, members: Iterable[int]) -> list[Extent]:
-        """The records that are still to be compared, and so read whole."""
+        """The records that have yet to be compared, and must therefore be read whole."""
         checks = filter(None, map(self._checks.get, members))
         return [check.extent for check in checks if not check.is_done]
 
@@ -79,7 +80,7 @@ class _TensorFile(Contents):
                 raise self._damaged(check)
 
     def read(self, extent: Extent) -> bytes:
-        """The bytes of a small extent. The record that they are in is compared, if it was not yet."""
+        """The bytes of a small extent. The record around them is compared, if it has not been compared yet."""
         first = bisect_right(self._begins, extent.offset) - 1
         check = self._checks[self._begins[first]] if first >= 0 else None
         if check is None or check.is_done or extent.end > check.extent.end:
@@ -107,14 +108,14 @@ class _TensorFile(Contents):
 class OpenDcp(Contents):
     """The folder of a checkpoint with valid metadata. `stack` closes the opened files.
 
-    Raises CorruptCheckpointError for metadata that is malformed or hostile, or that only torch can interpret.
+    Raises CorruptCheckpointError for metadata that is malformed or hostile, or that only torch can read.
     """
 
     _advice: ClassVar[str] = "fetch it again, or load it with torch.distributed.checkpoint"
     keeps_empty: ClassVar[bool] = False
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack, *, verify: bool) -> None:
-        """With `verify`, everything that is read is compared with its checksum, if it has one."""
+        """With `verify`, all data that is read is compared with its checksum, if it has one."""
         super().__init__(None, path=storage.locate(""))
         self._storage, self._stack, self._verify = storage, stack, verify
         try:
@@ -142,14 +143,14 @@ class OpenDcp(Contents):
         )
         self.index = Index(None, (), tensors, (), skeleton, _NOWHERE, 0)
         self._files: dict[str, _TensorFile] = {}
-        # The place of each blob's bytes, and the member of the file that is compared, written once by the thread that
-        # has looked it up.
+        # The place of each blob's bytes, and the member of the file to compare; written once, by the thread that has
+        # looked them up.
         self._locations: dict[Blob, tuple[_TensorFile, Extent, int]] = {}
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
-        """The saved structure, with values that need no trust in place, since settings of optimizers are inspected."""
+        """The saved structure, including values that need no trust, since the settings of optimizers are inspected."""
         value, stored = super().tree(select=select, types=types, groups=groups)
         leaves = [leaf for leaf in stored if leaf.kind == "object"]
         texts = self._read_blobs([leaf.number for leaf in leaves])
@@ -205,7 +206,7 @@ class OpenDcp(Contents):
             for blob, name in blobs.items()
             if blob not in self._locations
         ]
-        for blob in blobs:  # on this thread alone: it fills a dict
+        for blob in blobs:  # only on this thread: it fills a dict
             self._open_file(blob)
         run_together("look up", jobs, max_threads=_MAX_READERS)
         for file, check in checks:
@@ -239,8 +240,8 @@ class OpenDcp(Contents):
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _cover(self, number: int) -> Sequence[tuple[int, Box]]:
-        """The chunks that make up a tensor, by their numbers, with what to take of each. Raises CorruptCheckpointError
-        for a gap.
+        """The numbers of the chunks that make up a tensor, each with the box to take from it. Raises
+        CorruptCheckpointError for a gap.
         """
         tensor = self._tensors[number]
         taken, missing = cover(tensor.shape, [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
@@ -250,7 +251,7 @@ class OpenDcp(Contents):
         return taken
 
     def _locate(self, blob: Blob, name: str, checks: list[tuple[_TensorFile, RecordCheck]]) -> None:
-        """Look up the place of a blob's bytes. What is to be compared when it is read is added to `checks`."""
+        """Look up the place of a blob's bytes. Adds the record to compare, when it is read, to `checks`."""
         file = self._files[blob.file]
 
         def read(offset: int, length: int) -> bytes:
@@ -296,7 +297,7 @@ class OpenDcp(Contents):
         return file
 
     def _read_blobs(self, numbers: Sequence[int]) -> list[bytes]:
-        """The bytes of these blobs. Raises CorruptCheckpointError for one that does not match its checksums."""
+        """The bytes of these blobs. Raises CorruptCheckpointError for a blob that does not match its checksums."""
         data: dict[int, bytes] = {}
 
         def read(number: int, file: _TensorFile) -> None:

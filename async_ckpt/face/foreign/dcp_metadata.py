@@ -1,11 +1,11 @@
-"""The format of torch.distributed.checkpoint, as far as reading tensors needs it: metadata, and pickles of tensors.
+"""The parts of the format of torch.distributed.checkpoint needed to read tensors: metadata, and pickles of tensors.
 
 In: the bytes of `.metadata`, and the output of torch.save for one tensor. Out: names, shapes, and places of bytes.
 Knows nothing of: files, torch.
 
-Both are untrusted pickles. They are interpreted by a machine that creates nothing but lists, tuples, numbers and text:
-a name stays a name, and a call becomes a record of that call. So nothing is imported or run, and memory is bounded by
-the bytes. Names that torch does not write there are refused. No class of torch is used, so any version will do.
+Both are untrusted pickles. They are interpreted by a machine that creates only lists, tuples, numbers and text: a name
+stays a name, and a call becomes a record of the call. So nothing is imported or run, and the memory is bounded by the
+size of the pickle. Names that torch does not write are refused. No class of torch is used, so any version will do.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STORAGES: Final = {
     "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
-_WINDOW: Final = 4096  # holds all that torch.save usually writes at each end of a tensor's bytes
+_WINDOW: Final = 4096  # usually enough for what torch.save writes before and after a tensor's bytes
 _MAX_RECORD: Final = 1 << 20
 _MAX_WORD: Final = 16
 
@@ -69,7 +69,7 @@ class TorchOnlyError(ValueError):
 
 
 class Blob(NamedTuple):
-    """The place of one item: bytes of a file beside the metadata."""
+    """The place of one item: a range of bytes in a file beside the metadata."""
 
     file: str
     offset: int
@@ -112,7 +112,7 @@ class ZipRecord(NamedTuple):
 class TensorExtent(NamedTuple):
     """The place of a tensor's bytes: `num_bytes` from offset `begin` on, as items in `shape` with these `strides`.
 
-    They are in `record`, which may have more.
+    The bytes are in `record`, which may have more.
     """
 
     dtype: str
@@ -134,8 +134,8 @@ class TensorExtent(NamedTuple):
 
 
 def parse(data: bytes) -> Checkpoint:
-    """Read a metadata file. Raises ValueError for a malformed one, and for a refused name, which it contains, and
-    TorchOnlyError for one that is intact all the same.
+    """Parse a metadata file. Raises TorchOnlyError for an intact file that only torch can read, and ValueError for a
+    malformed file or a refused name.
     """
     try:
         with no_collection():
@@ -151,8 +151,8 @@ def parse(data: bytes) -> Checkpoint:
 class _MetadataReader:
     """Reads the records of one metadata file in time linear in its bytes. `parse` creates one for each file.
 
-    A pickle may refer to one list a thousand times in two bytes each, so items are counted: torch writes at least a
-    byte for each item of a shape, a path or a list of chunks.
+    A pickle may refer to the same list a thousand times, at two bytes each. So items are counted: torch writes at least
+    one byte for each item of a shape, a path or a list of chunks.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -242,7 +242,7 @@ class _MetadataReader:
 
 
 def _check_disjoint(blobs: Mapping[tuple[str, Any], Blob]) -> None:
-    """Raises ValueError if two items share bytes. Even tied weights do not: together they never exceed the files."""
+    """Raise ValueError if two items share bytes. Even tied weights do not; so items never exceed the files."""
     last, owner = Blob("", 0, 0), ""
     for (name, _), blob in sorted(blobs.items(), key=lambda item: item[1]):
         if blob.file == last.file and blob.offset < last.offset + last.length:
@@ -261,8 +261,8 @@ def _is_beside(file: str) -> bool:
 def locate_tensor(read: Callable[[int, int], bytes], blob: Blob) -> TensorExtent:
     """The place of the bytes of the tensor in a blob. `read` is called with an offset in the file and a length.
 
-    Raises ValueError for anything but one tensor of plain memory, as torch.save writes it, and TorchOnlyError if it is
-    intact all the same.
+    Raises TorchOnlyError for a tensor that only torch can read, and ValueError for a blob that is not a single plain
+    tensor as torch.save writes it.
     """
     window = _Window(read, blob)
     try:
@@ -311,7 +311,7 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     (offset,), shape, strides = _ints((offset,)), _ints(shape), _ints(strides)
     item_bytes = DTYPES[dtype][0]
     num_items = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
-    # Items must not share memory either: the tensor would be larger in memory than in the file. torch writes such out.
+    # Items must not share memory either: the tensor would be larger in memory than in the file. torch expands such.
     if max(offset + num_items, prod(shape)) * item_bytes > info.file_size:
         raise ValueError("it is larger than its storage")
     header = window.at(info.header_offset, 30)
@@ -319,13 +319,13 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     if begin + info.file_size > window.length:
         raise ValueError("its storage is cut off")
     begin += window.offset
-    # zipfile has no checksum of it where `ignore_missing_checksums` has found none.
+    # `ignore_missing_checksums` removes the attribute if there is no checksum.
     stored = ZipRecord(info.filename, begin, info.file_size, getattr(info, "CRC", None))
     return TensorExtent(dtype, begin + offset * item_bytes, num_items * item_bytes, shape, strides, stored)
 
 
 class _Window(io.RawIOBase):
-    """A blob as a file object. Its begin and end are read once and kept, as zipfile needs little else."""
+    """A blob as a file object. Its begin and end are read once and kept, since zipfile reads little else."""
 
     def __init__(self, read: Callable[[int, int], bytes], blob: Blob) -> None:
         self.offset, self.length = blob.offset, blob.length
@@ -376,7 +376,7 @@ class _GlobalName(NamedTuple):
 
 
 class _CallRecord:
-    """A call that would create an object, and the state that the object would be given."""
+    """A call that would create an object, and the state that the object would get."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name, arguments

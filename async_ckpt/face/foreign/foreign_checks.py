@@ -1,7 +1,7 @@
-"""Verification of what other programs have written, by the checksums and sizes that their formats have.
+"""Verification of other programs' files, by the checksums and sizes in their formats.
 
-In: a reader of a file of a known kind, or a folder. Out: sentences on what was compared, or an error. Knows nothing of:
-archives of this library. Nothing is unpickled, and nothing is extracted.
+In: a reader of a file of a known kind, or a folder. Out: sentences about what was compared, or an error. Knows nothing
+of: archives of this library. Nothing is unpickled or extracted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MAX_READERS: Final = 8
 
 
 def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) -> str:
-    """Compare a file of another program with what its format has. Returns what was compared, in words.
+    """Compare a file of another program with the checksums in its format. Returns a sentence about what was compared.
 
-    A zip, such as torch.save writes, has a CRC-32 of each member, gzip one of all bytes, and zstd mostly a checksum of
-    each frame. A tar has checksums of its headers alone. Raises CorruptCheckpointError, and ForeignFileError for a
-    format that has nothing of the kind.
+    A zip, such as torch.save writes, has a CRC-32 of each member, gzip has one of all bytes, and zstd usually has a
+    checksum of each frame. A tar has checksums only of its headers. Raises CorruptCheckpointError, and ForeignFileError
+    for a format without checksums.
     """
     head = memoryview(bytearray(min(NEEDED_BYTES, reader.num_bytes)))
     reader.read_into(0, head)
@@ -53,13 +53,12 @@ def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) 
 
 def compare_dcp(storage: Storage, on_bytes: Callable[[int], None]) -> tuple[set[str], int, list[str]]:
     """Compare a checkpoint of torch.distributed.checkpoint with the checksums of its items. Returns its files, the
-    number of bytes that were compared, and notes on what was.
+    number of compared bytes, and notes about the comparison.
 
-    Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if nothing there has a
-    checksum.
+    Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if no item has a checksum.
     """
     damaged: dict[str, str] = {}
-    unchecked: list[str] = []  # one for each item
+    unchecked: list[str] = []  # a name for each item
 
     def compare(name: str, file: Contents, blob: Blob) -> None:
         has_checksums, damage = check_item(file.read_into, blob)
@@ -111,7 +110,7 @@ def _compare_zip(reader: Reader, path: str, kind: str) -> str:
 
 
 def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
-    """Read all of a file that is compressed, or a tar, or both. `checksums` are those of the compression, in words."""
+    """Read a file that is compressed, or a tar, or both. `checksums` is a text about those of the compression."""
     with ReadAhead(reader) as raw, damage_translated(path, "it is damaged"):
         content = decompressed(raw, path)
         is_tar = checksums is None or is_tar_header(content.peek(tar.BLOCK)[: tar.BLOCK])
@@ -128,7 +127,7 @@ def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
 
 
 class _Counted(Reader):
-    """A reader that tells how much is read. Whoever made the other one closes that."""
+    """A reader that reports how much is read. It does not close the reader that it wraps."""
 
     def __init__(self, reader: Reader, on_bytes: Callable[[int], None]) -> None:
         self._reader, self._on_bytes, self.num_bytes = reader, on_bytes, reader.num_bytes

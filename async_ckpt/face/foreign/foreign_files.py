@@ -1,6 +1,6 @@
-"""The kinds of files that other programs write, told by their first bytes.
+"""The kinds of files that other programs write, recognized by their first bytes.
 
-In: the first bytes of a file, and for a zip the names of its members. Out: words for the kind, and the program that
+In: the first bytes of a file, and for a zip the names of its members. Out: a text about the kind, and the program that
 reads it. Knows nothing of: the rest of the file, which may be damaged.
 """
 
@@ -12,23 +12,23 @@ from typing import Final, NamedTuple
 
 from ...core.format import index, safetensors, tar
 
-# As many bytes tell every kind: a tar header, and the name of the first member of a zip.
+# Enough bytes for every kind: for a tar header, and for the name of the first member of a zip.
 NEEDED_BYTES: Final = 1024
 _OWN_MEMBER: Final = f"{index.MEMBER}\0".encode()
 _ZIP: Final = b"PK\x03\x04"
-# A zip's header of a member: the number of bytes of its name, and where that begins.
+# In the header of a zip's member: the field with the length of its name, and the offset of the name.
 _ZIP_NAME_BYTES: Final = slice(26, 28)
 _ZIP_NAME: Final = 30
-# The number with which torch.save began its files before torch 1.6, as a pickle.
+# The pickled number at the start of torch.save's files before torch 1.6.
 _LEGACY_TORCH: Final = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _CONVERT: Final = "async-ckpt convert makes an archive of it"
 _LOAD_BY_TORCH: Final = f"torch.load reads it, and {_CONVERT}"
 
 
 class ForeignFile(NamedTuple):
-    """A file that this library has not written: a short name of its kind, the kind in words, and what reads it.
+    """A file that this library has not written: a short name of its kind, a text about it, and what reads it.
 
-    `kind` is "torch" (torch.save), "legacy torch" (of before torch 1.6), "torchscript", "dcp item", "safetensors",
+    `kind` is "torch" (torch.save), "legacy torch" (before torch 1.6), "torchscript", "dcp item", "safetensors",
     "numpy", "hdf5", "gguf", "lfs pointer", "zip", "tar", "compressed", "pickle", "html", "json" or "text".
     """
 
@@ -92,17 +92,17 @@ def foreign_file(
 ) -> ForeignFile | None:
     """The kind of a file that another program has written; None for an unknown kind, and for our own archives.
 
-    A file that is empty, or an archive with a damaged header, is of no kind.
+    Also None for an empty file, and for an archive with a damaged header.
 
     Args:
-        begin: the first `NEEDED_BYTES` of the file, or all of a shorter one.
-        path: its path or URL, whose suffix tells the pieces of a DCP checkpoint.
-        members: the names in a zip, if they are known; they alone tell TorchScript from torch.save.
+        begin: the first `NEEDED_BYTES` of the file, or the whole of a shorter one.
+        path: its path or URL. The suffix identifies the pieces of a DCP checkpoint.
+        members: the names in a zip, if they are known; only they distinguish TorchScript from torch.save.
     """
     head = bytes(begin[:NEEDED_BYTES])
     beginnings = (_OWN_MEMBER, _ZIP, *(magic for magic, _ in _BY_MAGIC))
     if any(begin.startswith(head) for begin in beginnings) or (len(head) < tar.BLOCK and head.startswith(_OWN_MEMBER)):
-        return None  # perhaps of a file that is cut off
+        return None  # perhaps our own archive, cut off
     if head.startswith(_ZIP):
         return _ITEM if path.endswith(".distcp") else _kind_of_zip([_first_member(head), *members])
     if path.endswith("/.metadata") and _is_pickle(head):
@@ -114,7 +114,7 @@ def foreign_file(
 def _kind_of_zip(members: Iterable[str]) -> ForeignFile:
     names = [name for name in members if name]
     if any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in names):
-        return _SCRIPT  # it has the code of a model, which torch.save would lose
+        return _SCRIPT  # it contains the code of a model, which torch.save would lose
     inner = {name.partition("/")[2] for name in names}
     if "archive_format" in inner or any(name.startswith("data/weights/") for name in inner):
         return _EXPORTED
@@ -135,19 +135,19 @@ def _first_member(head: bytes) -> str:
 
 
 def _is_pickle(head: bytes) -> bool:
-    """True for a pickle of protocol 2 or later, which begins with its number and, since 4, the size of a frame."""
+    """True for a pickle of protocol 2 or later, which begins with the protocol's number."""
     return head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5") and len(head) > 2
 
 
 def is_tar_header(block: bytes) -> bool:
-    """True for a sound header of a tar."""
+    """True for an undamaged header of a tar."""
     with suppress(ValueError):
         return len(block) == tar.BLOCK and tar.has_checksum(block)
     return False
 
 
 def _is_other_tar(head: bytes) -> bool:
-    """True for a sound header of a tar that does not begin with an index of ours, even a damaged one."""
+    """True for an undamaged header of a tar that does not begin with our index, not even with a damaged one."""
     block, text = head[: tar.BLOCK], head[tar.BLOCK :]
     begin = text[: len(index.BEGIN)]
     num_same = sum(one == ours for one, ours in zip(begin, index.BEGIN, strict=False))
@@ -174,7 +174,7 @@ def _is_json(head: bytes) -> bool:
     return _is_text(head) and head.lstrip()[:1] in (b"{", b"[")
 
 
-# In this order: what comes first is looked for first.
+# The first match counts.
 _BY_TEST: Final[tuple[tuple[Callable[[bytes], bool], ForeignFile], ...]] = (
     (safetensors.begins, _SAFETENSORS),
     (_is_pickle, _PICKLE),

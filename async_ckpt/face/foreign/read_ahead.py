@@ -1,6 +1,6 @@
 """Objects that are read from front to back, as binary files.
 
-In: a reader of ranges. Out: a binary file object. Knows nothing of: what is in the object.
+In: a reader of ranges. Out: a binary file object. Knows nothing of: the content of the object.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NUM_AHEAD: Final = 4
 
 
 class ReadAhead(io.RawIOBase):
-    """An object as a binary file, read ahead by a crew of this object. For one thread.
+    """An object as a binary file, read ahead by threads of its own. Used by one thread.
 
-    Holds at most 40 MiB. Closing it closes the reader. Raises the errors of the reader.
+    Takes at most 40 MiB of memory. Closing it closes the reader. Raises the errors of the reader.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -44,7 +44,7 @@ class ReadAhead(io.RawIOBase):
     def readinto(self, target: Any) -> int:
         self._request()
         if not self._chunk and self._ahead:
-            # Removed only after it is done, since `close` waits for the chunks in the deque.
+            # Removed only once it is done, since `close` waits for the chunks in the deque.
             self._chunk = self._ahead[0].result()
             del self._ahead[0]
             self._request()

@@ -1,7 +1,7 @@
 """The members of a tar of any program, read forward, in which damage is an error.
 
-In: the bytes of a file, compressed by gzip or zstd or not. Out: what `tarfile` reads of it. Knows nothing of: what is
-done with the members.
+In: the bytes of a file, plain or compressed by gzip or zstd. Out: its members, as `tarfile` reads them. Knows nothing
+of: the use of the members.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ...core.spec import MIB
 from ...errors import CorruptCheckpointError
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
-# Headers and maps of holes are read as a whole: no name and no list of attributes is as long as this.
+# Headers and maps of holes are read as a whole. Names and lists of attributes are shorter than this.
 MAX_HEADER_BYTES: Final = MIB
-# `tarfile` parses a number in a time that grows with its square (CVE-2024-6232); no header has one this long.
+# `tarfile` parses a number in time quadratic in its length (CVE-2024-6232); no valid header has one this long.
 _LONG_NUMBER: Final = re.compile(rb"[0-9]{256}")
 BUFFER_BYTES: Final = MIB
 
 
 def members_of(file: io.BufferedReader, path: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The members of an archive, each with the archive as `tarfile` reads it. Until the next one is asked for, the data
-    of one may be read. Raises DamagedTarError, also if there is none, and CorruptCheckpointError if anything but zeros
-    follows the end.
+    """The members of an archive, each with the `TarFile` to read it from. The data of a member may be read until the
+    next one is requested. Raises DamagedTarError, also for an archive without members, and CorruptCheckpointError if
+    the end is followed by other bytes than zeros.
     """
     content, num_members = ForwardFile(file), 0
     with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=StrictTarInfo) as tar:
         tar.copybufsize = BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
         while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all of them
             if member.size < 0:
                 raise DamagedTarError("a member has a negative size")
             content.header_bytes = None
@@ -59,12 +59,12 @@ def members_of(file: io.BufferedReader, path: str) -> Iterator[tuple[tarfile.Tar
 class StrictTarInfo(tarfile.TarInfo):
     """Headers of tar members, in which any damage is an error.
 
-    `tarfile` takes some damaged headers for the end of the archive; which ones depends on the version of Python.
+    `tarfile` takes some damaged headers for the end of the archive, depending on the version of Python.
     """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> StrictTarInfo:
-        # Where no link can be made, `tarfile` looks through all members that follow for one to put in its place.
+        # If a link cannot be created, `tarfile` searches all following members for a file to extract instead.
         if cast(ForwardFile, tar.fileobj).header_bytes is None:
             raise DamagedTarError("it has a link that cannot be created")
         try:
@@ -85,7 +85,7 @@ class StrictTarInfo(tarfile.TarInfo):
 
 
 class DamagedTarError(Exception):
-    """Damage in an archive; unlike its own errors, `tarfile` does not catch this one."""
+    """Damage in an archive. `tarfile` does not catch it, unlike its own errors."""
 
 
 # The errors that a hostile or broken archive makes `tarfile`, `gzip` and `zlib` raise.
@@ -117,7 +117,7 @@ def damage_translated(path: str, what: str) -> Iterator[None]:
 
 
 def decompressed(raw: io.RawIOBase, path: str) -> io.BufferedReader:
-    """The decompressed content of a file; its first bytes determine the format."""
+    """The decompressed content of a file, whose first bytes determine the format."""
     buffered: io.BufferedReader = io.BufferedReader(raw, BUFFER_BYTES)
     magic = buffered.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):
@@ -135,7 +135,7 @@ def decompressed(raw: io.RawIOBase, path: str) -> io.BufferedReader:
 
 
 class _TruncationGuard:
-    """Compressed data on its way to zstd's decompressor, which does not report a last frame that is cut off."""
+    """Compressed data on its way to zstd's decompressor, which does not report a truncated last frame."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -150,7 +150,7 @@ class _TruncationGuard:
 
 
 class ForwardFile:
-    """A file that is read forward only, with the `seek` that `tarfile` needs: back by at most a byte.
+    """A forward-only file, with the `seek` that `tarfile` needs: back by at most one byte.
 
     `tarfile`'s own streams copy their buffer at every read, which is slow for many small members.
     """
@@ -160,7 +160,7 @@ class ForwardFile:
         self._at = 0  # offset of the next byte of `file`
         self._last = b""  # the byte before it
         self._wanted = 0
-        self.header_bytes: int | None = MAX_HEADER_BYTES  # that may still be read; None for data
+        self.header_bytes: int | None = MAX_HEADER_BYTES  # that may still be read; None while reading data
 
     def tell(self) -> int:
         return self._wanted

@@ -3,9 +3,9 @@
 In: a reader, or a storage with a folder. Out: contents like those of an archive. Knows nothing of: runs, steps.
 
 The index of a bare safetensors file is built from its header. The folder of an extracted archive is read as the tar
-that it was: its members lie where the index says, with reconstructed tar headers between them. These lack only the
-times of the original headers, so the few blocks with a header cannot be compared. A missing file is an error only when
-something in it is requested.
+from which it was extracted: its members are at the offsets in the index, with reconstructed tar headers between them.
+The reconstructed headers differ from the original ones only in their times, so the few blocks with a header cannot be
+compared. A missing file is an error only when something in it is requested.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .virtual_files import JoinedFile, Zeros
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
-# An index may name only files that lie beside it.
+# An index may only name files beside it.
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
 
 
 def opened(reader: Reader, *, path: str, first_block: memoryview) -> Contents | None:
-    """The bare safetensors file behind a reader; None for a file of no known kind, such as a damaged archive.
+    """The bare safetensors file behind a reader; None for a file of an unknown kind, such as a damaged archive.
 
-    Raises ForeignFileError for a file of any other kind.
+    Raises ForeignFileError for a file of any other known kind.
     """
     kind = foreign_file(first_block, path=path)
     if kind is not None and kind.kind != "safetensors":
@@ -53,7 +53,7 @@ def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitSta
     `stack` closes the opened files. Raises CorruptCheckpointError.
     """
     names = storage.names("")
-    if OF_DCP in names:  # if it has safetensors files, these hold pieces of tensors
+    if OF_DCP in names:  # first: its safetensors files, if any, contain pieces of tensors
         return [Part(OpenDcp(storage, stack, verify=verify))]
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return [Part(_open_extracted(storage, verify, stack))]
@@ -67,7 +67,7 @@ def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitSta
 
 
 class OpenSafetensors(Contents):
-    """A bare safetensors file with a valid header. It has no digests, so damage to its tensors cannot be noticed."""
+    """A bare safetensors file with a valid header. It has no digests, so damage to its tensors goes unnoticed."""
 
     _advice: ClassVar[str] = "fetch it again"
 
@@ -86,7 +86,7 @@ class OpenSafetensors(Contents):
 
 
 class MissingShard(Contents):
-    """A missing file with known names. The error is raised when one of them is selected."""
+    """A missing file whose names are known. Selecting one of them raises the error."""
 
     def __init__(self, keys: Collection[str], error: CorruptCheckpointError) -> None:
         super().__init__(None, path=error.path)
@@ -99,7 +99,7 @@ class MissingShard(Contents):
         types: Iterable[type] | None = (),  # noqa: ARG002
         groups: Groups = None,  # noqa: ARG002
     ) -> tuple[Any, list[StoredLeaf]]:
-        """Raises KeyError if none of its names is selected, else CorruptCheckpointError."""
+        """Raises CorruptCheckpointError if one of its names is selected, or else KeyError."""
         chosen = selector(select)
         if chosen is None or any(chosen((key,)) for key in self._keys):
             raise self._error
@@ -117,10 +117,10 @@ class MissingShard(Contents):
 
 
 class ExtractedArchive(OpenArchive):
-    """The folder of an extracted archive, read as the tar that it was.
+    """The folder of an extracted archive, read as the tar from which it was extracted.
 
-    Blocks with reconstructed headers, whose numbers are `inexact`, are not compared with their digests. A read of a
-    member whose file is `missing` raises its error.
+    The blocks with the numbers in `inexact` contain reconstructed headers, and are not compared with their digests.
+    Reading a member whose file is in `missing` raises the error from there.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class ExtractedArchive(OpenArchive):
 
 
 def _open_extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
-    """The folder as the tar that it was extracted from."""
+    """The folder as the tar from which it was extracted."""
     text, _ = storage.read(index.MEMBER)
     contents = index.parse(text, path=storage.locate(index.MEMBER))
     pieces: list[bytes | Reader] = [tar.header(index.MEMBER, len(text), mtime=0), text]
     inexact_blocks, end = {0}, tar.BLOCK + len(text)
     names = storage.names("")
-    # Open all files before anything is allocated: the size of the digests bounds the sizes of missing members.
+    # Open all files before allocating memory: the size of the digests bounds the sizes of missing members.
     files = [_member_file(storage, member, names, stack) for member in (*contents.members, contents.digests)]
     missing = {}
     for member, file in zip((*contents.members, contents.digests), files, strict=True):
@@ -184,7 +184,7 @@ def _member_file(
 
 
 def _shard_parts(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterator[Part]:
-    """The files that an index of Hugging Face names, each with the tensors that the index assigns to it."""
+    """The files in a Hugging Face index, each with the tensors that the index assigns to it."""
     try:
         shard_index = json.loads(storage.read(name)[0])
         files: dict[str, Json] = dict(shard_index["weight_map"])
@@ -239,7 +239,7 @@ def _open(storage: Storage, name: str, stack: contextlib.ExitStack, named_by: st
 
 
 def _is_missing(name: object, names: Collection[str]) -> bool:
-    """True if the name is valid for a file of the folder, and the folder has no such file."""
+    """True if the name is valid, but the folder has no such file."""
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None and name not in names
 
 

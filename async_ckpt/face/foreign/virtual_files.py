@@ -1,4 +1,4 @@
-"""Files that exist only while they are read: concatenated pieces, zeros, and ranges as a file of Python's `io`.
+"""Virtual files: concatenated pieces, zeros, and ranges as files of Python's `io`.
 
 In: bytes, and readers. Out: readers, and raw files. Knows nothing of: their content.
 """
@@ -17,7 +17,7 @@ ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an 
 
 
 class Zeros(Reader):
-    """A file of zeros in the place of a missing one. No tensor is read from it, only the bytes around it."""
+    """Zeros in place of a missing file. They are read only as part of a block, never as a tensor."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -27,7 +27,7 @@ class Zeros(Reader):
 
 
 class JoinedFile(Reader):
-    """Texts and files, one after the other, as one file. The files belong to whoever opened them."""
+    """Byte strings and files, concatenated to one file. Closing it does not close the files."""
 
     def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
         self._pieces = pieces
@@ -50,7 +50,7 @@ class JoinedFile(Reader):
 
 
 class RangeFile(io.RawIOBase):
-    """`num_bytes` bytes from offset `begin` on, as a raw file. Whoever has opened what they lie in closes that."""
+    """`num_bytes` bytes from offset `begin` on, as a raw file. Closing it does not close the file that it reads."""
 
     def __init__(self, read_into: ReadInto, num_bytes: int, *, begin: int = 0) -> None:
         self._read_into, self._num_bytes, self._begin = read_into, num_bytes, begin

@@ -3,10 +3,10 @@
 - `checkpoint_reader.py` opens a place: an archive, a step, a run, safetensors, a folder of
   torch.distributed.checkpoint, a file of torch.
 - `torch_files.py` reads files of torch.
-- `named_items.py` takes a state apart into items with names, and the containers around them.
+- `named_items.py` splits a state into items with names, and the containers around them.
 - `inspected.py`: the names in a checkpoint, without their values.
 
-What is named here is for the wings, by `plumbing.states`.
+The wings use the names in this file through `plumbing.states`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints of any format, as named items that are read piece by piece, or as a state.
 
 In: a place with an archive, a step, a run, weights in safetensors, a checkpoint of torch.distributed.checkpoint, or a
-file of torch.save. Out: items, or the state, of which no more than a few pieces are in memory at a time.
-Knows nothing of: what is done with them.
+file of torch.save. Out: items, or the state, with only a few pieces in memory at a time.
+Knows nothing of: the use of the items.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _SMALL_BYTES: Final = 1 << 20
 # The memory of tensors that are read together.
 _TOGETHER_BYTES: Final = 16 << 20
-# Where the items of any dtype may begin.
+# An alignment that is enough for items of any dtype.
 _ALIGNMENT_BYTES: Final = 16
 
 
@@ -54,14 +54,14 @@ def with_items(
 ) -> T:
     """The result of `use` for the items of a checkpoint, in its order. Without `trust`, nothing is unpickled.
 
-    `from_ranks` are the ranks whose values to take, by name, where each rank has its own.
+    `from_ranks` has the rank whose value to take for each entry that was saved per rank, by name.
 
     Raises:
-        UntrustedObjectError: a file of torch.save has more than weights, and `trust` was not given.
-        CorruptCheckpointError: something is damaged.
+        UntrustedObjectError: a file of torch.save contains more than weights, and `trust` was not given.
+        CorruptCheckpointError: the checkpoint is damaged.
         NotCommittedError: there is no checkpoint.
-        KeyError: `select` selects nothing.
-        ImportError: an object is of a package or class that is not there.
+        KeyError: `select` matches nothing.
+        ImportError: the package or class of an object is missing.
     """
     with torch_file(place, trust=trust) as file:
         if file is not None:
@@ -81,8 +81,8 @@ def with_state(
 ) -> T:
     """The result of `use` for a checkpoint as one state, as `load` returns it.
 
-    Tensors of a local file are views of it. Others are first written to files in the folder `scratch`, as large as
-    they are, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
+    Tensors of a local file are views of it. Other tensors are first written to files of the same size in the folder
+    `scratch`, and are views of these. Raises as `with_items`, and UntrustedObjectError for objects in an archive.
     """
     with torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:
@@ -109,7 +109,7 @@ def with_state(
 
 
 def _name_by_rank(state: Any, path: tuple[Any, ...]) -> str | None:
-    """The first name with a value of its own on each rank."""
+    """The first name that was saved per rank."""
     if isinstance(state, PerRank):
         return dotted(path)
     if isinstance(state, dict):
@@ -119,7 +119,7 @@ def _name_by_rank(state: Any, path: tuple[Any, ...]) -> str | None:
 
 
 def _memory_in(fd: int, num_bytes: int) -> torch.Tensor:
-    """New bytes at the end of a file, mapped."""
+    """`num_bytes` new bytes at the end of a file, mapped to memory."""
     begin = -(-os.fstat(fd).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -169,7 +169,7 @@ def _walk_over(part: Part, select: Select, trust: bool) -> ItemWalk:
     archive = part.archive
     try:
         tree, stored = archive.tree(select=select, groups=part.groups, types=None)
-    except KeyError:  # what is selected is in another part
+    except KeyError:  # the selection is in another part
         return ItemWalk()
     numbers = [leaf.number for leaf in stored if leaf.kind != "object"]
     archive.need((number, None) for number in numbers)
@@ -200,21 +200,21 @@ def _stored_item(archive: Contents, reader: TensorReader, leaf: StoredLeaf, path
 
 
 class TensorReader:
-    """The tensors of an archive with these numbers, read one after the other. Its caller creates it; from one thread.
+    """Reads the tensors of an archive with these numbers, one after the other. Used by one thread.
 
-    Small tensors that are asked for in the order of `numbers` are read together: each read compares whole
-    blocks of 4 MiB with their digests.
+    Small tensors that are requested in the order of `numbers` are read together, since each read compares whole blocks
+    of 4 MiB with their digests.
     """
 
     def __init__(self, archive: Contents, numbers: Sequence[int]) -> None:
         self._archive = archive
         self._numbers = [*dict.fromkeys(map(archive.primary, numbers))]
         self._position = {number: position for position, number in enumerate(self._numbers)}
-        self._last = -1  # the position of the tensor asked for last
-        self._together: dict[int, torch.Tensor] = {}  # the bytes of small ones that were read by one call
+        self._last = -1  # the position of the tensor that was requested last
+        self._together: dict[int, torch.Tensor] = {}  # the bytes of small tensors from the last joint read
 
     def chunks(self, number: int) -> Iterator[torch.Tensor]:
-        """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
+        """The items of a tensor, flat, in pieces of 32 MiB that reuse one buffer."""
         is_next = self._position[number] == self._last + 1
         self._last = self._position[number]
         if number not in self._together and is_next and 0 < self._num_bytes(number) <= _SMALL_BYTES:
@@ -225,7 +225,7 @@ class TensorReader:
             yield from chunks_of(self._archive, number)
 
     def _read_together(self, first: int) -> None:
-        """Read a small tensor, and the small ones that follow it, as many as have room."""
+        """Read a small tensor, and as many of the following small ones as fit into 16 MiB."""
         memory, end = torch.empty(_TOGETHER_BYTES, dtype=torch.uint8), 0
         ranges: list[Range] = []
         for number in itertools.islice(self._numbers, self._position[first], None):

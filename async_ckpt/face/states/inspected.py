@@ -1,4 +1,4 @@
-"""The names in a checkpoint, with their shapes and places: what is in it, without reading it.
+"""The names in a checkpoint, with their shapes and places, without reading its tensors.
 
 In: a path. Out: a row of plain values for each name. Knows nothing of: statistics, terminals. Nothing is unpickled.
 """
@@ -22,7 +22,7 @@ from ...core.state.names import dotted, shown
 from ...core.state.tree import StoredLeaf, ValuesByRank, parts_in
 from ...core.storage.place import Anywhere, place_of
 
-# The statistics of tensors by their numbers, for an archive and the tensors that will be asked for.
+# Takes an archive and the numbers of the tensors to measure; returns a function from a number to its statistics.
 Measuring: TypeAlias = Callable[[Contents, Sequence[int]], Callable[[int], dict[str, float] | None]]
 
 _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
@@ -33,7 +33,7 @@ _SHOWN_ENTRIES: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class BytesInFile:
-    """A part of a tensor in a file: `num_bytes` from `offset` on. `rank` is the one that has written the file."""
+    """A part of a tensor in a file: `num_bytes` from `offset` on. `rank` is the rank that has written the file."""
 
     file: str
     offset: int
@@ -45,8 +45,8 @@ class BytesInFile:
 class NameRow:
     """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
 
-    `ranks` have written parts of a tensor, of a step that several ranks have saved. `places` are where its bytes are;
-    of such a step they have to be asked for, since every archive has to be opened to find them.
+    For a step that several ranks have saved, `ranks` lists those that have written parts of a tensor. `places` is where
+    its bytes are; for such a step they must be requested, since every archive has to be opened to find them.
     """
 
     name: str
@@ -66,9 +66,9 @@ class NameRow:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The names in a checkpoint, in its order, from `inspect`.
+    """The names in a checkpoint, in its order, as `inspect` returns them.
 
-    Printed, they are a table; in a notebook, below a picture of the sizes of the entries at the top level.
+    Printed as a table; a notebook also shows a picture of the sizes of the top-level entries.
 
         async_ckpt.inspect("runs/a").entries  # {"model": 497759232, "optimizer": 995518464}
     """
@@ -78,12 +78,12 @@ class Inspection:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors, tied ones once."""
+        """The bytes of all tensors; tied tensors count once."""
         return sum(self.entries.values())
 
     @property
     def entries(self) -> dict[str, int]:
-        """The bytes of the tensors below each entry at the top level, tied ones once."""
+        """The bytes of the tensors below each top-level entry; tied tensors count once."""
         return entry_sizes(self.names)
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Inspection:
 
 
 def inspect(path: Anywhere) -> Inspection:
-    """The names in a checkpoint, with types, shapes, sizes and plain values. No tensor is read; nothing is unpickled.
+    """List the names in a checkpoint, with types, shapes, sizes and plain values. Reads no tensor, unpickles nothing.
 
         print(async_ckpt.inspect("runs/a"))
 
@@ -123,7 +123,7 @@ def inspect(path: Anywhere) -> Inspection:
 
 
 def entry_sizes(rows: Sequence[NameRow]) -> dict[str, int]:
-    """The bytes below each entry at the top level, tied tensors once."""
+    """The bytes below each top-level entry; tied tensors count once."""
     sizes: dict[str, int] = {}
     for row in rows:
         if row.num_bytes and row.alias_of is None:
@@ -142,8 +142,8 @@ def _cells(row: NameRow) -> tuple[str, str, str, str]:
 def rows_of(
     parts: Sequence[Part], patterns: Sequence[str], *, measured_by: Measuring | None = None, places: bool = False
 ) -> list[NameRow]:
-    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
-    patterns, all. `measured_by` gives the statistics of a tensor.
+    """The rows of all names that a pattern matches, or that are below such a name, in the order of the checkpoint;
+    without patterns, of all names. `measured_by` adds the statistics of tensors.
     """
     return [row for part in parts for row in _rows_in(part, patterns, measured_by, places=places)]
 
@@ -177,7 +177,7 @@ def _row(
     *,
     places: bool,
 ) -> NameRow:
-    """The row of a leaf, with the statistics of a tensor if they are asked for."""
+    """The row of a leaf, with the statistics of a tensor if `statistics` is given."""
     name = shown(path)
     if not isinstance(leaf, StoredLeaf):
         return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
@@ -201,7 +201,7 @@ def _row(
 
 
 def places_of(archive: Contents, number: int) -> tuple[BytesInFile, ...]:
-    """Where the bytes of a tensor are, each item once."""
+    """The places of a tensor's bytes, with each item once."""
     return tuple(
         BytesInFile(file.path, piece.extent.offset, piece.extent.length, _rank_of(file.path))
         for file, piece, _ in archive.sources(number)
@@ -222,8 +222,8 @@ def _rank_of(path: str) -> int | None:
 
 
 def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths; a list without tensors is one leaf, and so is an empty dict below the top.
-    Values of ranks are below their name: "rank 3".
+    """The leaves of a tree with their paths. A list without tensors is one leaf, and so is an empty dict below the top.
+    Values that were saved per rank are below their name, as "rank 3".
     """
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):

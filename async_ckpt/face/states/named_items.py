@@ -1,9 +1,10 @@
-"""A state taken apart: its tensors and arrays, which are read piece by piece, its other values, and its containers.
+"""A state split into tensors and arrays, which are read piece by piece, other values, and containers.
 
-In: a state, whose leaves may be those that an archive stores. Out: items with paths. Knows nothing of: files.
+In: a state, whose leaves may be those of an archive. Out: items with paths. Knows nothing of: files.
 
-The same walk serves all formats, so that one state has the same items wherever it is. A dict of plain keys and the
-fields of a dataclass always have names of their own; a list, a tuple or a deque only if it holds more than plain data.
+All formats share this walk, so that a state has the same items in each of them. The items of a dict with plain keys,
+and the fields of a dataclass, always have their own names; the items of a list, a tuple or a deque have names only if
+it contains more than plain data.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from ...core.state.per_rank import ListItems
 from ...core.state.plain import INLINE_BYTES, SCALARS, NotPlainError, class_name, fields_of, hashable_node, is_record
 from ...core.state.tree import Encoder, OfClass, StoredLeaf, ValuesByRank
 
-# What is in memory at once of a tensor.
+# The part of a tensor that is in memory at once.
 CHUNK_BYTES: Final = 32 << 20
-# Containers that are nested more deeply are compared as a whole: Python's stack is bounded.
+# More deeply nested containers are compared as a whole, since Python's stack is bounded.
 _MAX_DEPTH: Final = 100
 _SHOWN_LENGTH: Final = 200
 
@@ -43,27 +44,27 @@ class PathForm(IntEnum):
     """The extent to which a format keeps paths: as they are, with all keys as text, or as one dotted name."""
 
     EXACT = 0
-    TEXT = 1  # of torch.distributed.checkpoint
-    FLAT = 2  # of safetensors
+    TEXT = 1  # torch.distributed.checkpoint
+    FLAT = 2  # safetensors
 
 
 class Unread(NamedTuple):
-    """An object that was not unpickled. Equal digests are of objects that loading would make alike."""
+    """An object that was not unpickled. Objects with the same digest would be equal after unpickling."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class NamedItem:
-    """One name of a checkpoint, which is of a `kind`:
+    """One name of a checkpoint. Its `kind` is one of:
 
-    - "tensor", "array" or "bytes": `chunks` reads the items as flat tensors of `dtype`, in their order. They may share
-      one memory: each is gone when the next one is asked for. `facts` are what else there is to a tensor (its class,
-      requires_grad, attributes; None where the format has none of these), and the dtype and shape of an array if torch
-      has no such dtype. Of a tensor without plain items, such as a sparse one, there are no `chunks`, but the `value`.
-    - "value": the plain `value`.
-    - "object": the `value`, which is no plain data; an `Unread` if it was not unpickled.
-    - "code": the `value` is the text of a part of a program.
+    - "tensor", "array" or "bytes": `chunks` reads the items as flat tensors of `dtype`, in order. The chunks may share
+      memory: a chunk is valid until the next one is requested. `facts` has the other properties of a tensor (class,
+      requires_grad, attributes; None if the format stores none of these), or the dtype and shape of an array whose
+      dtype torch lacks. A tensor without plain items, such as a sparse one, has a `value` instead of `chunks`.
+    - "value": `value` is plain.
+    - "object": `value` is not plain; an `Unread` if it was not unpickled.
+    - "code": `value` is the text of a part of a program.
     - "empty": a container without items.
     """
 
@@ -85,7 +86,7 @@ class NamedItem:
 
 
 class Container(NamedTuple):
-    """A container with names of its own: its class, and what it has beside its items, such as attributes."""
+    """A container whose items have names: its class, and what it has besides the items, such as attributes."""
 
     path: Path
     of: str
@@ -93,7 +94,7 @@ class Container(NamedTuple):
 
 
 class Items(NamedTuple):
-    """The items of a checkpoint in its order, and the containers around them, as far as its format keeps them."""
+    """The items of a checkpoint in its order, and those containers around them that its format keeps."""
 
     leaves: Sequence[NamedItem]
     containers: Sequence[Container]
@@ -102,13 +103,13 @@ class Items(NamedTuple):
 
 
 class ItemWalk:
-    """One walk over a state, by the function that opens it. `stored` adds the item of a leaf that an archive stores."""
+    """One walk over a state, made by the function that opens it. `stored` adds the item of a leaf of an archive."""
 
     def __init__(self, stored: Callable[[ItemWalk, StoredLeaf, Path], None] | None = None) -> None:
         self.leaves: list[NamedItem] = []
         self.containers: list[Container] = []
         self._stored = stored
-        self._open: set[int] = set()  # the ids of the containers around the current value: one may contain itself
+        self._open: set[int] = set()  # ids of the containers around the current value: one may contain itself
 
     def add(self, value: Any, path: Path = ()) -> None:
         """Add the items of a value."""
@@ -141,7 +142,7 @@ class _Inside(NamedTuple):
 
 
 def _inside(value: Any) -> _Inside | None:
-    """The items of a container that have names of their own; None for any other value."""
+    """The items of a container if they have names; None for any other value."""
     kind = type(value)
     if isinstance(value, torch.nn.Module):
         return _inside_module(value)
@@ -165,13 +166,13 @@ def _inside(value: Any) -> _Inside | None:
 
 
 def beside_items(value: Any) -> Any:
-    """The parts of a container beside its items: attributes, and the arguments of those of the standard library."""
+    """The data of a container besides its items: attributes, and arguments of the standard library's containers."""
     kind = type(value)
     if kind in (dict, list, tuple):
         return None
     attributes = attributes_of(value)
     if isinstance(value, OrderedDict) and isinstance(attributes.get("_metadata"), dict):
-        # An archive keeps the versions of modules as a plain dict.
+        # An archive stores the versions of modules as a plain dict.
         attributes["_metadata"] = dict(attributes["_metadata"])
     if isinstance(value, deque):
         return value.maxlen, attributes
@@ -182,7 +183,7 @@ def beside_items(value: Any) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an instance, those in slots too."""
+    """The attributes of an instance, including those in slots."""
     try:
         attributes = dict(object.__getattribute__(value, "__dict__"))
     except AttributeError:
@@ -196,7 +197,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _inside_module(module: torch.nn.Module) -> _Inside | None:
-    """The parameters and buffers of a module, as its state dict names them, and beside them all else that it has."""
+    """The parameters and buffers of a module by their names in its state dict, and all its other attributes."""
     items: list[tuple[str, Any]] = []
     beside: dict[str, Any] = {}
     try:
@@ -217,7 +218,8 @@ def _add_module(
     own = {name: attributes.pop(name) for name in ("_parameters", "_buffers", "_modules")}
     tensors = own["_parameters"] | own["_buffers"]
     items += [(f"{prefix}{name}", tensor) for name, tensor in tensors.items() if tensor is not None]
-    # An attribute that another way of pickling restores would be compared in vain: the parts of a traced program.
+    # A class with its own way of pickling does not restore its attributes from `__dict__`, such as a traced program:
+    # comparing them would be pointless.
     is_plain = type(module).__reduce__ is object.__reduce__ and type(module).__reduce_ex__ is object.__reduce_ex__
     missing = [name for name, tensor in tensors.items() if tensor is None]
     beside[prefix] = (type(module), missing, attributes) if is_plain else (missing, module.__reduce_ex__(4))
@@ -232,7 +234,7 @@ def _add_module(
 
 
 def leaf_item(value: Any, path: Path) -> NamedItem:
-    """The item of a value without names of its own."""
+    """The item of a value that has no named items."""
     if isinstance(value, torch.Tensor):
         return _tensor_item(value, path)
     numpy = sys.modules.get("numpy")
@@ -251,7 +253,7 @@ def _tensor_item(tensor: torch.Tensor, path: Path) -> NamedItem:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor; that of a nested or lazy one is not known, and empty."""
+    """The shape of a tensor; empty for a nested or lazy tensor, whose shape is not known."""
     try:
         return tuple(map(int, tensor.shape))
     except Exception:
@@ -270,7 +272,7 @@ def kind_of_tensor(tensor: torch.Tensor) -> str:
 
 
 def has_items(tensor: torch.Tensor) -> bool:
-    """True if the items of a tensor lie in memory of its own, one after the other or by strides."""
+    """True if the items of a tensor are in its own memory, dense or strided."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(tensor):
         return False
@@ -281,7 +283,7 @@ def has_items(tensor: torch.Tensor) -> bool:
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     try:
         return (last + 1) * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0
-    except RuntimeError:  # it has no storage
+    except RuntimeError:  # no storage
         return False
 
 
@@ -292,7 +294,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The items of a tensor in row-major order, as flat dense tensors of some MiB at most."""
+    """The items of a tensor in row-major order, as flat dense tensors of at most 32 MiB."""
     plain = plain_tensor(tensor).resolve_conj().resolve_neg()
     return _pieces(plain, max(1, CHUNK_BYTES // plain.dtype.itemsize))
 
@@ -304,7 +306,7 @@ def _pieces(tensor: torch.Tensor, num_items: int) -> Iterator[torch.Tensor]:
         yield from tensor.view(-1).split(num_items)
     elif tensor.numel() <= num_items:
         yield tensor.contiguous().view(-1)
-    else:  # a copy of the whole may be far larger than the file: it may have one item for all
+    else:  # a dense copy of an expanded tensor may be far larger than the file
         num_rows = max(1, num_items // (tensor.numel() // len(tensor)))
         for begin in range(0, len(tensor), num_rows):
             rows = tensor[begin : begin + num_rows]
@@ -314,7 +316,7 @@ def _pieces(tensor: torch.Tensor, num_items: int) -> Iterator[torch.Tensor]:
 def side_by_side(
     left: Iterator[torch.Tensor], right: Iterator[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The items of two tensors as pieces of one length, until one of them ends."""
+    """The items of two tensors in pieces of equal lengths, until one tensor ends."""
     a = b = torch.empty(0)
     while True:
         a = a if len(a) else next(left, a)
@@ -327,7 +329,7 @@ def side_by_side(
 
 
 def _array_item(numpy: Any, array: Any, path: Path) -> NamedItem:
-    """The item of an array of numpy, of the same form as an archive's."""
+    """The item of a numpy array, in the same form as the item of an archive."""
     flat = numpy.ascontiguousarray(array).reshape(-1)
     raw = flat.view(numpy.uint8) if array.size and array.dtype.itemsize else numpy.empty(0, "u1")
     name = array.dtype.name
@@ -353,9 +355,9 @@ def _pieces_of_bytes(data: Any, dtype: torch.dtype = torch.uint8) -> Iterator[to
 
 
 class _Nodes(Encoder):
-    """Turns plain values to JSON that is the same for equal values: the order of a dict does not count.
+    """Encodes plain values as JSON that is the same for equal values, regardless of the order of a dict.
 
-    Unlike an archive, it takes no instance of a subclass for one of its base.
+    Unlike an archive, it does not treat an instance of a subclass as one of its base.
     """
 
     def __init__(self) -> None:
@@ -391,7 +393,7 @@ def _refuse(value: Any, _path: Path) -> Any:
 
 
 def node_of(value: Any) -> str | None:
-    """A plain value as JSON, which is the same for equal values alone; None for any other value."""
+    """A plain value as JSON, which is the same only for equal values; None for a value that is not plain."""
     try:
         return json.dumps(_Nodes().encode(value))
     except Exception:
@@ -409,7 +411,7 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def typed(path: Path) -> Path:
-    """A path that is equal to that of the very same keys alone: 0 is not "0", and 1 is not True."""
+    """A path that is equal only to paths of identical keys: 0 differs from "0", and 1 from True."""
     return tuple(key if type(key) is str else (json.dumps(hashable_node(key)),) for key in path)
 
 
@@ -417,7 +419,7 @@ def typed(path: Path) -> Path:
 
 
 class _Short(reprlib.Repr):
-    """Texts of values that are bounded, whatever they contain. A `repr` that raises is replaced."""
+    """Texts of values, of bounded length for any value. A `repr` that raises is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +431,7 @@ _SHORT: Final = _Short()
 
 
 def shown_value(value: Any) -> str:
-    """A value that is no tensor, in few words."""
+    """A short text for a value that is not a tensor."""
     if isinstance(value, Unread | StoredLeaf):
         return "an object that is not unpickled"
     if isinstance(value, OfClass):

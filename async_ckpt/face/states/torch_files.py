@@ -1,4 +1,4 @@
-"""Files of `torch.save`, old ones too, and TorchScript files.
+"""Files of `torch.save`, including old ones, and TorchScript files.
 
 In: a place. Out: the state in the file there, or the items of a program. Knows nothing of: archives, folders.
 """
@@ -38,10 +38,10 @@ class TorchFile(NamedTuple):
 
 @contextlib.contextmanager
 def torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
-    """The content of a file of torch, mapped if torch can do that; None for anything else.
+    """The content of a file of torch, mapped if torch supports it; None for any other file.
 
-    Raises UntrustedObjectError, CorruptCheckpointError, ImportError for an object whose class is not there, and, with
-    `as_state`, UsageError for a TorchScript file, which is no state.
+    Raises UntrustedObjectError, CorruptCheckpointError, ImportError for an object whose class is missing, and, with
+    `as_state`, UsageError for a TorchScript file, which is not a state.
     """
     with contextlib.ExitStack() as stack:
         yield _opened(place, stack, trust=trust, as_state=as_state)
@@ -71,7 +71,7 @@ def _opened(place: Place, stack: contextlib.ExitStack, *, trust: bool, as_state:
 
 
 def _kind_inside(local: str, path: str, head: bytearray, kind: ForeignFile) -> ForeignFile:
-    """The kind of a zip by the names in it; that by its first bytes, if they cannot be read."""
+    """The kind of a zip by the names in it, or `kind` if they cannot be read."""
     try:
         with zipfile.ZipFile(local) as file:
             return foreign_file(head, path=path, members=file.namelist()) or kind
@@ -99,14 +99,14 @@ def _loaded(local: str, path: str, kind: ForeignFile, *, trust: bool) -> TorchFi
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what torch deprecates, which is no news of this file
+            warnings.simplefilter("ignore")  # torch's deprecation warnings do not concern this file
             if is_script:
                 return TorchFile(None, _items_of_script(local))
             # Weights only, unless --trust is given.
             state = torch.load(local, map_location="cpu", weights_only=not trust, mmap=is_zip)  # nosec B614
             return TorchFile(state)
     except Exception as error:
-        if is_zip and not zipfile.is_zipfile(local):  # torch says it in words of its own for each place of the cut
+        if is_zip and not zipfile.is_zipfile(local):  # torch's own error depends on where the file is cut
             raise CorruptCheckpointError(
                 f"{path}: {kind.words}, but its end is missing or damaged; fetch it again", path=path
             ) from error
@@ -129,7 +129,7 @@ def _refusal(path: str, error: Exception, *, trust: bool) -> Exception:
 
 
 def _items_of_script(local: str) -> list[NamedItem]:
-    """The tensors of a TorchScript file, and the texts of its code and of its other attributes."""
+    """The tensors of a TorchScript file, and the text of its code and of its other attributes."""
     module = torch.jit.load(local, map_location="cpu")
     walk = ItemWalk()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

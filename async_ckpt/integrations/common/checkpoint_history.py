@@ -1,9 +1,9 @@
-"""The history beside the checkpoints of a trainer: the same events as those of a run, for people and the command.
+"""The history beside the checkpoints of a trainer, with the same events as that of a run.
 
-In: what a save has come to. Out: lines of the log in the folder. Knows nothing of: frameworks.
+In: the outcome of a save. Out: lines of the log in the folder. Knows nothing of: frameworks.
 
-Nothing here raises an error: the history is a convenience, and a durable save must not fail by it. At a store a line
-takes two requests, so it is written on threads that no training waits for.
+Nothing here raises an error: the history is a convenience, and must not make a durable save fail. In a store, a line
+takes two requests, so it is written on threads for which no training waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .frameworks import LOGGED_AS
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A save in the history of a folder: of a checkpoint in it, a file or folder of this name."""
+    """The entry of a save in the history of a folder. `name` is the checkpoint in it, a file or a folder."""
 
     folder: places.Anywhere
     name: str
@@ -29,10 +29,10 @@ class HistoryEntry:
     world_size: int = 1
 
     def note_saved(self, report: SaveReport | Mapping[str, Any]) -> None:
-        """Note that the checkpoint is durable. Its bytes are those of all ranks."""
+        """Note that the checkpoint is durable. Its size includes all ranks."""
         facts = dict(report) if isinstance(report, Mapping) else {one: getattr(report, one) for one in events.MEASURED}
         storage = places.storage_at(self.folder)
-        with suppress(CheckpointError):  # then the bytes are those of this rank's part
+        with suppress(CheckpointError):  # then the size is that of this rank's part
             if not storage.remote and (sizes := storage.sizes(self.name)):
                 facts["num_bytes"] = sum(sizes.values())
         facts["free_bytes"] = storage.free_bytes()
@@ -46,7 +46,7 @@ class HistoryEntry:
 
 
 def note_closed(folder: places.Anywhere) -> None:
-    """Note that a training has ended, and saves nothing more there."""
+    """Note that a training has ended, and saves nothing more to the folder."""
     _note(folder, "closed", None)
 
 

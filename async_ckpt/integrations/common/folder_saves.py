@@ -1,7 +1,7 @@
-"""The saves of a trainer that fill folders: each is a snapshot, and in the background a folder that is made from it.
+"""The saves of a trainer that fill folders: each takes a snapshot, and makes a folder from it in the background.
 
 In: snapshots, archives, and functions that write the files of a framework. Out: folders, or objects in a store, that
-appear when they are durable; figures, errors, the history. Knows nothing of: frameworks, and what is in the files.
+appear when they are durable; figures, errors, the history. Knows nothing of: frameworks, the content of the files.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .training_archive import TrainingArchive
 
 
 class FolderSave:
-    """One save, from its snapshot on. `began` is when the trainer was held."""
+    """One save, from its snapshot on. `began` is the moment at which the trainer began to wait."""
 
-    handle: SaveHandle  # from `begin_archive` or `begin_folder` on, whichever is later
+    handle: SaveHandle  # set by `begin_archive`, and replaced by `begin_folder`
 
     def __init__(self, run: LocalRun | StoredRun, name: str, snap: HeldSnapshot, began: float) -> None:
         self.run, self.name, self.snap, self._began = run, name, snap, began
         self.step: int | None = None
         self._call_seconds, self._stall_in_call = 0.0, snap.stall_seconds
         self._archive: TrainingArchive | None = None
-        self._uploaded: list[int] = []  # the sizes of files that this rank uploads; the thread of the save adds them
+        self._uploaded: list[int] = []  # sizes of the files that this rank uploads; added by the save's thread
 
     def begin_archive(self, state: Mapping[str, Any], kind: type[TrainingArchive]) -> TrainingArchive:
-        """Begin to write an archive that is taken into the folder, or becomes files in it."""
+        """Begin to write an archive that is moved to the folder, or converted to files in it."""
         archive = self._archive = self.run.archive(state, self.name, kind)
         self.handle = archive.handle
-        self.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+        self.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with the same error
         return archive
 
     def begin_folder(
@@ -53,7 +53,7 @@ class FolderSave:
         *,
         has_digests: bool = True,
     ) -> None:
-        """Begin to fill the folder: `write` is given copies of the parts, and a folder."""
+        """Begin to fill the folder: `write` is called with copies of the parts and a folder."""
         run, place, uploaded = self.run, self.run.place(self.name), self._uploaded
 
         def fill(copied: Any, folder: str) -> None:
@@ -80,15 +80,15 @@ class FolderSave:
         self.handle = _write(parts, upload, f"{place}/{run.mark}")
 
     def called(self) -> None:
-        """The trainer is held no longer."""
+        """Note that the trainer continues."""
         self._call_seconds = timing.monotonic() - self._began
 
     def figures(self) -> dict[str, float]:
-        """The report of a save that has ended, by the names for a logger."""
+        """The report of a save that has ended, as numbers by their names for a logger."""
         return self.report().as_dict(LOGGED_AS)
 
     def report(self) -> SaveReport:
-        """The report of a save that has ended, with what the snapshot cost."""
+        """The report of a save that has ended, with the stall of the snapshot."""
         report: SaveReport = self.handle.result()
         return dataclasses.replace(
             report,
@@ -99,7 +99,7 @@ class FolderSave:
         )
 
     def _num_bytes(self, report: SaveReport) -> int:
-        """The bytes of the whole checkpoint. In a store, the save of the folder counts its mark alone."""
+        """The bytes of the whole checkpoint. In a store, the save of the folder counts only its mark."""
         if not self._uploaded:
             return report.num_bytes
         archive = self._archive if self._archive is not None and self._archive.is_part else None
@@ -107,20 +107,20 @@ class FolderSave:
 
 
 class FolderSaves:
-    """The saves of one trainer, of which one is under way at a time. Its training thread owns this."""
+    """The saves of one trainer, one at a time. Owned by the training thread."""
 
     def __init__(self, name: str) -> None:
         self.guard = StepGuard()
         self.pending: FolderSave | None = None
-        self.run: LocalRun | StoredRun | None = None  # of the newest save
+        self.run: LocalRun | StoredRun | None = None  # the run of the newest save
         self.of_engine: Any = None  # the saves of DeepSpeed's engine, from the first one on
         self._queue = SaveQueue(name)
 
     def enter(self, run: LocalRun | StoredRun, *, writes: bool, clear: bool = True) -> LocalRun | StoredRun:
-        """The run of the next save: the one of the last save, if it is the same. No save is under way.
+        """The run of the next save: the object of the last save, if it is the same run. No save is under way.
 
-        The process that `writes` the folders leaves nothing behind in another run, and with `clear` it removes what a
-        killed trainer has left in this one.
+        The process that `writes` the folders tidies the run that it leaves. With `clear`, it also removes the leftovers
+        of killed trainers in the new run.
         """
         if self.run is not None and self.run.place("") == run.place(""):
             return self.run
@@ -132,7 +132,7 @@ class FolderSaves:
         return run
 
     def begun(self, save: FolderSave, entry: HistoryEntry | None) -> None:
-        """A save has begun. Without an `entry`, no history is told of it."""
+        """Add a save that has begun. Without an `entry`, it is not in the history."""
         save.called()
         self.pending = save
         path = save.run.place(save.name)
@@ -161,7 +161,7 @@ def noted_on(error: BaseException) -> Iterator[None]:
 
 
 def _write_files(parts: Any, fill: Callable[[Any, str], object], path: str) -> None:
-    """Call a function of a save in the background. `wrap` passes it on as it is, with all that it refers to."""
+    """Call a save's function in the background. `wrap` does not copy a function, or the objects that it refers to."""
     fill(parts, path)
 
 

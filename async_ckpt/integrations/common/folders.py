@@ -1,7 +1,6 @@
-"""The folder in which a trainer's checkpoints lie: one trainer at a time, and the file that names the newest one.
+"""The folder of a trainer's checkpoints: the lock of its only trainer, and the file that names the newest checkpoint.
 
-In: a folder. Out: a hold on it, and what that file names. Knows nothing of: the contents of a checkpoint, and
-frameworks.
+In: a folder. Out: a lock on it, and the name in that file. Knows nothing of: the content of a checkpoint, frameworks.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _LOCK: Final = ".async_ckpt.lock"
 
 
 def name_latest(file: Path, name: str) -> None:
-    """Have a framework's file name a durable checkpoint, durably and at once. Leftovers of killed writers go."""
+    """Write a durable checkpoint's name to a framework's file, atomically. Sweeps leftovers of killed writers."""
     LocalStorage(file.parent).replace(file.name, name.encode())
-    with suppress(OSError):  # it is named
+    with suppress(OSError):  # the name is written already
         scratches.sweep(file.parent, file.name)
 
 
@@ -37,7 +36,7 @@ def latest_in(folder: places.Anywhere, file: str) -> str | None:
 
 
 class FolderHold:
-    """A folder that no other trainer may write to, in this process or another one, while the `with` block runs."""
+    """A lock on a folder: during the `with` block, no other trainer, in any process, may write to it."""
 
     def __init__(self, folder: Path, name: str = _LOCK) -> None:
         self._path = folder / name
@@ -70,13 +69,13 @@ class FolderHold:
         )
 
 
-# What this process holds for owners that share it, by folder. Read and written under _holding.
+# The folders that this process holds, with the ids of their owners. Read and written under _holding.
 _held: dict[Path, tuple[FolderHold, set[int]]] = {}
 _holding = threading.Lock()
 
 
 def hold_for(owner: object, folder: Path) -> None:
-    """Hold a folder until `let_go` of each owner, or the end of this process. Its owners share the folder.
+    """Hold a folder until `let_go` of each of its owners, or the end of this process. Owners share the folder.
 
     Raises RunTakenError if another process holds it.
     """
@@ -88,7 +87,7 @@ def hold_for(owner: object, folder: Path) -> None:
 
 
 def let_go(owner: object | None = None) -> None:
-    """Give up the folders that are held for an owner; without one, all of them."""
+    """Release the folders that are held for an owner; without an owner, all of them."""
     with _holding:
         for folder, (hold, owners) in [*_held.items()]:
             owners.discard(id(owner))
@@ -102,7 +101,7 @@ atexit.register(let_go)
 
 @process.in_forked_child
 def _hold_nothing() -> None:
-    """In a forked child: the folders are the parent's, and the thread that held the lock is not here."""
+    """Start anew in a forked child: the parent holds the folders, and the thread that has the lock may be missing."""
     global _holding
     _held.clear()
     _holding = threading.Lock()

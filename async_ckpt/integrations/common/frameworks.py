@@ -1,6 +1,6 @@
-"""The version of a framework and the names that a plug-in uses of it, checked when the plug-in is made.
+"""Checks of a framework's version, and of the names that a plug-in uses, when the plug-in is constructed.
 
-In: the name of a package. Out: the package or a name in it, or an error that says what to do. Knows nothing of:
+In: the name of a package. Out: the package or a name in it, or an error with the remedy. Knows nothing of:
 checkpoints.
 """
 
@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, Final
 
 LOGGED_AS: Final = "async_ckpt/"
-"""The prefix of the figures of saves in the loggers of frameworks."""
-# The oldest and the newest version that were tested; what follows in an installed version does not count.
+"""The prefix of a save's figures in the loggers of frameworks."""
+# The oldest and the newest version that were tested. Further numbers of an installed version are not compared.
 TESTED: Final = {
     "accelerate": ("1.15", "1.15"),
     "checkpoint_engine": ("0.4", "0.4"),
@@ -34,7 +34,7 @@ TESTED: Final = {
 
 
 def name_in(module: str, name: str) -> Any:
-    """A name of a framework's module, such as a class; `object` where it is not installed, of which `require` tells."""
+    """A name in a framework's module, such as a class; `object` if it is not installed, which `require` reports."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -43,7 +43,7 @@ def name_in(module: str, name: str) -> Any:
 
 @cache
 def require(package: str) -> ModuleType:
-    """A framework's package, imported. Warns once if its version lies outside of those that were tested.
+    """Import a framework's package. Warns once if its version is outside the tested range.
 
     Raises ImportError if the package is not installed.
     """
@@ -63,12 +63,12 @@ def require(package: str) -> ModuleType:
 
 
 def require_module(package: ModuleType, name: str) -> Any:
-    """A module of a framework, imported. Raises RuntimeError if the framework has no such module."""
+    """Import a module of a framework. Raises RuntimeError if the framework has no such module."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and not name.startswith(error.name):
-            raise  # of another package, which the framework needs
+            raise  # a dependency of the framework is missing
         raise RuntimeError(
             f"{package.__name__} {version_of(package)} has no module {name}, which async_ckpt needs; install a version "
             "that its page in docs/ lists as tested"
@@ -76,9 +76,9 @@ def require_module(package: ModuleType, name: str) -> Any:
 
 
 def require_names(package: ModuleType, owner: Any, names: Iterable[str]) -> None:
-    """Raise RuntimeError if an object of a framework lacks names that a plug-in calls, some of them private.
+    """Raise RuntimeError if an object of a framework lacks names that a plug-in uses, some of them private.
 
-    Called when a plug-in is made, so that this does not come up in the middle of a training.
+    Called when a plug-in is constructed, so that the error does not come up in the middle of a training.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:

@@ -1,10 +1,10 @@
 """The state of a model of FSDP1 and of its optimizer, as slices of whole tensors.
 
-In: a model and an optimizer, of FSDP1 or not. Out: what an archive is made of, and what it fills: slices for FSDP1,
-else the objects themselves. Knows nothing of: trainers, folders, saves.
+In: a model and an optimizer, of FSDP1 or not. Out: the state to save or to load into: slices for FSDP1, otherwise the
+objects themselves. Knows nothing of: trainers, folders, saves.
 
-FSDP1 makes its slices by collectives, and takes them back from copies. So every rank calls these functions, on its
-training thread.
+FSDP1 makes its slices by collectives, and loads them from copies. So every rank calls these functions, on its training
+thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def is_fsdp1(model: Any) -> bool:
 
 
 def plain_of(model: Any) -> Any:
-    """The model below the wrapper of FSDP1, which has its config."""
+    """The model inside the wrapper of FSDP1; it has the config."""
     return model._fsdp_wrapped_module if is_fsdp1(model) else model
 
 
 def weights_of(model: Any) -> Any:
-    """The model for an archive, or to be filled: itself, or under FSDP1 its state dict."""
+    """The state of a model to save, or to load into: the model itself, or under FSDP1 its state dict."""
     if not is_fsdp1(model):
         return model
     with as_slices(model):
@@ -48,25 +48,25 @@ def weights_of(model: Any) -> Any:
 
 
 def take_back(model: Any, weights: Any, *, strict: bool = True) -> None:
-    """Give filled weights back to the model."""
+    """Load the filled weights of `weights_of` into the model."""
     if is_fsdp1(model):
         with as_slices(model):
             model.load_state_dict(_as_sharded(weights), strict=strict)
 
 
 def optimizer_of(model: Any, optimizer: Any) -> Any:
-    """The optimizer for an archive: itself, or under FSDP1 its state by names of parameters."""
+    """The state of an optimizer to save: the optimizer itself, or under FSDP1 its state by names of parameters."""
     if not is_fsdp1(model):
         return optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)  # below a trainer's wrapper
-    if not optimizer.state:  # torch's function would take a step to make it
+    if not optimizer.state:  # the function below would take a step to create it
         with as_slices(model):
             return as_dtensors(FullyShardedDataParallel.optim_state_dict(model, optimizer))
     return optimizer_to_fill(model, optimizer)
 
 
 def optimizer_to_fill(model: Any, optimizer: Any) -> Any:
-    """The same to be filled: an optimizer that has taken no step has its state all the same."""
+    """The state of an optimizer to load into, like `optimizer_of`. It is complete even before the first step."""
     if not is_fsdp1(model):
         return optimizer
     with _quietly():
@@ -74,19 +74,19 @@ def optimizer_to_fill(model: Any, optimizer: Any) -> Any:
 
 
 def take_back_optimizer(model: Any, optimizer: Any, state: Any) -> None:
-    """Give a filled state back to the optimizer."""
+    """Load the filled state of `optimizer_to_fill` into the optimizer."""
     if is_fsdp1(model):
         with _quietly():
             set_optimizer_state_dict(model, optimizer, _as_sharded(state))
 
 
 def as_dtensors(state: Any) -> Any:
-    """A state with DTensors over the memory of FSDP1's ShardedTensors: what a snapshot holds, and what is filled."""
+    """A state with DTensors over the memory of FSDP1's ShardedTensors, for snapshots and for loading."""
     return tree_map_only(ShardedTensor, _dtensor, state)
 
 
 def _dtensor(tensor: ShardedTensor) -> DTensor:
-    """FSDP1 cuts the first dimension as `Shard(0)` does."""
+    """The DTensor of a ShardedTensor. FSDP1 shards the first dimension, as `Shard(0)` does."""
     size, shards = tensor.size(), tensor.local_shards()
     placement = tensor.metadata().shards_metadata[0].placement
     assert placement is not None
@@ -100,13 +100,13 @@ def _dtensor(tensor: ShardedTensor) -> DTensor:
 
 
 def _as_sharded(state: Any) -> Any:
-    """A state of `as_dtensors` as FSDP1 takes it back."""
+    """A state of `as_dtensors`, with the ShardedTensors that FSDP1 loads."""
     return tree_map_only(DTensor, lambda tensor: getattr(tensor, "of_fsdp1", tensor), state)
 
 
 @contextmanager
 def as_slices(model: Any) -> Iterator[None]:
-    """In this block, the state dict of a model of FSDP1 is of slices on its device."""
+    """In this block, the state dict of a model of FSDP1 has slices on its device."""
     if not is_fsdp1(model):
         yield
         return
@@ -122,5 +122,5 @@ def as_slices(model: Any) -> Iterator[None]:
 @contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of FSDP1 and of functions that it replaces itself
+        warnings.simplefilter("ignore")  # torch deprecates FSDP1, and functions that it uses itself
         yield

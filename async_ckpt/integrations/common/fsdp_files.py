@@ -1,10 +1,10 @@
 """Files and folders as accelerate writes them under FSDP, made from an archive of all ranks.
 
-In: sharded state dicts, and their archive as it becomes durable. Out: folders of torch.distributed.checkpoint, or files
-of whole tensors. Knows nothing of: trainers.
+In: sharded state dicts, and their archive. Out: folders of torch.distributed.checkpoint, or files of full tensors.
+Knows nothing of: trainers.
 
-accelerate writes these by collectives, which would hold the training. Here each rank writes its shards to an archive,
-and one rank makes the folders or files from that, without the others.
+accelerate writes these by collectives, which would stall the training. Here each rank writes its shards to an archive,
+and one rank alone makes the folders or files from it.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ _FILES: Final = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"
 
 
 class FsdpArchive(TrainingArchive):
-    """An archive of these parts that does not become a part of the checkpoint itself, but files or folders in it."""
+    """An archive of these parts that is converted to files or folders in the checkpoint, and is not part of it."""
 
     is_part = False
 
     @classmethod
     @abstractmethod
     def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
-        """The sharded state dict of a model from which they are made, without communication."""
+        """The sharded state dict of a model from which the files are made, without communication."""
 
 
 class FsdpFiles(FsdpArchive):
-    """An archive that becomes files of whole tensors. `save_model`, if it is set, is called with folder and weights."""
+    """An archive converted to files of full tensors. `save_model`, if set, is called with the folder and weights."""
 
     save_model: Callable[..., object] | None = None
 
     @classmethod
     def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
-        """All weights, or those that are trained."""
+        """All weights, or only the trained ones."""
         return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=only_adapters))
 
     def take_into(self, folder: str) -> None:
         """Wait until the archive is durable, read it to memory, and make the files. Raises the error of its save."""
         state = load(self.durable())
         if self.save_model is not None:
-            self.save_model(folder, state_dict={**state["model"]})  # which it empties
+            self.save_model(folder, state_dict={**state["model"]})  # a copy, since save_model empties it
         for part in self.parts:
             write_by_torch(state[part], Path(folder, _FILES[part]))
 
 
 class FsdpFolders(FsdpArchive):
-    """An archive that becomes folders of torch.distributed.checkpoint."""
+    """An archive that is converted to folders of torch.distributed.checkpoint."""
 
     @classmethod
     def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
-        """All weights, or those of the active adapter by their names without it."""
+        """All weights, or those of the active adapter, by names without the adapter's name."""
         if not only_adapters:
             return get_model_state_dict(model)
         from peft import get_peft_model_state_dict
@@ -82,17 +82,17 @@ class FsdpFolders(FsdpArchive):
 
 
 def kind_for(plugin: Any) -> type[FsdpArchive]:
-    """The kind of archive from which that is made what accelerate writes with this plugin for FSDP."""
+    """The kind of archive for the files that accelerate writes with this FSDP plugin."""
     return FsdpFiles if "FULL_STATE_DICT" in str(plugin.state_dict_type) else FsdpFolders
 
 
 def has_optimizer(folder: str) -> bool:
-    """Whether accelerate has written the state of an optimizer there as a folder."""
+    """True if accelerate has written the state of an optimizer to this folder as a subfolder."""
     return Path(folder, _FOLDERS["optimizer"]).is_dir()
 
 
 def refuse(plugin: Any, *, has_adapters: bool = False) -> None:
-    """Raise NotImplementedError for what is not supported of FSDP1."""
+    """Raise NotImplementedError for unsupported settings of FSDP1."""
     if plugin.fsdp_version == 2:
         return
     if "LOCAL_STATE_DICT" in str(plugin.state_dict_type):
@@ -112,7 +112,7 @@ def sharded_parts(
 ) -> dict[str, Any]:
     """The state dicts of a sharded model and of its optimizer, if it has one, by names of parameters.
 
-    Under FSDP2 they are views, made without communication; under FSDP1 copies, for which all ranks meet.
+    Under FSDP2, they are views, made without communication; under FSDP1, they are copies, made by collectives.
     """
     with as_slices(model):
         parts = {"model": kind.weights_of(model, only_adapters=only_adapters)}

@@ -1,7 +1,7 @@
-"""The weights of held snapshots, one after the other, by the names that engines know.
+"""The weights of held snapshots, one after the other, by the names that inference engines know.
 
-In: a part of a snapshot, and later that of the next one. Out: names, shapes and layouts that stay, and tensors. Knows
-nothing of: engines.
+In: a part of a snapshot, and later that of the next snapshot. Out: constant names, shapes and layouts, and tensors.
+Knows nothing of: engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...plumbing import captured, hf_weights, sharded
 
 
 class HeldTensor(NamedTuple):
-    """One tensor of a model as a whole; `spec` is torch's DTensorSpec if ranks hold slices of it."""
+    """One full tensor of a model; `spec` is torch's DTensorSpec if it is sharded."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class HeldTensor(NamedTuple):
 
     @property
     def placements(self) -> tuple[int | None, ...] | None:
-        """By axis of the mesh the dimension that is cut along it, or None; None if it is cut in another way."""
+        """For each axis of the mesh, the dimension that is sharded along it, or None. None for other placements."""
         kinds = {type(placement).__name__ for placement in self.spec.placements}
         if not kinds <= {"Shard", "Replicate"}:
             return None
@@ -43,10 +43,10 @@ class SnapshotWeights:
         weights = SnapshotWeights(snap["model"])
         for name, tensor in weights.whole(): ...
 
-    A snapshot that is closed meanwhile is read to the end, as by every reader; the next call raises ClosedError. Made
-    on the thread that has the training, and used by one thread at a time.
+    If the snapshot is closed while it is read, it is read to the end, and the next call raises ClosedError. Created on
+    the training thread, and used by one thread at a time.
 
-    Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
+    Raises TypeError unless `view` is a part of a snapshot, and UnsupportedStateError if that part is not a model.
     """
 
     def __init__(self, view: captured.SnapshotView) -> None:
@@ -54,9 +54,9 @@ class SnapshotWeights:
         self._view = view
 
     def renew(self, view: captured.SnapshotView) -> None:
-        """Go on with a later snapshot of the same model.
+        """Switch to a later snapshot of the same model.
 
-        Raises StateMismatchError if it has other names, shapes, dtypes or layouts; then the snapshot before stays.
+        Raises StateMismatchError if it has other names, shapes, dtypes or layouts, and then keeps the previous one.
         """
         tensors = _described(_weights_in(view))
         before, after = {t.name: t for t in self.tensors}, {t.name: t for t in tensors}
@@ -75,17 +75,17 @@ class SnapshotWeights:
         )
 
     def whole(self, device: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor as a whole, on the host or on `device`, in the order of `tensors`.
+        """The full tensors, on the host or on `device`, in the order of `tensors`.
 
-        Tensors that ranks hold slices of are gathered, one at a time: then all of these ranks must go through all
-        items. Waits until the snapshot is complete. Raises ClosedError and TornSnapshotError.
+        Sharded tensors are gathered, one at a time: then all ranks that hold slices must iterate over all items. Waits
+        until the snapshot is complete. Raises ClosedError and TornSnapshotError.
         """
         return self._each(device, whole=True)
 
     def local(self, device: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `whole`, but of each tensor the slice that this rank holds, without the other ranks.
+        """Like `whole`, but this rank's slice of each tensor, without communication.
 
-        Only a tensor without `placements` is gathered.
+        Only a tensor whose `placements` is None is gathered.
         """
         return self._each(device, whole=False)
 
@@ -99,7 +99,7 @@ class SnapshotWeights:
         )
         del weights
         for described in self.tensors:
-            tensor = tensors.pop(described.name)  # what was read is given back once nothing needs it
+            tensor = tensors.pop(described.name)  # its memory is freed once nothing refers to it
             with torch.no_grad():
                 if described.spec is not None:
                     is_whole = whole or described.placements is None
@@ -108,7 +108,7 @@ class SnapshotWeights:
 
 
 def in_buckets(items: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The items in buckets of so many bytes; a larger tensor has one of its own. The caller may empty each bucket."""
+    """The items in buckets of at most `max_bytes`, or of one larger tensor. The caller may empty each bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     room = max_bytes
     for name, tensor in items:
@@ -158,7 +158,7 @@ def _described(weights: hf_weights.Weights) -> list[HeldTensor]:
 
 
 def _gathered(tensor: Any) -> torch.Tensor:
-    """The whole tensor of a DTensor whose slices are on the host, by a collective on the devices of its mesh."""
+    """The full tensor of a DTensor whose slices are on the host, gathered by a collective on the mesh's devices."""
     local = tensor._local_tensor.to(tensor.device_mesh.device_type)
     whole: torch.Tensor = sharded.Placed.of(tensor).around(local).full_tensor()
     return whole

@@ -1,10 +1,10 @@
-"""A meeting of all ranks at which each learns of an error of any.
+"""A rendezvous of all ranks that raises the error of any rank on every rank.
 
-In: what a rank brings, or its error. Out: what all have brought, or an error on every rank. Knows nothing of: saves,
-frameworks.
+In: a value of each rank, or its error. Out: the values of all ranks, or an error on every rank. Knows nothing of:
+saves, frameworks.
 
-A save in the background fails on the ranks that write. Where the training thread meets the others anyway, they hear of
-it, so that none waits in a collective for one that has ended.
+A save in the background fails only on the ranks that write. Where the training threads meet anyway, they exchange
+errors, so that no rank waits in a collective for one that has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def lists_of_all_ranks(brought: list[Any], group: Any = None) -> list[Any]:
-    """The lists of all ranks, of the world or a group, one after the other; without a process group, this rank's."""
+    """The lists of all ranks of a group (by default the world), concatenated; without a process group, this rank's."""
     if not (dist.is_available() and dist.is_initialized()):
         return brought
     of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size(group))]
@@ -29,10 +29,10 @@ def lists_of_all_ranks(brought: list[Any], group: Any = None) -> list[Any]:
 
 
 def meet(bring: Callable[[], T], gather: Callable[[list[Any]], list[Any]] = lists_of_all_ranks) -> list[T]:
-    """Everything that the ranks bring, by rank. Every rank calls this, on its training thread.
+    """The results of `bring` of all ranks, by rank. Every rank calls this, on its training thread.
 
-    `gather` concatenates lists of ranks: here of all, or of those alone that can fail. Raises the error of `bring`, and
-    PeerFailedError if another rank's has failed.
+    `gather` concatenates the lists of ranks: of all ranks, or only of those that can fail. Raises the error of `bring`,
+    or PeerFailedError if `bring` has failed on another rank.
     """
     brought, failed = None, None
     try:

@@ -1,8 +1,8 @@
-"""The order of a trainer's data, in one small file of its checkpoint: what that of the live loaders is compared with.
+"""The order of a trainer's data, in one small file of its checkpoint, which is compared with the live loaders.
 
-In: the data loaders of a trainer. Out: a file; warnings. Knows nothing of: the trainer, and where the file is.
+In: the data loaders of a trainer. Out: a file; warnings. Knows nothing of: the trainer, the place of the file.
 
-A trainer goes on at a number of batches, which stand for other items if its loaders are others than at the save.
+A trainer resumes after a number of batches. If its loaders differ from those of the save, these are other batches.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Final
 
 from ...plumbing import loaders as loader_parts
 
-# The hub is not given files whose names begin with "_".
+# Files whose names begin with "_" are not uploaded to the hub.
 ORDER: Final = "_async_ckpt.loaders.json"
 _log = logging.getLogger("async_ckpt")
 
 
 def order_file(loaders: Iterable[Any]) -> dict[str, bytes]:
-    """The file of the loaders' facts, by its name; none if there are none."""
+    """The file with the facts about the loaders, by its name; empty if there are no facts."""
     facts = [loader_parts.loader_facts(loader) for loader in loaders]
     return {ORDER: json.dumps(facts).encode()} if any(facts) else {}
 
 
 def warn_of_order(files: Mapping[str, bytes], loaders: Iterable[Any], checkpoint: str) -> None:
-    """Warn of each loader that gives its data in another order than when these files of a checkpoint were written.
+    """Warn about each loader whose order differs from that in these files of a checkpoint.
 
-    Checkpoints of earlier versions, and of the plain trainer, do not say.
+    Checkpoints of earlier versions, and of the framework's own trainer, lack the file.
     """
     for number, (live, saved) in enumerate(zip(loaders, json.loads(files.get(ORDER, b"[]")), strict=False)):
         if facts := loader_parts.order_differences(live, saved):

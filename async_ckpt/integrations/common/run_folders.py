@@ -1,11 +1,11 @@
 """The folder of a run with a trainer's checkpoints, on a disk or in a store.
 
-In: a path or URL, and the names of checkpoints. Out: where a checkpoint and its archive are written, and which are
-whole; old checkpoints are gone. Knows nothing of: the contents of a checkpoint, and frameworks.
+In: a path or URL, and the names of checkpoints. Out: the paths of checkpoints and their archives, the complete
+checkpoints, and the removal of old ones. Knows nothing of: the content of a checkpoint, frameworks.
 
-On a disk, a checkpoint has its name when it is whole. One that is to go is renamed first, in no time and as a whole,
-and removed later: no reader finds half of one. A store has no folders, and puts objects one by one: there, one of them
-is put last and deleted first, the mark. A folder without a mark is none.
+On a disk, a checkpoint gets its name when it is complete. To remove it, it is first renamed, which is fast and atomic,
+and deleted later, so no reader finds a part of it. A store has no folders, and its objects appear one by one. There,
+one object, the mark, is put last and deleted first: a folder without a mark is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...plumbing import places, scratches
 from .training_archive import ARCHIVE, TrainingArchive, url_in
 
 _RETIRED: Final = ".retired"
-# The archive for the folder of a checkpoint, beside it.
+# Archives beside the folder of their checkpoint.
 _BESIDE: Final = ".checkpoint*.tar"
-# The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
+# The names that trainers give to checkpoints, with their numbers: "checkpoint-100", "checkpoint_3".
 _NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
 
 
@@ -43,19 +43,19 @@ class LocalRun:
         return str(self.path / name)
 
     def named(self, name: str) -> str:
-        """The same below the path that was given, as frameworks name it."""
+        """The path of a checkpoint, relative if the given path was, as frameworks name it."""
         return os.path.join(self._given, name)
 
     def has(self, name: str) -> bool:
-        """Whether a checkpoint is there and whole."""
+        """True if a checkpoint exists and is complete."""
         return (self.path / name).is_dir()
 
     def newest_first(self) -> list[str]:
-        """The paths of its checkpoints."""
+        """The paths of the checkpoints, newest first."""
         return [self.named(name) for name in reversed(self._names())]
 
     def clear(self) -> None:
-        """Before the first save: remove what a killed trainer has left."""
+        """Remove the leftovers of killed trainers. Called before the first save."""
         self.make_room()
         for archive in self.path.glob(_BESIDE):
             _remove(archive)
@@ -63,12 +63,12 @@ class LocalRun:
             scratches.sweep(self.path)
 
     def begin(self, name: str) -> None:  # noqa: ARG002
-        """Before a save, when no other is under way."""
+        """Remove the archive of the previous save. Called before a save, while no other is under way."""
         if self._beside is not None:
             _remove(self._beside)
 
     def beside(self, name: str) -> Path:
-        """The path at which that is written which is taken into a checkpoint."""
+        """The path of the archive that is later moved to the checkpoint, or converted to files in it."""
         self._beside = self.path / f".{name}.{ARCHIVE}"
         return self._beside
 
@@ -77,26 +77,27 @@ class LocalRun:
         return kind(state, self.beside(name))
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
-        """Have the oldest checkpoints beside the newest one, which is durable, removed until `limit` are left.
+        """Retire the oldest checkpoints until `limit` are left. `make_room` removes them later.
 
-        That at the path `best` stays. None, and less than 1, is no limit.
+        The durable checkpoint `newest`, and the one at the path `best`, are kept. A `limit` that is None or less than 1
+        means no limit.
         """
         if limit is None or limit < 1 or not self.has(newest):
             return
         is_here = best is not None and Path(best).absolute().parent == self.path
-        # A training that was taken back to an earlier step writes smaller numbers later.
+        # By time: a training that was rolled back to an earlier step writes smaller numbers later.
         found = sorted(self._names(), key=lambda name: (self.path / name).stat().st_mtime_ns)
         for name in surplus(found, {newest, os.path.basename(best)} if best and is_here else {newest}, limit):
-            with suppress(FileNotFoundError):  # somebody else has removed it
+            with suppress(FileNotFoundError):  # another process has removed it
                 os.rename(self.path / name, self.path / f".{name}{_RETIRED}")
 
     def make_room(self) -> None:
-        """Remove what was retired. No other thread uses this run meanwhile."""
+        """Remove retired checkpoints. No other thread uses this run meanwhile."""
         for hidden in self.path.glob(f".checkpoint*{_RETIRED}"):
             shutil.rmtree(hidden, ignore_errors=True)
 
     def end(self) -> None:
-        """Leave nothing but checkpoints."""
+        """Remove everything except checkpoints."""
         self.make_room()
         self.begin("")
 
@@ -106,7 +107,7 @@ class LocalRun:
 
 
 class StoredRun:
-    """A folder in a store. Its checkpoints are those that have the mark, an object of this name."""
+    """A folder in a store. A folder in it is a checkpoint if it contains an object with the name `mark`."""
 
     def __init__(self, url: str, mark: str) -> None:
         self.url: Final = url.rstrip("/")
@@ -126,7 +127,7 @@ class StoredRun:
         return self._storage.exists(f"{name}/{self.mark}")
 
     def newest_first(self) -> list[str]:
-        """The URLs of its whole checkpoints."""
+        """The URLs of the complete checkpoints, newest first."""
         names = names_in_order(self._storage.names(""))
         whole = {*self._storage.existing([f"{name}/{self.mark}" for name in names])}
         return [self.place(name) for name in reversed(names) if f"{name}/{self.mark}" in whole]
@@ -154,7 +155,7 @@ class StoredRun:
         self._retired = None if limit is None or limit < 1 else (newest, limit, best)
 
     def make_room(self) -> None:
-        """Remove what was retired, unless the store refuses; then it is tried at the next save."""
+        """Remove retired checkpoints. If the store raises an error, the next save tries again."""
         if self._retired is None:
             return
         newest, limit, best = self._retired
@@ -173,7 +174,7 @@ class StoredRun:
         self._beside.clear()
 
     def _delete(self, name: str) -> None:
-        self._storage.delete(f"{name}/{self.mark}")  # first: from now on it is no checkpoint
+        self._storage.delete(f"{name}/{self.mark}")  # first: without the mark it is not a checkpoint
         self._storage.delete_all(name)
 
 
@@ -185,7 +186,7 @@ def _remove(path: Path) -> None:
 
 
 def is_url(path: object) -> bool:
-    """Whether this is the URL of something that is not on this machine."""
+    """True if this is the URL of a place that is not on this machine."""
     return isinstance(path, str | os.PathLike) and not places.place_of(path).is_local
 
 
@@ -196,11 +197,11 @@ def number_of(folder: Path) -> int:
 
 
 def names_in_order(names: Iterable[str]) -> list[str]:
-    """The names of checkpoints among these, by their numbers."""
+    """The names of checkpoints among these, sorted by number."""
     return sorted((name for name in names if _NUMBER.fullmatch(name)), key=lambda name: number_of(Path(name)))
 
 
 def surplus(found: Sequence[str], kept: set[str], limit: int) -> list[str]:
-    """The first of these checkpoints, without which `limit` are left. Those that are kept count, too."""
+    """The first of these checkpoints, which must go so that `limit` are left. The `kept` ones count, but never go."""
     num_surplus = len(found) - max(limit, len(kept.intersection(found)))
     return [name for name in found if name not in kept][: max(0, num_surplus)]

@@ -1,4 +1,4 @@
-"""The saves of an integration that are under way, and what follows them, in their order.
+"""The saves of an integration that are under way, and the actions after them, in order.
 
 In: handles, and functions to call when their saves are durable. Out: reports, errors, and the history of a folder.
 Knows nothing of: frameworks.
@@ -27,17 +27,17 @@ Action = Callable[[], object]
 
 
 def path_key(path: Any) -> str:
-    """One key for every spelling of a local path, and a URL as it is."""
+    """A key that is the same for every spelling of a local path; a URL is returned unchanged."""
     text = str(path)
     return text if "://" in text else os.path.abspath(text)
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A save, or what follows saves at one path. `ended` is its outcome. Only a save has handles.
+    """A save at a path, or an action after saves. `ended` is its outcome. Only a save has handles.
 
-    A save has held the training for `waited_seconds` before its handles measured that, or for `held_seconds` in all.
-    `twin` is the second name of what is saved, if it gets one.
+    The training has waited `waited_seconds` before the handles began to measure, or `held_seconds` in total. `twin` is
+    a second path of the saved checkpoint, if it gets one.
     """
 
     path: str
@@ -50,7 +50,7 @@ class _Queued:
     own_report: Callable[[], SaveReport] | None = None
 
     def report(self) -> SaveReport:
-        """The report of the first part; the stall is that of all parts, and of the wait before them."""
+        """The report of the first handle, with the stall of all handles and of the wait before them."""
         if self.own_report is not None:
             return self.own_report()
         reports = [handle.result() for handle in self.handles]
@@ -59,24 +59,25 @@ class _Queued:
 
 
 class SaveQueue:
-    """The saves under way, and what follows them, in their order. Used by the training thread alone.
+    """The saves under way, and the actions after them, in order. Used only by the training thread.
 
-    One more thread waits for each save, and then does what follows. It owns nothing: each task is all that it needs.
+    A second thread waits for each save, and then runs the actions. It shares no state with this object: each task
+    contains all that it needs.
     """
 
     def __init__(self, name: str, max_in_flight: int = 1) -> None:
         self._name, self._max_in_flight = name, max_in_flight
         self._queued: deque[_Queued] = deque()
-        self._thread: threads.Crew | None = None  # made on use: before that, a trainer may pickle its owner, or fork
+        self._thread: threads.Crew | None = None  # created on use: a trainer may pickle its owner, or fork, before that
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
     def __reduce__(self) -> Any:
-        """A copy is a queue of its own, with nothing under way, and nothing that is still to be told."""
+        """A copy is a new queue, with no saves under way, and no errors or reports."""
         return type(self), (self._name, self._max_in_flight)
 
     def admit(self, path: Any) -> float:
-        """Wait until nothing concerns this path, and few enough saves are under way. Returns for how many seconds."""
+        """Wait until no save uses this path, and fewer than `max_in_flight` are under way. Returns the seconds."""
         begin = timing.monotonic()
         self.wait(path)
         while len(saves := self._saves_under_way()) >= self._max_in_flight:
@@ -97,13 +98,13 @@ class SaveQueue:
         report: Callable[[], SaveReport] | None = None,
         entry: HistoryEntry | None = None,
     ) -> Future[None]:
-        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is; or when one of
-        them has failed, and then `failed` is done. Returns what is done at its end.
+        """Add a save that has begun. When all of its handles are done, `then` is called; if one of them has failed,
+        `failed` is called instead. Returns a future that is done after that.
 
-        Without an `entry`, no history is told of it, such as by ranks other than 0.
+        Without an `entry`, as on ranks other than 0, the save is not in the history.
         """
         for handle in handles:
-            ledger.leave_warning(handle)  # one that fails just before the next save begins is raised by the one after
+            ledger.leave_warning(handle)  # an error just before the next save is raised by the one after that
         ended: Future[None] = threads.running_future()
         second = None if twin is None else path_key(twin)
         save = _Queued(path_key(path), ended, tuple(handles), step, waited_seconds, held_seconds, second, report)
@@ -111,20 +112,20 @@ class SaveQueue:
         return ended
 
     def follow(self, path: Any, action: Action) -> Future[None]:
-        """Add an action behind the saves in the queue, which is left undone if one of them fails."""
+        """Add an action after the saves in the queue. It is skipped if one of them fails."""
         saves = [one.ended for one in self._queued if one.handles]
         following = _Queued(path_key(path), threads.running_future())
         self._submit(following, partial(_act, following.path, saves, action))
         return following.ended
 
     def wait(self, path: Any = None) -> None:
-        """Wait for everything, or for all that concerns one path. Raises no error of a save."""
+        """Wait for everything, or only for saves and actions at one path. Does not raise the errors of saves."""
         for one in [*self._queued]:
             if path is None or path_key(path) in (one.path, one.twin):
                 _wait_for(one)
 
     def take_reports(self) -> list[SaveReport]:
-        """The reports of the saves that have ended well since the last call."""
+        """The reports of the saves that have succeeded since the last call."""
         self._collect()
         reports, self._reports = self._reports, []
         return reports
@@ -142,7 +143,7 @@ class SaveQueue:
             raise errors[0]
 
     def meet(self, then: Callable[[], T]) -> list[T]:
-        """`finish` on all ranks, and then do something. Returns what each rank has done. All raise the error of any."""
+        """Call `finish`, then `then`, on all ranks. Returns all results. An error of any rank is raised on all."""
 
         def after_last() -> T:
             self.finish()
@@ -164,7 +165,7 @@ class SaveQueue:
         while self._queued and self._queued[0].ended.done():
             one = self._queued.popleft()
             for handle in one.handles:
-                handle.exception()  # is passed on from here; the exit of the interpreter need not tell of it
+                handle.exception()  # reported from here; the interpreter's exit need not log it
             error = one.ended.exception()
             if error is not None:
                 self._errors.append(error)
@@ -196,7 +197,7 @@ def _finish(
     entry: HistoryEntry | None,
     began: float,
 ) -> None:
-    """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
+    """Wait for a save's handles, and call what follows. Raises its error, without marking it as retrieved."""
     try:
         ledger.wait_for_ends(save.handles)
         if then is not None:
@@ -217,7 +218,7 @@ def _finish(
 
 
 def _act(path: str, saves: list[Future[None]], action: Action) -> None:
-    """Do what follows saves, which have all ended, since one thread does everything in order."""
+    """Run an action after saves. They have all ended, since one thread runs all tasks in order."""
     if any(ended.exception() is not None for ended in saves):
         _log.warning("%s is left as it is, since a save before it has failed", path)
     else:

@@ -1,6 +1,6 @@
-"""Files of a framework's own, as values: what its methods write into a folder, and such files written elsewhere.
+"""A framework's own small files, as values: those that its methods write to a folder, to be written elsewhere.
 
-In: a method, or the content of files. Out: the content, or files. Knows nothing of: what is in them, and frameworks.
+In: a method, or the content of files. Out: the content, or files. Knows nothing of: their format, frameworks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 from ...errors import CheckpointError
 from ...plumbing import LocalStorage, disk, spec
 
-# What a checkpoint has beside its tensors, at most: the heads of files, plain values, configurations.
+# The most that a checkpoint has besides its tensors: headers of files, plain values, configurations.
 _BESIDE_TENSORS: Final = spec.MIB
-# Where a few KiB are files for a moment, in a folder with a random name, if there is such a place.
+# The place for a few KiB of short-lived files, in a folder with a random name, if there is such a place.
 _IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nosec B108
 
 
 def written_by(method: Callable[[str], object], *, in_memory: bool = False) -> dict[str, bytes]:
-    """The files that a method of a framework writes into a folder, by name. `in_memory` is for a few KiB."""
+    """The files that a method of a framework writes to a folder, by name. `in_memory` is for a few KiB."""
     with tempfile.TemporaryDirectory(dir=_IN_MEMORY if in_memory else None) as folder:
         method(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
@@ -44,8 +44,8 @@ def write_files(files: Mapping[str, bytes], folder: str) -> None:
 def room_for(parts: Any, folder: str) -> Iterator[None]:
     """Raise StorageFullError if the disk has no room for these tensors, each storage once, or the block has filled it.
 
-    Frameworks write files by libraries that tell of a full disk by errors of many kinds, such as a RuntimeError about
-    an iostream. So after an error the disk is asked whether what is left to write would fit.
+    Frameworks write files by libraries that report a full disk by errors of many kinds, such as a RuntimeError about
+    an iostream. So after an error, this checks if the rest of the tensors would fit.
     """
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(parts) if is_tensor(t)

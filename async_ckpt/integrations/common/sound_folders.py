@@ -1,10 +1,10 @@
-"""The folder of a checkpoint that a training resumes from: one whose files are as they were saved.
+"""The folder of a checkpoint from which a training resumes: one whose files have not changed since the save.
 
 In: the path or URL of a checkpoint, and those beside it. Out: a local folder, or an error that names the damaged file
-and the newest sound checkpoint. Knows nothing of: what is loaded, and frameworks.
+and the newest undamaged checkpoint. Knows nothing of: the content of the files, frameworks.
 
-All ranks meet, so that each takes the same folder. The ranks of a node compare a share of the files each: together
-they read each file once.
+All ranks meet, so that they take the same folder. The ranks of a node share the comparison, so that each file is read
+once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .run_folders import is_url
 
 @contextmanager
 def sound_folder(checkpoint: Any, newest_first: Callable[[], Sequence[str]]) -> Iterator[Any]:
-    """A local folder of a checkpoint whose files are as they were saved. Every rank calls this.
+    """A local folder of a checkpoint whose files have not changed since the save. Every rank calls this.
 
-    With True it is the newest one that is sound: damaged ones are skipped with a warning. `newest_first` lists the
-    paths or URLs of all checkpoints. True stays True if there is none, and what is no path stays as it is.
+    If `checkpoint` is True, the newest undamaged one: damaged ones are skipped with a warning. `newest_first` lists the
+    paths or URLs of all checkpoints. Yields True if there is none, and any other value that is not a path unchanged.
 
     Raises CorruptCheckpointError, before anything is loaded.
     """
@@ -49,13 +49,13 @@ def sound_folder(checkpoint: Any, newest_first: Callable[[], Sequence[str]]) -> 
 
 
 def check(folder: Any) -> None:
-    """Raise CorruptCheckpointError if a file of a folder is not as it was saved. Every rank calls this."""
+    """Raise CorruptCheckpointError if a file of a folder has changed since the save. Every rank calls this."""
     if (error := damage_in(folder)) is not None:
         raise _advised(error)
 
 
 def damage_in(folder: Any) -> CorruptCheckpointError | None:
-    """The damage of a local folder, the same on every rank; None if it is sound, or has no digests."""
+    """The damage of a local folder, the same on every rank; None if it is undamaged, or has no digests."""
     if not isinstance(folder, str | os.PathLike):
         return None
     rank, num_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,11 +1,11 @@
-"""The guard of a trainer's optimizers, found by itself.
+"""The guard of a trainer's optimizers, chosen automatically.
 
-In: the optimizers of a training. Out: those that a snapshot may be guarded by; methods that wait for it.
+In: the optimizers of a training. Out: the guards of a snapshot, with methods that wait for it.
 Knows nothing of: frameworks.
 
-The guard holds an optimizer by a hook of torch ahead of its `step()`. Where there is no such hook, or where other
-methods change the weights, too, these methods of the object are replaced by some that wait. What steps in the backward
-pass cannot be held, and is copied at once.
+A guard makes an optimizer wait by torch's hook before `step()`. If an optimizer does not run this hook, or if other
+methods change the weights, too, these methods of the object are replaced by ones that wait. An optimizer that steps in
+the backward pass cannot be made to wait; its parameters and state are copied at once.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ...plumbing import optimizer_parts
 
 # Attributes of optimizers that step in the backward pass: LOMO, and the layer-wise ones of Transformers.
 _STEP_IN_BACKWARD: Final = ("fused_backward", "optimizer_dict")
-# Methods of schedule-free optimizers that change the weights, beside `step`.
+# Methods of schedule-free optimizers that change the weights, besides `step`.
 _MODES: Final = ("train", "eval")
 
 
 class StepGuard:
-    """The choice of a guard, for one trainer: it says once of which optimizers a hook alone does not hold all."""
+    """Chooses the guards for one trainer. Warns once about each class of optimizers for which a hook is not enough."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()  # classes of optimizers
 
     def __call__(self, optimizers: Iterable[Any]) -> list[Any]:
-        """The guard of a snapshot, for these optimizers. What none of it owns is copied at once."""
+        """The guards of a snapshot, for these optimizers. Tensors without a guard are copied at once."""
         guards = []
         for optimizer in optimizers:
             guard = self._guard_of(optimizer)
@@ -98,9 +98,9 @@ def _has_hooks(optimizer: Any) -> bool:
 
 
 class _StandIn(Optimizer):
-    """An optimizer of torch for one that has other methods to hold: the guard finds parameters and state in it.
+    """An optimizer that stands in for one with other methods that must wait: the guard reads its parameters and state.
 
-    It never steps. The methods of the other one wait at its gate.
+    It never steps. The methods of the original optimizer wait at its gate.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -108,7 +108,7 @@ class _StandIn(Optimizer):
         self.follow(optimizer)
 
     def follow(self, optimizer: Any) -> None:
-        """Take the groups and the state that the other one has now: loading may have replaced them."""
+        """Take over the original's current groups and state, since loading may have replaced them."""
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
 
@@ -116,21 +116,21 @@ _stand_ins: weakref.WeakKeyDictionary[Any, _StandIn] = weakref.WeakKeyDictionary
 
 
 def _held(optimizer: Any, wrappers: Sequence[Any]) -> _StandIn:
-    """The stand-in of an optimizer, whose methods, and the steps of its wrappers, wait for its guard from now on."""
+    """The stand-in of an optimizer. From now on, its methods and its wrappers' `step` wait for the guard."""
     stand_in = _stand_ins.get(optimizer)
     if stand_in is None:
         stand_in = _StandIn(optimizer)
-        for one in (*wrappers, optimizer):  # a wrapper may keep the step that the optimizer had
+        for one in (*wrappers, optimizer):  # a wrapper may have kept the original `step`
             one.step = _waiting(one.step, stand_in)
         for name in _MODES if _has_modes(optimizer) else ():
             setattr(optimizer, name, _waiting(getattr(optimizer, name), stand_in, name == "train"))
-        _stand_ins[optimizer] = stand_in  # last: one that is known is held
+        _stand_ins[optimizer] = stand_in  # last: an optimizer in here has methods that wait
     stand_in.follow(optimizer)
     return stand_in
 
 
 def _waiting(method: Callable[..., Any], stand_in: _StandIn, mode: bool | None = None) -> Callable[..., Any]:
-    """A method that waits at the gate first; if it sets a mode, only if it changes that."""
+    """A method that first waits at the gate; a method that sets a `mode` waits only if the mode changes."""
     gate, owner = saving_guards.gate_of(stand_in), weakref.ref(getattr(method, "__self__", stand_in))
 
     @functools.wraps(method)
@@ -143,6 +143,6 @@ def _waiting(method: Callable[..., Any], stand_in: _StandIn, mode: bool | None =
 
 
 def _modes_of(optimizer: Any) -> set[Any]:
-    """The modes that a schedule-free optimizer, or its groups, note."""
+    """The modes recorded in a schedule-free optimizer, or in its groups."""
     own = getattr(optimizer, "train_mode", None)
     return {group.get("train_mode", own) for group in getattr(optimizer, "param_groups", ())}

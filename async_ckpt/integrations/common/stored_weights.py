@@ -1,10 +1,10 @@
-"""Weights that are stored anywhere, as a stream of tensors by the names that engines know.
+"""Weights that are stored anywhere, as a stream of tensors by the names that inference engines know.
 
 In: an archive, a step, a run, an export, or a published version. Out: names and tensors, one after the other. Knows
 nothing of: engines.
 
-The stream takes three pieces of 128 MiB, or three of the largest tensor, however large the model is: one that the
-caller uses, one that waits, and one that is being read on a thread.
+For a model of any size, the stream takes the memory of three pieces of 128 MiB, or of the size of the largest tensor:
+one that the caller uses, one that waits, and one that a thread is reading.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ Item: TypeAlias = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The place of a model's weights, in values that JSON knows.
+    """The place of a model's weights, in values that JSON can represent.
 
         StoredWeights("s3://bucket/run", step=1200)
         StoredWeights("s3://bucket/weights", version=1200, folder="/local/model")
 
     Args:
-        path: an archive, the folder of a step, a run, a folder of Hugging Face, or the root of a Publisher; a path or
-            URL.
-        step: of a run, a committed step; by default the newest.
-        version: of a Publisher's root, by default the newest.
-        part: the name of the entry with the weights, such as "policy"; by default "model", if the state has more than
-            tensors.
-        folder: for versions, a folder on this machine that they are pulled into, and read from. Processes may share it.
-        options: of the client of a URL, such as its endpoint.
+        path: an archive, the folder of a step, a run, a Hugging Face folder, or the root of a Publisher; a path or URL.
+        step: for a run, a committed step; by default the newest.
+        version: for a Publisher's root, a version; by default the newest.
+        part: the name of the entry with the weights, such as "policy"; by default "model", unless the state consists
+            only of tensors.
+        folder: for versions, a local folder to which they are pulled, and from which they are read. Processes may share
+            it.
+        options: options of the client for a URL, such as its endpoint.
 
-    Raises ValueError for values that do not fit together.
+    Raises ValueError for arguments that contradict each other.
     """
 
     path: str
@@ -72,7 +72,7 @@ class StoredWeights:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
-        """From what JSON has given; `defaults` are for names that are not there. Raises ValueError for other names."""
+        """Created from a JSON object, with `defaults` for missing names. Raises ValueError for unknown names."""
         known = [field.name for field in fields(cls)]
         if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"{unknown[0]!r} is not an option; known are {', '.join(known)}")
@@ -90,7 +90,7 @@ class StoredWeights:
         return ", ".join([self.place().shown, *numbers])
 
     def check(self) -> None:
-        """Raise what `tensors` raises where there is nothing to read; only indices are read."""
+        """Raise the errors of `tensors` if there is nothing to read. Reads only indices."""
         if self._is_published():
             self._published_version()
         else:
@@ -99,14 +99,14 @@ class StoredWeights:
     def tensors(self) -> Iterator[Item]:
         """The names and tensors of the weights, on the host, in the order in which they are stored.
 
-        Every byte is compared with its digest, where there are digests. Tied tensors come under each of their names.
-        Raises NotCommittedError for a step or version that does not exist or is not complete, KeyError for a `part`
-        that does not, CorruptCheckpointError, ValueError if versions have no `folder`, and StorageUnavailableError,
-        also if the weights are replaced while they are read.
+        Every byte is compared with its digest, if there is one. Tied tensors come under each of their names. Raises
+        NotCommittedError for a step or version that does not exist or is not complete, KeyError for a missing `part`,
+        CorruptCheckpointError, ValueError for versions without a `folder`, and StorageUnavailableError, also if the
+        weights are replaced while they are read.
         """
         return read_ahead(self._read)
 
-    # --- on the thread that reads -----------------------------------------------------------------------------
+    # --- on the reading thread --------------------------------------------------------------------------------
 
     def _read(self, put: Callable[[deque[Item]], None]) -> None:
         if not self._is_published():
@@ -129,7 +129,7 @@ class StoredWeights:
         return find.from_path(self.place(), use, verify=True)
 
     def _is_published(self) -> bool:
-        """Whether these are versions. Raises NotCommittedError if a version is wanted where there is none."""
+        """True if the path has published versions. Raises NotCommittedError if it has none, but one is requested."""
         storage = self.place().storage()
         names = storage.names("")
         if has_versions(names):
@@ -145,7 +145,7 @@ class StoredWeights:
         )
 
     def _published_version(self) -> int:
-        """The number of the version. Raises NotCommittedError if it is not there."""
+        """The number of the version. Raises NotCommittedError if it does not exist."""
         with Subscriber(self.place()) as subscriber:
             numbers = subscriber.versions()
         version = max(numbers, default=None) if self.version is None else self.version
@@ -157,7 +157,7 @@ class StoredWeights:
         return version
 
     def _pulled(self) -> tuple[Path, WeightsState]:
-        """The folder of the host, brought to the version, and its state."""
+        """Pull the version to the local folder. Returns the folder and its state."""
         if self.folder is None:
             raise ValueError(
                 f"{self.place().shown} has published versions, which are pulled into a folder of this machine first: "
@@ -185,7 +185,7 @@ def _state_of(folder: Path) -> WeightsState | None:
 def _once(
     use: Callable[[Sequence[contents.Part]], None], weights: StoredWeights
 ) -> Callable[[Sequence[contents.Part]], None]:
-    """`use`, which has handed tensors on and cannot begin again: a second call raises StorageUnavailableError."""
+    """`use`, which cannot start again once it has passed tensors on: a second call raises StorageUnavailableError."""
     calls: list[None] = []
 
     def use_once(parts: Sequence[contents.Part]) -> None:
@@ -238,7 +238,7 @@ def weights_in(parts: Sequence[contents.Part], part: str | None) -> dict[str, Lo
 
 
 def _entry(state: Any, part: str, path: str) -> Any:
-    """The entry of this name, or of the names between its dots."""
+    """The entry with this name, or with the path of keys that its dots separate."""
     for key in [part] if isinstance(state, Mapping) and part in state else part.split("."):
         if not isinstance(state, Mapping) or key not in state:
             known = ", ".join(map(str, state)) if isinstance(state, Mapping) else "no names"
@@ -256,13 +256,13 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, LocatedTensor]]:
 
 
 def _read_all(tensors: Mapping[str, LocatedTensor], put: Callable[[deque[Item]], None]) -> None:
-    """Read the tensors in pieces, and hand each piece on."""
+    """Read the tensors in pieces, and pass each piece to `put`."""
     by_file: dict[int, tuple[contents.Contents, dict[int, list[str]]]] = {}
     for name, stored in tensors.items():
         _, names = by_file.setdefault(id(stored.file), (stored.file, {}))
         names.setdefault(stored.number, []).append(name)
     for file, names in by_file.values():
-        file.need((number, None) for number in names)  # before `primary`: some ties are known only afterwards
+        file.need((number, None) for number in names)  # before `primary`, since some ties are known only after this
         of_primary: dict[int, list[str]] = {}
         for number, given in names.items():
             of_primary.setdefault(file.primary(number), []).extend(given)
@@ -285,11 +285,11 @@ def _filled(file: contents.Contents, piece: dict[int, torch.Tensor], names: Mapp
     return items
 
 
-# --- a reader that is ahead of its caller by one piece ------------------------------------------------------------
+# --- a reader one piece ahead of its caller -----------------------------------------------------------------------
 
 
 class _UnwantedError(Exception):
-    """The caller wants no more."""
+    """The caller has closed the iterator."""
 
 
 @dataclass(frozen=True)
@@ -298,9 +298,9 @@ class _End:
 
 
 def read_ahead(read: Callable[[Callable[[deque[Item]], None]], None]) -> Iterator[Item]:
-    """The items of the pieces that `read` hands to the function that it is given, on a thread of its own.
+    """The items of the pieces that `read` passes to its argument. `read` runs on a separate thread.
 
-    Its error is raised where the caller has got to. The thread ends soon after the iterator is closed.
+    An error of `read` is raised to the caller of the iterator. The thread ends soon after the iterator is closed.
     """
     pieces: queue.Queue[deque[Item] | _End] = queue.Queue(1)
     closed = threading.Event()

@@ -1,10 +1,10 @@
-"""The archive of a training: written beside the folder of a checkpoint, and taken into it when it is durable.
+"""The archive of a training: written beside the folder of a checkpoint, and moved to it when it is durable.
 
-In: a state, and where to write. Out: the archive in the folder of a checkpoint, and what it has. Knows nothing of:
+In: a state, and a path. Out: the archive in the folder of a checkpoint, and the names in it. Knows nothing of:
 frameworks.
 
-In a store one that becomes a part of the checkpoint is written in its place: nothing can be renamed there, and other
-objects make a folder a checkpoint.
+In a store, an archive that becomes part of a checkpoint is written to its final place: objects cannot be renamed, and a
+mark, not the archive, makes the folder a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ...errors import StateMismatchError
 from ...plumbing import contents, disk, find, places, runs
 
 ARCHIVE: Final = "training.tar"
-"""The name of the archive in the folder: of a file, or of a folder if several ranks have written it."""
-# The archive in a folder into which one rank alone has saved.
+"""The name of the archive in the folder; a folder if several ranks have written it."""
+# The archive in a folder to which only one rank has saved.
 ONE_ARCHIVE: Final = "rank_00000.tar"
 
 
 class TrainingArchive:
-    """An archive that is being written."""
+    """An archive being written."""
 
     is_part: ClassVar = True
-    """Whether it becomes a part of the checkpoint."""
+    """True if the archive becomes a part of the checkpoint."""
 
     def __init__(self, state: Any, where: Path | str) -> None:
-        """Begin to write at a path, or at a URL."""
+        """Begin to write to a path or a URL."""
         self.parts = (*state,)
         self._written = where
         self.handle = save(state, where)
 
     def durable(self) -> Path | str:
         """Wait until the archive is durable. Returns its path or URL. Raises the error of its save."""
-        wait([self.handle])  # its writers are other threads, which wait for nothing here
+        wait([self.handle])  # cannot deadlock: other threads write the archive, and do not wait for this one
         self.handle.result()
         return self._written
 
     def take_into(self, folder: str) -> None:
-        """Wait until the archive is durable, and take it into a folder if it is on a disk. Raises its save's error.
+        """Wait until the archive is durable and, on a disk, move it to a folder. Raises the error of its save.
 
-        The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
+        The archive of several ranks also stays beside the folder, since other ranks may still read it.
         """
         source = self.durable()
         if isinstance(source, Path):
@@ -71,12 +71,12 @@ def _take(source: Path, target: Path) -> None:
 
 
 def archive_of(folder: Path, world_size: int) -> Path:
-    """Where ranks save one state in a folder: the folder, to which each adds an archive; for one rank, a file in it."""
+    """The path to which ranks save a state in a folder: the folder itself, or with a single rank a file in it."""
     return folder / ONE_ARCHIVE if world_size == 1 else folder
 
 
 def archives_in(folder: places.Anywhere) -> tuple[Place, int] | None:
-    """The archives in a folder, and the number of ranks that have saved them; None if the folder is not one of ours."""
+    """The archives in a folder, and the number of ranks that have saved them; None for a folder of a framework."""
     place = places.place_of(folder)
     storage = place.storage()
     if storage.exists(ONE_ARCHIVE):
@@ -97,9 +97,9 @@ def url_in(folder: str) -> str:
 
 
 def num_items_in(archive: places.Anywhere) -> dict[str, int]:
-    """The number of items of each container at the top of an archive's state. Nothing but the structure is read.
+    """The number of items of each top-level container in an archive's state. Reads only the structure.
 
-    Raises what `load` raises.
+    Raises the errors of `load`.
     """
 
     def count(parts: Sequence[contents.Part]) -> dict[str, int]:
@@ -110,9 +110,9 @@ def num_items_in(archive: places.Anywhere) -> dict[str, int]:
 
 
 def missing_in(checkpoint: places.Anywhere, names: Collection[str]) -> list[str]:
-    """The names that the state of a checkpoint, a dict, does not have. Nothing but the structure is read.
+    """The subset of these names that the state of a checkpoint, a dict, lacks. Reads only the structure.
 
-    Raises what `load` raises.
+    Raises the errors of `load`.
     """
 
     def lacking(parts: Sequence[contents.Part]) -> list[str]:

@@ -1,11 +1,11 @@
-"""`use`: DeepSpeed's engine, made to write its checkpoints in the background.
+"""`use`: make DeepSpeed's engine write its checkpoints in the background.
 
-In: the calls of `engine.save_checkpoint` and `engine.load_checkpoint`, on all ranks. Out: the same, in the background;
-errors on all ranks. Knows nothing of: what is in the files.
+In: the calls of `engine.save_checkpoint` and `engine.load_checkpoint`, on all ranks. Out: the same files, written in
+the background; errors on all ranks. Knows nothing of: the content of the files.
 
-DeepSpeed gives its checkpoint engine one file after the other. These are collected, and copied together when it has
-named them all: one snapshot. It is told that the engine is decoupled, so that it leaves `latest` to us; but it is never
-told of a commit that is due, for which it would hold each step of the optimizer.
+DeepSpeed passes one file after the other to its checkpoint engine. They are collected, and copied together when the
+last one is known: one snapshot. Our engine claims to be decoupled, so that DeepSpeed leaves `latest` to it; but it
+never reports a pending commit, for which DeepSpeed would hold each step of the optimizer.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ _USED: Final = (
 
 
 def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
-    """Have an engine of DeepSpeed write its checkpoints in the background. Every rank calls this.
+    """Make an engine of DeepSpeed write its checkpoints in the background. Every rank calls this.
 
         engine, *_ = deepspeed.initialize(model=model, config=config)
         checkpoints = async_ckpt.integrations.deepspeed.use(engine)
-        engine.save_checkpoint("runs/ds")  # as before, and returns at once
+        engine.save_checkpoint("runs/ds")  # as before, but returns at once
         checkpoints.wait()  # the last line: raises the error of a failed save
 
-    `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats. `layout="archive"` writes
-    verified archives of whole parameters, which any number of ranks resumes from, and which may be at a URL; plain
-    DeepSpeed does not load them. Each layout loads the folders of both.
+    `layout="deepspeed"` writes DeepSpeed's files, under their names and in their formats. `layout="archive"` writes
+    verified archives of full parameters, from which any number of ranks can resume, and which may be at a URL; plain
+    DeepSpeed does not load them. With either layout, the folders of both can be loaded.
 
-    Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
-    another layout, a second call, and an engine whose config names another writer of checkpoints, and
-    NotImplementedError for optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders of each node, and
-    with `layout="archive"` for engines without ZeRO, with model parallelism or with experts.
+    Raises ImportError without DeepSpeed, RuntimeError if its version lacks a name that is used here, ValueError for
+    another layout, a second call, or an engine whose config names another writer of checkpoints, and
+    NotImplementedError for optimizers offloaded to NVMe, ZenFlow, checkpoints in a separate folder on each node, and,
+    with `layout="archive"`, for engines without ZeRO, with model parallelism or with experts.
     """
     return DeepSpeedCheckpoints(checked(engine, layout), layout)
 
 
 def checked(engine: Any, layout: Layout) -> Any:
-    """The engine. Raises what `use` raises."""
+    """The engine. Raises the errors of `use`."""
     package = require("deepspeed")
     require_names(package, engine, _USED)
     if layout not in ("deepspeed", "archive"):
@@ -98,13 +98,13 @@ def _refuse(engine: Any) -> None:
 
 
 class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
-    """The checkpoints of one engine of DeepSpeed, as its checkpoint engine. `use` makes it; see there.
+    """The checkpoints of one engine of DeepSpeed, as its checkpoint engine. Created by `use`; see there.
 
-    A checkpoint is what plain DeepSpeed writes, and loads. Its folder appears when the files of all ranks are durable,
-    and then `latest` names it. One save is under way at a time: the next save, `engine.load_checkpoint`, `wait`,
+    Plain DeepSpeed can load the checkpoints. A folder appears when the files of all ranks are durable, and then
+    `latest` names it. One save is under way at a time: the next save, `engine.load_checkpoint`, `wait`,
     `engine.destroy` and the exit of the interpreter wait for it. The first three raise its error on every rank.
 
-    With `is_part`, its folders are parts of a trainer's checkpoints: they have neither a lock nor a history.
+    With `is_part`, the folders are parts of a trainer's checkpoints: they have neither a lock nor a history.
     """
 
     def __init__(self, engine: Any, layout: Layout, *, is_part: bool = False) -> None:
@@ -117,7 +117,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         )
         self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
         self._saves = SaveQueue("deepspeed")
-        self._folder: TagFolder | StoredFolder | None = None  # of the last save, until the ranks meet again
+        self._folder: TagFolder | StoredFolder | None = None  # the last save's, until the ranks meet again
         self.ended: Future[None] | None = None  # done when the files of all ranks of the newest save are durable
         engine.checkpoint_engine = self
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
@@ -132,10 +132,10 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """In place of the engine's method: copy everything, and write it in the background. Every rank calls it.
+        """Replaces the engine's method: copy everything, and write it in the background. Every rank calls this.
 
-        Raises the error of the save before it, and then saves nothing; RunTakenError while another process saves to the
-        folder; ValueError for a URL, but for archives; and, on all ranks, what the copy raises on any.
+        Raises the error of the previous save, and then saves nothing; RunTakenError while another process saves to the
+        folder; ValueError for a URL, unless `layout="archive"`; and, on all ranks, an error of the copy on any rank.
         """
         began, engine = timing.monotonic(), self._engine
         folder = self._folder_of(save_dir, tag, save_latest)
@@ -158,8 +158,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         except BaseException:
             if handle is not None:
                 waits.wait_for(handle)
-                handle.exception()  # this save is none, whatever has come of its part
-            with suppress(Exception):  # another rank writes there at this moment: it goes at the next meeting
+                handle.exception()  # this save has failed, even if its part was written
+            with suppress(Exception):  # another rank may be writing to it: removed at the next meeting
                 folder.remove()
             raise
         finally:
@@ -188,10 +188,10 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
+        """Replaces the engine's method: wait for the save under way, and load as DeepSpeed does. Every rank calls this.
 
-        Raises the error of that save, CorruptCheckpointError for files of DeepSpeed that are not as they were saved,
-        NotCommittedError for a URL without archives, and for archives what `AsyncCheckpointer.restore` raises.
+        Raises the error of that save, CorruptCheckpointError if DeepSpeed's files have changed since the save,
+        NotCommittedError for a URL without archives, and for archives the errors of `AsyncCheckpointer.restore`.
         """
         self.wait()
         place = places.place_of(load_dir)
@@ -199,7 +199,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         found = None if named is None else archives_in(below(place, named))
         if found is None and not place.is_local:
             if named is None:
-                return None, None  # as DeepSpeed, where no `latest` is
+                return None, None  # like DeepSpeed without `latest`
             where = f"{place.shown.rstrip('/')}/{named}"
             raise NotCommittedError(
                 f"{where} has no archive; DeepSpeed's own files are loaded from a local folder only",
@@ -208,7 +208,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             )
         if found is None:
             folder = places.local_place(place)
-            if named is not None and not self.is_part:  # the trainer of a part compares its whole checkpoint
+            if named is not None and not self.is_part:  # for a part, the trainer checks its whole checkpoint
                 check(folder / named)
             return self._plain.load(
                 str(folder),
@@ -232,14 +232,14 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         return found[0].shown, client_state
 
     def wait(self) -> None:
-        """Return when the save under way is durable on all ranks. Every rank calls it. Raises its error.
+        """Wait until the save under way is durable on all ranks. Every rank calls this. Raises the error of the save.
 
         checkpoints.wait()  # the last line of a script
         """
         self._meet_after_last()
 
     def reports(self) -> list[SaveReport]:
-        """The reports of this rank's part of the saves that have ended since the last call.
+        """The reports of this rank's parts of the saves that have ended since the last call.
 
         for report in checkpoints.reports(): wandb.log(report.as_dict("async_ckpt/"), step=report.step)
         """
@@ -248,32 +248,32 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     # --- what trainers call -----------------------------------------------------------------------------------
 
     def guards(self) -> list[Any]:
-        """The optimizers for a snapshot of this moment."""
+        """The guards for a snapshot taken now."""
         return self._guard(self._engine)
 
     def finish(self) -> Exception | None:
-        """Wait for this rank's part of the save under way. Returns its error. One rank may call it."""
+        """Wait for this rank's part of the save under way. Returns its error. A single rank may call this."""
         try:
             with self._removing_last():
                 self._saves.finish()
         except Exception as error:
             return error
         finally:
-            self._saves.take_reports()  # the trainer has one of its own
+            self._saves.take_reports()  # the trainer makes its own report
         return None
 
     # --- what DeepSpeed calls ---------------------------------------------------------------------------------
 
     def create(self, info: Any) -> None:
-        """Do nothing: the call of `save_checkpoint` has made the folder."""
+        """Do nothing: `save_checkpoint` has created the folder."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make no folder of a checkpoint: it appears when it is durable."""
+        """Create a folder, unless it is that of a save, which appears when it is durable."""
         if self._files is None:
             self._plain.engine.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Note a file of the save that is being named. Any other file, such as a model for inference, is written."""
+        """During a save, collect a file. Otherwise, for example for an inference model, write it."""
         if self._files is None:
             self._plain.engine.save(state_dict, path)
         else:
@@ -293,7 +293,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """None: no step has to wait for a commit."""
 
     def cleanup(self) -> None:
-        """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
+        """Wait for this rank's part of the save under way, at the end of the engine. Raises its error."""
         last = self._folder
         try:
             with self._removing_last():
@@ -306,19 +306,19 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
+        """Wait for the previous save on all ranks, and then call `then`. An error of any rank is raised on all."""
         with self._removing_last():
             return self._saves.meet(then)
 
     @contextmanager
     def _removing_last(self) -> Iterator[None]:
-        """Behind the block, remove what a failed save has left: until the ranks meet, others may still write to it."""
+        """Remove a failed save's folder after the block, in which ranks meet. Before, others may write to it."""
         folder, self._folder = self._folder, None
         try:
             yield
         finally:
             if folder is not None:
-                with suppress(Exception):  # it goes when a later save begins
+                with suppress(Exception):  # a later save will remove it
                     folder.remove()
 
     def _folder_of(self, save_dir: places.Anywhere, tag: Any, save_latest: bool) -> TagFolder | StoredFolder:
@@ -335,13 +335,13 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         return TagFolder(path, tag, save_latest=save_latest, rank=rank, world_size=world_size)
 
     def _make(self, folder: TagFolder | StoredFolder) -> str | None:
-        """On rank 0, take the folder for this process, and make the hidden folder of a save."""
+        """On rank 0, lock the folder for this process, and create the hidden folder of a save."""
         if isinstance(folder, TagFolder) and self._engine.global_rank == 0 and not self.is_part:
             hold_for(self, folder.save_dir)
         return folder.make()
 
     def _collect(self, folder: Any, client_state: Any, save_latest: bool, no_frozen: bool) -> dict[str, Any]:
-        """The files that DeepSpeed writes on this rank, by name, with their live contents."""
+        """The files that DeepSpeed writes on this rank, by name, with their live content."""
         self._files = {}
         try:
             self._plain.save(
@@ -356,7 +356,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             self._files = None
 
     def _begin(self, folder: Any, files: dict[str, Any]) -> SaveHandle | None:
-        """Copy the contents of this rank's files, and begin to write them."""
+        """Copy the content of this rank's files, and begin to write them."""
         if not files:
             return None
         write: Callable[..., SaveHandle] = wrap(

@@ -1,14 +1,14 @@
 """The folder of one checkpoint, which all ranks fill: hidden until the files of all are durable.
 
-In: files that one rank has written, or its error. Out: `<save_dir>/<tag>`, which appears as a whole, and then `latest`.
-Knows nothing of: what is in the files, and DeepSpeed.
+In: the files of one rank, or its error. Out: `<save_dir>/<tag>`, which appears as a whole, and then `latest`.
+Knows nothing of: the content of the files, DeepSpeed.
 
-    <save_dir>/.<tag>.<random>.async_ckpt-tmp.d/    made by rank 0, whose lock shows that it lives
-        rank_00001/                                 where a rank writes files of DeepSpeed
-        files/                                      where ranks write archives; becomes <save_dir>/<tag>
+    <save_dir>/.<tag>.<random>.async_ckpt-tmp.d/    created by rank 0, whose lock shows that it is alive
+        rank_00001/                                 DeepSpeed's files of one rank
+        files/                                      archives of the ranks; becomes <save_dir>/<tag>
 
-No collective is called: the ranks meet in the background (`plumbing.rendezvous`). In a store nothing can be renamed:
-the archives lie under the tag from the beginning, and their manifest makes them a checkpoint.
+No collective is used: the ranks meet in the background (`plumbing.rendezvous`). In a store, objects cannot be renamed:
+the archives are under the tag from the start, and their manifest makes them a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILES: Final = "files"
 
 
 class TagFolder:
-    """One rank's view of the folder of one save. Rank 0 makes the hidden folder, and all others are told its path."""
+    """One rank's view of the folder of one save. Rank 0 creates the hidden folder, and sends its path to all others."""
 
     def __init__(self, save_dir: Path, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
         self.save_dir, self.tag = save_dir.absolute(), tag
@@ -38,7 +38,7 @@ class TagFolder:
         self._hidden = Path()
 
     def make(self) -> str | None:
-        """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""
+        """On rank 0, create the hidden folder, and remove those of killed trainings. Returns its path."""
         if self._rank != 0:
             return None
         with suppress(FileNotFoundError):
@@ -47,30 +47,30 @@ class TagFolder:
         return str(self._scratch.folder.parent)
 
     def enter(self, hidden: str | None) -> None:
-        """Take the path that rank 0 has made."""
+        """Set the path of the hidden folder that rank 0 has created."""
         assert hidden is not None
         self._hidden = Path(hidden)
 
     @property
     def of_rank(self) -> Path:
-        """Where this rank writes files of DeepSpeed."""
+        """The folder to which this rank writes DeepSpeed's files."""
         return self._hidden / f"rank_{self._rank:05d}"
 
     @property
     def archive(self) -> Path:
-        """Where all ranks save one state."""
+        """The path to which all ranks save one state."""
         return archive_of(self._hidden / _FILES, self._world_size)
 
     def done(self, call: rendezvous.RankCall) -> None:
-        """The files of this rank, if it has any, are durable: wait until the files of all ranks are published.
+        """Report that this rank's files are durable, and wait until the files of all ranks are published.
 
-        Raises PeerFailedError if another rank has failed, or does not end.
+        Raises PeerFailedError if another rank has failed, or does not answer.
         """
         if self.of_rank.is_dir():
             for path in self.of_rank.iterdir():
                 os.replace(path, self._hidden / _FILES / path.name)
         call.conclude(self._publish)
-        with suppress(Exception):  # it is published; what is left goes at the next save
+        with suppress(Exception):  # the checkpoint is published; the next save removes the rest
             self.remove()
 
     def _publish(self) -> None:
@@ -81,13 +81,13 @@ class TagFolder:
             name_latest(self.save_dir / LATEST, self.tag)
 
     def remove(self) -> None:
-        """On rank 0, remove the hidden folder with whatever is left in it."""
+        """On rank 0, remove the hidden folder and its content."""
         if self._scratch is not None:
             self._scratch.remove()
 
 
 class StoredFolder:
-    """The same in a store, for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
+    """The folder of one save in a store. Its manifest makes it a checkpoint, so only `latest` has to be written."""
 
     def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, world_size: int) -> None:
         self.save_dir, self.tag = save_dir, tag
@@ -96,13 +96,13 @@ class StoredFolder:
         self._save_latest = save_latest
 
     def make(self) -> str | None:
-        """None: this layout writes straight into the tag's folder."""
+        """None: archives are written directly to the tag's folder."""
 
     def enter(self, hidden: str | None) -> None:
-        """Nothing to do: this layout writes straight into the tag's folder."""
+        """Do nothing: archives are written directly to the tag's folder."""
 
     def done(self, call: rendezvous.RankCall) -> None:
-        """The archives of all ranks are committed."""
+        """After the archives of all ranks are committed, write `latest`."""
         call.conclude(self._name_latest)
 
     def _name_latest(self) -> None:
@@ -110,11 +110,11 @@ class StoredFolder:
             self.save_dir.storage().replace(LATEST, self.tag.encode())
 
     def remove(self) -> None:
-        """Nothing to do: this layout writes straight into the tag's folder."""
+        """Do nothing: archives are written directly to the tag's folder."""
 
 
 def _is_of_library(path: str) -> bool:
-    """Whether this is a file of this library in the folder of a tag, which a later save to that tag replaces."""
+    """True for a file of this library in the folder of a tag, which a later save to that tag replaces."""
     name = path.partition("/")[0]
     return (
         name in (runs.MANIFEST_NAME, ONE_ARCHIVE) or runs.is_library_name(name) or name.startswith(file_digests.DIGESTS)

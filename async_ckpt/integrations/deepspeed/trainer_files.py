@@ -1,7 +1,7 @@
 """The files of an engine in the folder of a trainer's checkpoint.
 
-In: an engine, and the path of a hidden folder beside that checkpoint. Out: the files of DeepSpeed, taken into the
-checkpoint when those of all ranks are durable. Knows nothing of: trainers.
+In: an engine, and the path of a hidden folder beside that checkpoint. Out: DeepSpeed's files, moved to the checkpoint
+when the files of all ranks are durable. Knows nothing of: trainers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .checkpoint_engine import DeepSpeedCheckpoints, checked
 
 
 def for_trainer(engine: Any) -> DeepSpeedCheckpoints:
-    """Have an engine write its files in the background, as parts of checkpoints. Raises what `use` raises.
+    """Make an engine write its files in the background, as parts of checkpoints. Raises the errors of `use`.
 
-    The same saves are returned for the same engine.
+    Returns the same object for the same engine.
     """
     made = engine.checkpoint_engine
     if isinstance(made, DeepSpeedCheckpoints) and made.is_part:
@@ -29,14 +29,14 @@ def for_trainer(engine: Any) -> DeepSpeedCheckpoints:
 
 
 def begin_files(saves: FolderSaves, engine: Any, name: str, tag: str | None = None, **options: Any) -> EngineFiles:
-    """Begin to write the files of an engine for a checkpoint of this name. Every rank calls it."""
+    """Begin to write the files of an engine for a checkpoint of this name. Every rank calls this."""
     assert isinstance(saves.run, LocalRun), "DeepSpeed's own files are not written to a store"
     saves.of_engine = for_trainer(engine)
     return EngineFiles(saves.of_engine, saves.run.beside(name), tag, **options)
 
 
 class EngineFiles(TrainingArchive):
-    """The files of all ranks, in place of an archive. Every rank makes this: all raise the error of any."""
+    """The files of all ranks, in place of an archive. Constructed on every rank; an error of any is raised on all."""
 
     is_part = False
 
@@ -51,7 +51,7 @@ class EngineFiles(TrainingArchive):
         return self._written
 
     def take_into(self, folder: str) -> None:
-        """Wait until the files are durable, and move them into a folder. Raises the error of their save."""
+        """Wait until the files are durable, and move them to a folder. Raises the error of their save."""
         source = Path(self.durable())
         with disk.translated(source):
             for path in source.iterdir():

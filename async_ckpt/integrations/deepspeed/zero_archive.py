@@ -1,10 +1,10 @@
-"""The state of an engine under ZeRO 1 to 3 as slices of whole parameters, which any number of ranks fills.
+"""The state of an engine under ZeRO 1 to 3 as slices of full parameters, which any number of ranks can load.
 
-In: an engine. Out: its state for an archive, and the engine filled from one. Knows nothing of: folders, saves.
+In: an engine. Out: its state for an archive, or the engine filled from an archive. Knows nothing of: folders, saves.
 
 A rank has ranges of parameters, in flat partitions with padding that depends on the number of ranks. Each range is
-described as Megatron describes its own: elements [start, stop) of a parameter of this name and shape. So an archive has
-whole tensors: "fp32" has those of the parameters, "exp_avg" those of that state of the optimizer, and so on.
+described in the way of Megatron: elements [start, stop) of a parameter with a name and a shape. So an archive has full
+tensors: the group "fp32" those of the parameters, "exp_avg" those of this optimizer state, and so on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FLATS: Final = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_fla
 _FP32: Final = "fp32"
 _MODEL: Final = "model"
 RESTS: Final = "ranks"
-"""The group with what `rest_of` gives on each rank."""
-# Small values of the engine and of its optimizer that DeepSpeed stores, too.
+"""The group with the results of `rest_of` of all ranks."""
+# Small values of the engine and of its optimizer, which DeepSpeed stores, too.
 _OF_ENGINE: Final = ("global_steps", "global_samples", "skipped_steps")
 _OF_OPTIMIZER: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
@@ -59,7 +59,7 @@ class ZeroSlice:
 
 
 def refuse(engine: Any) -> None:
-    """Raise NotImplementedError for an engine whose state is spread otherwise."""
+    """Raise NotImplementedError for an engine whose state is sharded in another way."""
     if engine.zero_optimization_stage() == 0:
         raise NotImplementedError("without ZeRO, DeepSpeed's own files are loaded on any number of ranks; use these")
     if not any(hasattr(engine.optimizer, name) for name in _FLATS):
@@ -72,7 +72,7 @@ def refuse(engine: Any) -> None:
 
 
 def tensors_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """The tensors of a state, by group and name: the weights, and slices of what the optimizer has."""
+    """The tensors of a state, by group and name: the weights, and slices of the optimizer's tensors."""
     ranges, flats = [*_ranges(engine)], _flats(engine)
     state = innermost(engine.optimizer).state  # type: ignore[union-attr]
     keys = sorted({key for flat in flats for key, value in state[flat].items() if _is_like(value, flat)})
@@ -88,7 +88,7 @@ def parts_of(tensors: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
-    """Everything else of this rank, as a pickle like DeepSpeed's."""
+    """The rest of this rank's state, as a pickle like DeepSpeed's."""
     optimizer, scheduler = engine.optimizer, engine.lr_scheduler
     inner, flats = innermost(optimizer), _flats(engine)
     assert inner is not None
@@ -108,10 +108,10 @@ def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
 
 
 def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool, scheduler: bool, only: bool) -> Any:
-    """Fill an engine from an archive, and return the client state. With `only`, the weights alone are filled."""
+    """Fill an engine from an archive, and return the client state. With `only`, fill only the weights."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     number = rank if rank < saved_world_size else 0
-    # The pickle is our own, as those are which DeepSpeed loads.
+    # The pickle is trusted as far as DeepSpeed trusts its own files.
     pickled = io.BytesIO(load(archive, select=RESTS)[RESTS][number])
     rest = torch.load(pickled, map_location="cpu", weights_only=False)  # nosec B614
     _compare(engine, archive, rest, optimizer=optimizer and not only, scheduler=scheduler and not only)
@@ -143,8 +143,8 @@ def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool,
 
 
 def _compare(engine: Any, archive: Place, rest: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-    """Refuse a checkpoint without a scheduler, which DeepSpeed finds when all else is loaded, and the state of another
-    kind of optimizer.
+    """Refuse a checkpoint without a scheduler, which DeepSpeed notices only when all else is loaded, and the state of
+    another kind of optimizer.
     """
     if scheduler and engine.lr_scheduler is not None and rest["lr_scheduler"] is None:
         raise StateMismatchError(
@@ -163,7 +163,7 @@ def _compare(engine: Any, archive: Place, rest: Mapping[str, Any], *, optimizer:
 
 @contextmanager
 def _partitioned(optimizer: Any) -> Iterator[None]:
-    """A block in which all parameters of a ZeRO 3 optimizer are partitioned, as DeepSpeed has it while it loads."""
+    """A block in which all parameters of a ZeRO 3 optimizer are partitioned, as while DeepSpeed loads."""
     getattr(optimizer, "checkpoint_event_prologue", lambda: None)()
     try:
         yield
@@ -172,7 +172,7 @@ def _partitioned(optimizer: Any) -> Iterator[None]:
 
 
 def _update_weights(optimizer: Any) -> None:
-    """Bring what a ZeRO optimizer derives from its fp32 partitions up to date."""
+    """Update the weights that a ZeRO optimizer derives from its fp32 partitions."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for fp32, weights in zip(
             optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
@@ -187,11 +187,11 @@ def _flats(engine: Any) -> list[torch.Tensor]:
 
 
 def _is_like(value: Any, flat: torch.Tensor) -> bool:
-    """Whether a value of the optimizer's state has an element for each of the partition."""
+    """True if a value of the optimizer's state has an element for each element of the partition."""
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
 
 
-# Of a parameter: its name, shape, the start of its range, and the number, offset and length in the flat partitions.
+# A parameter's name, shape and start of its range; then the number of its partition, and the offset and length there.
 _Range = tuple[str, tuple[int, ...], int, int, int, int]
 
 
@@ -213,7 +213,7 @@ def _ranges(engine: Any) -> Iterator[_Range]:
 
 
 def _own_range(param: Any) -> tuple[int, int]:
-    """The elements of a parameter of ZeRO 3 on this rank: the first one, and how many, without padding."""
+    """The elements of a ZeRO 3 parameter on this rank: the number of the first, and the count without padding."""
     start = torch.distributed.get_rank() * param.partition_numel()
     return start, max(0, min(param.partition_numel(), param.ds_numel - start))
 
@@ -226,7 +226,7 @@ def _sliced(ranges: list[_Range], flats: list[torch.Tensor]) -> dict[str, ZeroSl
 
 
 def _weights(engine: Any) -> dict[str, Any]:
-    """The state dict of the model. Under ZeRO 3 without the parameters that the optimizer has, and slices of others."""
+    """The state dict of the model. Under ZeRO 3, without the parameters in the optimizer, and with slices of others."""
     if not hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
         return dict(engine.module.state_dict())
     names = {name: param for param, name in engine.param_names.items()}

@@ -1,10 +1,10 @@
-"""The guard of an engine: what its optimizer changes in a step, and at no other time.
+"""The guard of an engine: it covers the tensors that its optimizer changes only in a step.
 
-In: an engine. Out: optimizers of torch for the guard of a snapshot. Knows nothing of: checkpoints.
+In: an engine. Out: torch optimizers for the guard of a snapshot. Knows nothing of: checkpoints.
 
-A ZeRO optimizer keeps flat buffers that belong to no optimizer of torch: the fp32 partitions, which it lends to the
-inner optimizer for a step, and the weights, which it updates behind that. Both change no earlier than the first
-`step()` of the inner optimizer begins. So a stand-in owns them, whose gate that `step()` passes.
+A ZeRO optimizer keeps flat buffers that belong to no torch optimizer: the fp32 partitions, which it lends to the inner
+optimizer for a step, and the weights, which it updates after that. Neither changes before the first `step()` of the
+inner optimizer. So a stand-in owns the buffers, and that `step()` waits at its gate.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ZeroGuard:
         self._stand_in: _BufferOwner | None = None
 
     def __call__(self, engine: Any, parts: Iterable[torch.Tensor] = ()) -> list[Any]:
-        """The optimizers for a snapshot that is taken now; empty if everything must be copied at once.
+        """The guards for a snapshot taken now; empty if everything must be copied at once.
 
-        `parts` are parts of the flat buffers that are copied by themselves.
+        `parts` are those parts of the flat buffers that the snapshot copies separately.
         """
         inner = innermost(engine.optimizer)
         if inner is None:
@@ -49,7 +49,7 @@ class ZeroGuard:
 
 
 class _BufferOwner(torch.optim.Optimizer):
-    """An optimizer that owns what another one's wrappers change behind its steps. It never steps itself."""
+    """An optimizer that owns the tensors that the wrappers of another one change after its steps. It never steps."""
 
     def __init__(self, held: torch.optim.Optimizer) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -62,14 +62,14 @@ class _BufferOwner(torch.optim.Optimizer):
         held.register_step_pre_hook(torch.compiler.disable(wait_first))
 
     def follow(self, engine: Any, parts: Iterable[torch.Tensor]) -> None:
-        """Take the buffers and weights that the engine has now: loading may have replaced them."""
+        """Take over the engine's current buffers and weights, since loading may have replaced them."""
         weights = [p for p in engine.module.parameters() if not hasattr(p, "ds_id")]  # ZeRO 3 gathers those at any time
         self.param_groups = [{"params": [*weights, *_buffers(engine.optimizer), *parts]}]
         self.state = self.held.state
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer of torch below DeepSpeed's wrappers; None if the engine has none."""
+    """The torch optimizer inside DeepSpeed's wrappers; None if the engine has none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

@@ -3,8 +3,8 @@
 In: checkpoints and paths, on the training thread. Out: files and folders, reports, errors.
 Knows nothing of: Lightning.
 
-A save copies its state once, during the call. A link or a removal waits for the saves before it, and is left undone if
-one of them fails: so there is always a whole checkpoint, under the old name or the new one.
+A save copies its state once, during the call. A link or a removal waits for the saves before it, and is skipped if one
+of them fails: so there is always a complete checkpoint, under the old name or the new one.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ _log = logging.getLogger("async_ckpt")
 
 
 class BackgroundSaves:
-    """All that one plugin has asked for. The training thread owns it; see `SaveQueue` for the other thread.
+    """The saves, links and removals of one plugin. Owned by the training thread; `SaveQueue` has the second thread.
 
-    Between `begin_run` and `end_run` a training runs, which waits at its end. After `end_run` no one would wait any
-    more, so each save waits for itself. Before the first of them, as with Fabric, the exit of the interpreter waits.
+    Between `begin_run` and `end_run` a training runs, and `end_run` waits for its saves. After `end_run`, each save
+    waits until it is durable. Without `begin_run`, as with Fabric, the exit of the interpreter waits.
     """
 
     def __init__(self, max_in_flight: int, remove_file: Callable[[Any], None]) -> None:
         self._queue = SaveQueue("lightning", max_in_flight)
         self._remove_file = remove_file
-        self._removals: list[str] = []  # asked for, and not in the queue yet
-        self._twin: str | None = None  # the second name that saves get now
-        self._saved_twin: tuple[str, int | None] | None = None  # one that the newest save gets, and its step
+        self._removals: list[str] = []  # requested, but not in the queue yet
+        self._twin: str | None = None  # the second name for saves in the block of `also_named`
+        self._saved_twin: tuple[str, int | None] | None = None  # the second name of the newest save, and its step
         self._guard: list[Any] = []
         self._choose_guard = StepGuard()
         self._has_ended = False
         self._ended_by: BaseException | None = None
         self._undo = ExitStack()
-        self.newest_path: str | None = None  # of the newest save, as its report has it
+        self.newest_path: str | None = None  # as in the report of the newest save
         self._max_in_flight = max_in_flight
-        self._folders: set[str] = set()  # that have been saved to since the training began
+        self._folders: set[str] = set()  # with saves since the training began
 
     def __reduce__(self) -> Any:
-        """A copy, such as that of a process that Lightning spawns, has nothing under way and guards nothing."""
+        """A copy, for example in a process that Lightning spawns, has no saves under way and no guard."""
         return type(self), (self._max_in_flight, self._remove_file), {"_has_ended": self._has_ended}
 
     # --- saves ----------------------------------------------------------------------------------------------------
 
     def save_file(self, checkpoint: Mapping[str, Any], path: Any) -> None:
         """Copy a checkpoint, and write the file that `torch.save` writes. Raises the error of an earlier save, and then
-        saves nothing; and what `wrap` raises.
+        saves nothing. Also raises the errors of `wrap`.
         """
         step = _step_in(checkpoint)
         if self._is_saved(path, step):
@@ -85,7 +85,7 @@ class BackgroundSaves:
         if twin is not None:
             written = hidden_beside(path)
             then = partial(rename_both, written, Path(path), Path(twin))
-        elif is_link(path):  # the link is replaced, and not the checkpoint that it leads to
+        elif is_link(path):  # replace the link, not its target
             written = hidden_beside(path)
             then = partial(rename, written, Path(path))
         handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
@@ -94,10 +94,10 @@ class BackgroundSaves:
         self._wait_if_last(path)
 
     def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
-        """Copy sharded state dicts, on all ranks, and write a folder of archives. Raises the error of an earlier save
-        of any rank, on all of them.
+        """Copy sharded state dicts on all ranks, and write a folder of archives. The error of an earlier save on any
+        rank is raised on all of them.
 
-        The folder is written under a hidden name. Rank 0 renames it when all of it is durable.
+        The folder is written under a hidden name. Rank 0 renames it when it is durable as a whole.
         """
         rank, step = strategy.global_rank, _step_in(rest)
         if self._is_saved(path, step):
@@ -106,7 +106,7 @@ class BackgroundSaves:
         def begin() -> tuple[str, float]:
             waited_seconds = self._begin(path)
             if rank == 0:
-                shutil.rmtree(hidden_beside(path), ignore_errors=True)  # a process was killed while it wrote there
+                shutil.rmtree(hidden_beside(path), ignore_errors=True)  # left by a killed process
             return str(path), waited_seconds
 
         of_ranks = meet(begin)
@@ -134,10 +134,10 @@ class BackgroundSaves:
 
     @contextmanager
     def also_named(self, twin: str) -> Iterator[None]:
-        """Give each save in the block a second name, under which the same step is then not saved again.
+        """Give each save in the block a second name. A save of the same step to that name is then skipped.
 
-        Both appear at once, the second first: a training that resumes by it never goes further back. A checkpoint at a
-        URL has no second name.
+        The second name appears just before the first, so that a training that resumes from it never gets an older
+        step. A checkpoint at a URL has no second name.
         """
         self._twin = path_key(twin)
         try:
@@ -153,18 +153,18 @@ class BackgroundSaves:
         return twin
 
     def _is_saved(self, path: Any, step: int | None) -> bool:
-        """Whether the newest save has this step, and gets this path as its second name."""
+        """True if the newest save has this step, and this path as its second name."""
         saved, self._saved_twin = self._saved_twin, None
         return saved == (path_key(path), step)
 
     def _entry(self, path: Any, step: int | None, checkpoint: Mapping[str, Any]) -> HistoryEntry:
-        """The entry for the history of a checkpoint's folder, which is told of the end of the training, too."""
+        """The entry for the history of a checkpoint's folder. The end of the training will be noted there, too."""
         folder, _, name = path_key(path).rpartition("/")
         self._folders.add(folder)
         return HistoryEntry(folder, name, step, _record_of(checkpoint))
 
     def _begin(self, path: Any) -> float:
-        """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
+        """Wait until a save to this path may begin. Returns the seconds waited. Raises the error of an earlier save."""
         self._queue_removals()
         waited_seconds = self._queue.admit(path)
         self.raise_error()
@@ -172,29 +172,29 @@ class BackgroundSaves:
         return waited_seconds
 
     def _wait_if_last(self, path: Any) -> None:
-        """Wait if no one else will: after a training, and before Lightning has SLURM kill and requeue the job."""
+        """Wait for the save if nothing else will: after a training, or before SLURM kills and requeues the job."""
         if self._has_ended or os.path.basename(path).startswith("hpc_ckpt_"):
             self.finish()
             self.raise_error()
 
-    # --- what follows saves ---------------------------------------------------------------------------------------
+    # --- actions after saves --------------------------------------------------------------------------------------
 
     def follow(self, path: Any, action: Action) -> None:
-        """Do something to a path after the saves so far, unless one of them fails."""
+        """Call `action` for a path after the saves so far, unless one of them fails."""
         self._queue.follow(path, action)
 
     def remove(self, path: Any) -> None:
         """Remove a checkpoint after the saves so far, unless one of them fails.
 
-        ModelCheckpoint moves its link after it has asked for the removal of the file that the link names. So the
-        removal joins the queue at the end of the batch, or with the next save.
+        ModelCheckpoint requests the removal of the old file before it moves its link away from it. So the removal joins
+        the queue only at the end of the batch, or with the next save.
         """
         self._removals.append(path_key(path))
 
     def is_to_go(self, path: Any) -> bool:
-        """Whether this path, or what it leads to, is about to be removed.
+        """True if this path, or the target of the link, is about to be removed.
 
-        True for the second name of the newest save, too: Lightning, which saves under it next, finds it free.
+        Also True for the second name of the newest save: Lightning, which saves to it next, must find it free.
         """
         key = path_key(path)
         target = path_key(os.path.realpath(key)) if is_link(key) else key
@@ -206,10 +206,10 @@ class BackgroundSaves:
         for path in removals:
             self.follow(path, partial(remove, path, self._remove_file))
 
-    # --- waits, and what has come of the saves --------------------------------------------------------------------
+    # --- waits, and the outcome of saves --------------------------------------------------------------------------
 
     def finish(self, path: Any = None) -> None:
-        """Wait for everything that was asked for, or for all that concerns one path. Raises no error of a save."""
+        """Wait for everything, or only for saves and actions at one path. Does not raise the errors of saves."""
         if path is None or path_key(path) in self._removals:
             self._queue_removals()
         self._queue.wait(path)
@@ -217,14 +217,14 @@ class BackgroundSaves:
             forget_listing(saved_to)
 
     def take_reports(self) -> list[SaveReport]:
-        """The reports of the saves that have ended well since the last call. What is to be removed joins the queue."""
+        """The reports of the saves that have succeeded since the last call. Requested removals join the queue."""
         self._queue_removals()
         return self._queue.take_reports()
 
     def raise_error(self) -> None:
         """Raise the first error since the last call.
 
-        Behind an exception that ends the training, which no other is to hide, all errors are logged and noted instead.
+        If an exception has ended the training, all errors are logged and added to it as notes, so as not to hide it.
         """
         errors = self._queue.take_errors()
         if errors and self._ended_by is None:
@@ -237,7 +237,7 @@ class BackgroundSaves:
     # --- a training -----------------------------------------------------------------------------------------------
 
     def begin_run(self) -> ExitStack:
-        """Begin a training. Returns the stack for what is to be undone at its end."""
+        """Begin a training. Returns a stack of callbacks for its end."""
         self._has_ended, self._ended_by = False, None
         _running.add(self)
         return self._undo
@@ -247,7 +247,7 @@ class BackgroundSaves:
         self._ended_by = exception
 
     def end_run(self) -> None:
-        """Wait for everything, undo what the stack has, and raise the first error. May be called again."""
+        """Wait for everything, run the callbacks of the stack, and raise the first error. May be called again."""
         self.finish()
         self._queue.stop()
         self._undo.close()
@@ -263,23 +263,23 @@ class BackgroundSaves:
 
     @property
     def guard(self) -> Sequence[Any]:
-        """The optimizers that alone change their parameters and state, in `step()`."""
+        """The optimizers whose `step()` is the only code that changes their parameters and state."""
         return tuple(self._guard)
 
     def set_guard(self, optimizers: Sequence[Any]) -> None:
-        """Guard these optimizers, except those that change something at other times. Of these a warning tells once."""
+        """Guard these optimizers, except those that change tensors outside of `step()`. Warns once about these."""
         self._guard = self._choose_guard(optimizers)
 
     def __repr__(self) -> str:
         return f"<BackgroundSaves {self._queue!r}>"
 
 
-# Trainings in this process. One that fails in a process that Lightning has spawned ends without a teardown.
+# Trainings in this process. In a process that Lightning has spawned, a training that fails ends without a teardown.
 _running: WeakSet[BackgroundSaves] = WeakSet()
 
 
 def _end_all() -> None:
-    """End the trainings that are still running when the interpreter exits: remove what was to go, free the folders."""
+    """At the interpreter's exit, end the trainings still running: do requested removals, release the folders."""
     for saves in [*_running]:
         try:
             saves.end_run()
@@ -292,13 +292,13 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 def _step_in(checkpoint: Mapping[str, Any]) -> int | None:
-    """The step of a checkpoint of the Trainer, or one that a user of Fabric calls a step."""
+    """The step in a checkpoint of the Trainer, or the entry `step` of a user of Fabric."""
     step = checkpoint.get("global_step", checkpoint.get("step"))
     return step if isinstance(step, int) else None
 
 
 def _record_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The epoch, and what the callbacks of ModelCheckpoint monitor."""
+    """The epoch, and the metrics that ModelCheckpoint callbacks monitor."""
     record = {"epoch": checkpoint["epoch"]} if "epoch" in checkpoint else {}
     callbacks = checkpoint.get("callbacks")
     for state in callbacks.values() if isinstance(callbacks, Mapping) else ():

@@ -1,6 +1,6 @@
-"""The paths of checkpoints: hidden ones beside them, the moments when they get and lose their names, links, a lock.
+"""The paths of checkpoints: hidden paths beside them, renames when they are complete, links, and a lock.
 
-In: paths. Out: files and folders that have a name only while they are whole. Knows nothing of: what is in them.
+In: paths. Out: files and folders that have their names only while they are complete. Knows nothing of: their content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import StorageUnavailableError
 from ...plumbing import disk, locks, scratches
 from ..common.folders import FolderHold
 
-# The file with everything but the shards in a folder: its name in the folders that Lightning writes.
+# The file in a folder with everything except the shards, under the name that Lightning gives it.
 REST: Final = "meta.pt"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
 
@@ -26,13 +26,13 @@ def is_link(path: Any) -> bool:
 
 
 def hidden_beside(path: Any) -> Path:
-    """The file or folder beside a checkpoint that gets its name later, or has just lost it."""
+    """The hidden path beside a checkpoint, before it gets its name and after it has lost it."""
     folder, name = os.path.split(path)
     return Path(folder, f".{name}{_HIDDEN_SUFFIX}")
 
 
 def forget_listing(path: Any) -> None:
-    """Have fsspec, by which Lightning reads, look at a URL again: its cached listing does not know of our writes."""
+    """Make fsspec, with which Lightning reads, list a URL again: its cached listing lacks our writes."""
     if "://" in str(path):
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -41,13 +41,13 @@ def forget_listing(path: Any) -> None:
 
 
 def rename(hidden: Path, path: Path) -> None:
-    """Give a complete file its name, in place of a link."""
+    """Give a complete file its name, which replaces a link."""
     os.replace(hidden, path)
     disk.sync_folder(path.parent)
 
 
 def rename_both(hidden: Path, path: Path, twin: Path) -> None:
-    """Give a complete file or folder two names. The second name, which a training resumes by, is never behind."""
+    """Give a complete file or folder two names. The second one, from which a training resumes, appears first."""
     hidden_twin = hidden_beside(twin)
     _delete(hidden_twin)
     if hidden.is_dir():
@@ -57,7 +57,7 @@ def rename_both(hidden: Path, path: Path, twin: Path) -> None:
             publish_folder(written, target)
         return
     _link_or_copy(hidden, hidden_twin)
-    if twin.is_dir() and not twin.is_symlink():  # of a training that saved shards
+    if twin.is_dir() and not twin.is_symlink():  # left by a training that saved shards
         shutil.rmtree(twin)
     os.replace(hidden_twin, twin)
     disk.sync_folder(twin.parent)
@@ -65,7 +65,7 @@ def rename_both(hidden: Path, path: Path, twin: Path) -> None:
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name. It is never written to again: each later save to a name replaces it by a new file."""
+    """Give a file a second name. The file is never changed: each later save to one of the names replaces it."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links
@@ -81,10 +81,10 @@ def _delete(path: Path) -> None:
 
 
 def publish_shards(hidden: Path, path: Path, world_size: int, twin: Path | None = None) -> None:
-    """Give a complete folder its name, in place of an older one, when no rank looks into the hidden one any more.
+    """Give a complete folder its name, replacing an older one, once no rank reads the hidden folder any more.
 
-    With a `twin`, the folder gets two names. Raises StorageUnavailableError if it is not complete: somebody has deleted
-    it before the commit made it anew.
+    With a `twin`, the folder gets two names. Raises StorageUnavailableError if it is incomplete, because it was deleted
+    during the save and created again by the commit.
     """
     if not (hidden / REST).exists() or len([*hidden.glob("rank_*.tar")]) < world_size:
         raise StorageUnavailableError(f"{path}: files of it were deleted while it was saved")
@@ -96,15 +96,15 @@ def publish_shards(hidden: Path, path: Path, world_size: int, twin: Path | None 
 
 
 def publish_folder(hidden: Path, path: Path) -> None:
-    """Give a complete folder its name, in place of an older folder or file."""
-    if path.is_symlink() or path.is_file():  # a link that ModelCheckpoint has made; what it leads to stays
+    """Give a complete folder its name, replacing an older folder or file."""
+    if path.is_symlink() or path.is_file():  # a link of ModelCheckpoint; its target is kept
         path.unlink()
     scratches.publish(hidden, path, replaced=lambda _: True)
-    shutil.rmtree(hidden, ignore_errors=True)  # the older one, which has been exchanged for it
+    shutil.rmtree(hidden, ignore_errors=True)  # the older folder, which was exchanged for it
 
 
 def remove(path: str, remove_file: Callable[[str], None]) -> None:
-    """Remove a checkpoint. A folder loses its name first, so that no part of it is taken for the whole."""
+    """Remove a checkpoint. A folder is renamed first, so that a part of it is never taken for the whole."""
     if is_link(path):
         os.unlink(path)
     elif os.path.isdir(path):
@@ -117,7 +117,7 @@ def remove(path: str, remove_file: Callable[[str], None]) -> None:
 
 
 def move_link(link: str, target: str) -> None:
-    """Make a link lead to a durable checkpoint. There is always one, the old or the new."""
+    """Make a link point to a durable checkpoint. The link always exists, with the old target or the new one."""
     folder, temp = os.path.dirname(link), hidden_beside(link)
     with suppress(FileNotFoundError):
         os.unlink(temp)
@@ -130,10 +130,10 @@ def move_link(link: str, target: str) -> None:
 
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """A folder that no other process may lock meanwhile, freed of what killed processes have left there.
+    """A block in which this process has a lock on a folder. Leftovers of killed processes are removed first.
 
-    Raises RunTakenError if another trainer has locked it. Without locks, as in some network file systems, no other
-    process is refused.
+    Raises RunTakenError if another trainer has locked it. Without file locks, as in some network file systems, other
+    processes are not kept out.
     """
     with FolderHold(Path(folder)):
         _sweep(Path(folder))

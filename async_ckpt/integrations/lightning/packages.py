@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..common.frameworks import require
 
-# The same code under two names, of which a program may have either: Fabric, the package with its version, the Trainer.
+# The same code under two names; a program may have either. Each: Fabric, the package with the version, the Trainer.
 _PACKAGES: Final = (
     ("lightning.fabric", "lightning", "lightning.pytorch"),
     ("lightning_fabric", "lightning_fabric", "pytorch_lightning"),
@@ -20,9 +20,9 @@ _PACKAGES: Final = (
 
 
 def imported_packages() -> list[tuple[Any, Any]]:
-    """Fabric and the Trainer's package, under each name that the program has imported, or else that is installed.
+    """Fabric and the Trainer's package, under each name that the program has imported or, if none, that is installed.
 
-    In place of the Trainer's package is None if it is not there. Raises ImportError without any.
+    The Trainer's package is None if it is missing. Raises ImportError if neither name is installed.
     """
     rows = [row for row in _PACKAGES if sys.modules.get(row[0])] or [row for row in _PACKAGES if find_spec(row[1])]
     if not rows:

@@ -1,6 +1,6 @@
 """`AsyncTarCheckpointIO`: the plugin for Lightning's Trainer and for Fabric.
 
-In: the calls that Lightning makes to a CheckpointIO. Out: the same, in the background. Knows nothing of: how to save.
+In: Lightning's calls of a CheckpointIO. Out: the same effects, in the background. Knows nothing of: how to save.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from .packages import imported_packages
 from .sharded_strategies import FabricShards, TrainerShards
 from .trainer_hooks import TrainerHooks
 
-# The entry of a checkpoint that the Trainer adds, and Fabric does not.
+# An entry that only the Trainer's checkpoints have, not those of Fabric.
 _OF_TRAINER: Final = "pytorch-lightning_version"
 
 
 class AsyncTarCheckpointIO:
-    """A plugin for the Trainer and for Fabric, of `lightning` and of `pytorch_lightning`, that saves asynchronously.
+    """A plugin for asynchronous saves by the Trainer or by Fabric, for `lightning` and `pytorch_lightning`.
 
         checkpoints = AsyncTarCheckpointIO()
         trainer = Trainer(plugins=[checkpoints], callbacks=[checkpoints.callback(), ModelCheckpoint(...)])
 
-    A checkpoint is the file that Lightning writes itself, with one more entry, by which the callback compares the order
-    of the data: `torch.load` and Lightning without this plugin read it. It appears under its name when it is durable.
-    Loading waits for the saves under way, and so do the end of the training, however it comes, and the exit of the
-    interpreter. The error of a failed save is raised by the next save, by `wait`, and at the end of the training; after
-    another exception it is logged, and noted there. A save after the end of the training waits for itself.
+    A checkpoint is the same file as Lightning's own, with one more entry, by which the callback checks the order of the
+    data: `torch.load`, and Lightning without this plugin, can read it. It appears under its name when it is durable.
+    Loading, the end of the training, even by an exception, and the exit of the interpreter wait for the saves under
+    way. The error of a failed save is raised by the next save, by `wait`, or at the end of the training; if an
+    exception has ended the training, the error is logged and added to it as a note. After the end of the training, a
+    save returns when it is durable.
 
     Args:
-        max_in_flight: how many saves may be under way at once; another one waits. Each takes as much host memory as the
-            checkpoint. The default lets ModelCheckpoint save twice in a row, as for `save_last=True` at a URL.
+        max_in_flight: how many saves may be under way at once; a further save waits. Each takes as much host memory as
+            the checkpoint. The default lets ModelCheckpoint save twice in a row, as for `save_last=True` at a URL.
 
     Raises ImportError without Lightning.
     """
@@ -52,12 +53,12 @@ class AsyncTarCheckpointIO:
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:
         """Copy a checkpoint, and write it in the background. Raises the error of an earlier save, and then saves
-        nothing; and what `async_ckpt.wrap` raises.
+        nothing. Also raises the errors of `async_ckpt.wrap`.
         """
         if storage_options is not None:
             raise TypeError("storage_options is not supported here; set the environment variables of the store instead")
         if _OF_TRAINER in checkpoint and not self._has_callback:
-            self._has_callback = True  # so that it is said once
+            self._has_callback = True  # so that it warns only once
             warnings.warn(
                 "the Trainer has this plugin without its callback: saves copy everything during the call, and no "
                 "logger gets their figures; pass callbacks=[checkpoints.callback()]",
@@ -67,12 +68,12 @@ class AsyncTarCheckpointIO:
         self._saves.save_file(checkpoint, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as Lightning does, after the saves under way."""
+        """Wait for the saves under way, and load a checkpoint as Lightning does."""
         self._saves.finish()
         return self._plain.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint behind the saves under way; if one of them fails, it is kept."""
+        """Remove a checkpoint after the saves under way. It is kept if one of them fails."""
         self._saves.remove(path)
 
     def teardown(self) -> None:
@@ -82,12 +83,12 @@ class AsyncTarCheckpointIO:
     # --- what users call ------------------------------------------------------------------------------------------
 
     def callback(self) -> Any:
-        """A callback for the Trainer. Without it, saves work too, but:
+        """A callback for the Trainer. Saves also work without it, but then:
 
         - the optimizers are not guarded, so everything is copied during the call of a save,
-        - the figures of the saves do not go to the loggers,
-        - ModelCheckpoint counts versions without the files under way, and moves its link ahead of the file,
-        - two trainings may save into one folder.
+        - the loggers do not get the figures of the saves,
+        - ModelCheckpoint ignores files under way when it counts versions, and moves its link before the file exists,
+        - two trainings may save to the same folder.
 
         Raises RuntimeError if this version of Lightning lacks what the callback needs.
         """
@@ -99,13 +100,13 @@ class AsyncTarCheckpointIO:
         return kind(self, self._saves)
 
     def sharded(self, strategy: Any) -> Any:
-        """Make a ModelParallelStrategy or an FSDPStrategy, of the Trainer or of Fabric, save its shards by this plugin.
+        """Make a ModelParallelStrategy or an FSDPStrategy of the Trainer or of Fabric save its shards with this plugin.
 
             strategy = checkpoints.sharded(ModelParallelStrategy())
             trainer = Trainer(strategy=strategy, callbacks=[checkpoints.callback(), ModelCheckpoint(...)])
 
-        Each rank writes an archive in the background, and any other mesh loads them. Returns the strategy. One that
-        gathers full state dicts saves as before. Raises RuntimeError if this version of Lightning lacks what is needed.
+        Each rank writes an archive in the background, and any other mesh can load the archives. Returns the strategy. A
+        strategy that gathers full state dicts saves as before. Raises RuntimeError for an unsupported version.
         """
         fabric, pytorch = imported_packages()[0]
         is_of_trainer = hasattr(strategy, "lightning_module_state_dict")
@@ -117,10 +118,10 @@ class AsyncTarCheckpointIO:
 
     @property
     def guard(self) -> Sequence[Any]:
-        """The optimizers that alone change their parameters and state, in `step()`. The callback sets them.
+        """The optimizers whose `step()` is the only code that changes their parameters and state. Set by the callback.
 
-        With Fabric, set them after `fabric.setup`: `checkpoints.guard = optimizer`. One that changes something at other
-        times is left out, with one warning: then a save returns when everything is copied.
+        With Fabric, set them after `fabric.setup`: `checkpoints.guard = optimizer`. An optimizer that changes tensors
+        at other times is left out, with one warning: a save then returns when its tensors are copied.
         """
         return self._saves.guard
 
@@ -129,7 +130,7 @@ class AsyncTarCheckpointIO:
         self._saves.set_guard(optimizers if isinstance(optimizers, list | tuple) else [optimizers])
 
     def wait(self) -> None:
-        """Wait for everything that was asked for, and raise the first error that no save has raised.
+        """Wait for all saves, links and removals, and raise the first error that no save has raised.
 
         checkpoints.wait()  # the last line of a script with Fabric
         """
@@ -137,8 +138,8 @@ class AsyncTarCheckpointIO:
         self._saves.raise_error()
 
     def reports(self) -> list[SaveReport]:
-        """The reports of the saves that have ended since the last call. `step` is the `global_step` in the checkpoint,
-        or the `step`. With the callback, they go to the loggers.
+        """The reports of the saves that have ended since the last call. `step` is `global_step` or `step` in the
+        checkpoint. With the callback, the reports go to the loggers.
 
         for report in checkpoints.reports(): fabric.log_dict(report.as_dict("async_ckpt/"), report.step)
         """

@@ -1,4 +1,4 @@
-"""Strategies whose ranks save shards: methods that take the place of their own.
+"""Strategies whose ranks save shards: methods that replace their own.
 
 In: the checkpoints of a ModelParallelStrategy or an FSDPStrategy. Out: folders of archives, and models and optimizers
 filled from them on any mesh. Knows nothing of: the order of saves.
@@ -23,15 +23,15 @@ from .checkpoint_paths import REST
 
 
 def saves_shards(strategy: Any) -> bool:
-    """Whether a strategy saves shards by itself; False for one that gathers full state dicts, or has no shards."""
-    state_dict_type = getattr(strategy, "_state_dict_type", None)  # that of an FSDPStrategy
+    """True if a strategy saves shards; False if it gathers full state dicts, or has no shards."""
+    state_dict_type = getattr(strategy, "_state_dict_type", None)  # of an FSDPStrategy
     return bool(getattr(strategy, "_save_distributed_checkpoint", state_dict_type == "sharded"))
 
 
 class StrategyShards:
-    """The methods that take the place of a strategy's own, so that its ranks save shards in the background.
+    """The methods that replace a strategy's own, so that its ranks save shards in the background.
 
-    They are set on the one object, not on its class. `plain` has the methods that were there.
+    They are set on the object, not on its class. `plain` has the original methods.
     """
 
     names: tuple[str, ...] = ("save_checkpoint", "load_checkpoint", "teardown")
@@ -43,7 +43,7 @@ class StrategyShards:
             setattr(strategy, name, getattr(self, name))
 
     def __reduce__(self) -> Any:
-        """A copy is made for the copy of the strategy, whose own methods are those of its class."""
+        """A copy replaces the methods of the copied strategy, which has those of its class."""
         return type(self), (self.saves, self.strategy)
 
     @property
@@ -51,14 +51,14 @@ class StrategyShards:
         return saves_shards(self.strategy)
 
     def teardown(self) -> None:
-        """Wait for the saves under way first; their error is raised last."""
+        """Wait for the saves under way, then tear down the strategy, then raise the error of the saves."""
         try:
             self.saves.end_run()
         finally:
             self.plain.teardown()
 
     def path_to_load(self, path: Any) -> Path:
-        """The path that rank 0 loads from, after the saves under way."""
+        """Wait for the saves under way. Returns the path from which rank 0 loads."""
         self.saves.finish()
         return Path(self.strategy.broadcast(path))
 
@@ -87,7 +87,7 @@ class TrainerShards(StrategyShards):
         rest = dict(checkpoint)
         parts = {"state_dict": rest.pop("state_dict")}
         parts |= {f"optimizer_{i}": part for i, part in enumerate(rest.pop("optimizer_states", ()))}
-        if not wrappers.StateDictCache().is_spread(parts):  # `configure_model` has not parallelized anything
+        if not wrappers.StateDictCache().is_spread(parts):  # `configure_model` has not sharded anything
             self.plain.save_checkpoint(checkpoint, filepath)
             return
         self.saves.save_shards(self.strategy, filepath, parts, rest)
@@ -100,11 +100,11 @@ class TrainerShards(StrategyShards):
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
         refuse_missing(archives[0], {"state_dict", *optimizers})
         _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
-        # Lightning says in the options what it trusts.
+        # Lightning decides by the options whether to trust the file.
         return torch.load(path / REST, map_location="cpu", **options)  # nosec B614
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint behind the saves under way."""
+        """Remove a checkpoint after the saves under way."""
         if self.strategy.is_global_zero:
             self.saves.remove(filepath)
 
@@ -142,7 +142,7 @@ class FabricShards(StrategyShards):
             return self.plain.load_checkpoint(path, state, strict, **options)
         models = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
-        # Lightning says in the options what it trusts.
+        # Lightning decides by the options whether to trust the file.
         rest = torch.load(path / REST, map_location="cpu", **options)  # nosec B614
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
@@ -155,7 +155,7 @@ class FabricShards(StrategyShards):
 
 
 def _sharded_model(state: Mapping[str, Any]) -> torch.nn.Module | None:
-    """The model whose parameters are spread over ranks."""
+    """The model whose parameters are sharded."""
     from ..common.fsdp1_state import is_fsdp1  # it imports FSDP
 
     models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
@@ -168,16 +168,16 @@ def _state_dicts() -> ModuleType:
 
 
 def _fill(archives: tuple[Place, int], key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
-    """Fill a model, and its optimizers, from the archives of all ranks. Every rank calls it."""
+    """Fill a model and its optimizers from the archives of all ranks. Every rank calls this."""
     dcp, torch_ = import_module("torch.distributed.checkpoint"), _state_dicts()
-    # Running statistics may differ by rank. Each rank gets its own back, or on another number of ranks those of rank 0.
+    # Running statistics may differ by rank. Each rank gets its own, or with another number of ranks those of rank 0.
     place, saved_world_size = archives
     is_same_world = saved_world_size == torch.distributed.get_world_size()
     from_ranks = None if is_same_world else {key: 0, **dict.fromkeys(optimizers, 0)}
     reader = TarStorageReader(place, from_ranks=from_ranks)
     weights = torch_.get_model_state_dict(model)
     states = {name: torch_.get_optimizer_state_dict(model, optimizer) for name, optimizer in optimizers.items()}
-    dcp.load({key: weights, **states}, storage_reader=reader)  # at once: it fills nothing if a name is missing
+    dcp.load({key: weights, **states}, storage_reader=reader)  # in one call, which fills nothing if a name is missing
     torch_.set_model_state_dict(model, weights, options=torch_.StateDictOptions(strict=strict))
     for name, optimizer in optimizers.items():
         torch_.set_optimizer_state_dict(model, optimizer, states[name])

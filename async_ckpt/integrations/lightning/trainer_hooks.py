@@ -1,7 +1,7 @@
 """The callback of the plugin: hooks of the Trainer, and the few methods of ModelCheckpoint that must wait for saves.
 
-In: the Trainer. Out: optimizers for the guard, figures and files for loggers, links in their order; all undone at the
-end.
+In: the Trainer. Out: optimizers for the guard, figures and files for loggers, links in order. All hooks are removed at
+the end of the training.
 Knows nothing of: how to save.
 """
 
@@ -28,7 +28,7 @@ _MISSING: Final = object()
 
 
 class TrainerHooks:
-    """The hooks of the callback of an AsyncTarCheckpointIO, which makes a class of them and of Lightning's Callback."""
+    """The hooks of an AsyncTarCheckpointIO's callback, which derives a class from this one and Lightning's Callback."""
 
     def __init__(self, plugin: Any, saves: BackgroundSaves) -> None:
         _, pytorch = imported_packages()[0]
@@ -36,16 +36,16 @@ class TrainerHooks:
         require_names(pytorch, pytorch.core.saving, ["pl_load"])
         self._plugin, self._saves = plugin, saves
         self._undo = ExitStack()
-        # Calls of loggers, by the paths of the saves that they wait for.
+        # Deferred calls of loggers, each with the path of the save for which it waits.
         self._untold: list[tuple[str | None, Callable[[], object]]] = []
-        self._order: dict[str, bytes] = {}  # of the checkpoint that the training goes on from
+        self._order: dict[str, bytes] = {}  # of the checkpoint from which the training resumes
 
     def __reduce__(self) -> Any:
-        """Lightning pickles callbacks for processes that it spawns; the class of this one has no name to find it by."""
+        """Lightning pickles callbacks for processes that it spawns; pickle cannot find the derived class by name."""
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they read, until training ends."""
+        """Make ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they read, until training ends."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)
@@ -63,8 +63,8 @@ class TrainerHooks:
             undo.enter_context(_replaced(saving, "pl_load", _after_saves_to(self._saves, saving.pl_load)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Lock the folders of checkpoints, on rank 0. If another trainer saves there, or a folder cannot be written to,
-        this raises an error on every rank.
+        """Lock the folders of checkpoints, on rank 0. Raises an error on every rank if another trainer saves to one of
+        them, or if it is not writable.
         """
         meet(lambda: self._lock_folders(trainer) if trainer.is_global_zero else None, trainer.strategy.broadcast)
 
@@ -76,31 +76,31 @@ class TrainerHooks:
             self._undo.enter_context(locked(folder))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Add what the order of the data depends on, which has an entry of its own in the checkpoint."""
+        """Add an entry to the checkpoint with the facts on which the order of the data depends."""
         checkpoint.update(order_file(_loaders_of(trainer)))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Keep that entry until the trainer has its loaders."""
+        """Keep the entry about the order of the data until the trainer has its loaders."""
         self._order = {ORDER: checkpoint[ORDER]} if ORDER in checkpoint else {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Hand the optimizers to the guard, and warn of data in another order than the checkpoint's."""
+        """Pass the optimizers to the guard, and warn if the order of the data differs from the checkpoint's."""
         self._saves.set_guard(list(trainer.optimizers))
         warn_of_order(self._order, _loaders_of(trainer), str(trainer.ckpt_path))
         self._order = {}
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log the saves that have ended; what is to be removed joins the queue."""
+        """Log the saves that have ended. Requested removals join the queue."""
         self._log_reports(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Wait for the saves under way, ahead of the checkpoint that others may save now, and log them."""
+        """Wait for the saves under way, before other callbacks save a checkpoint, and log them."""
         self._saves.end_run_by(exception)
         self._saves.finish()
         self._log_reports(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Log the last saves, which the strategy's teardown has waited for."""
+        """Log the last saves; the strategy's teardown has waited for them."""
         self._log_reports(trainer)
 
     def _refuse_other_plugin(self, trainer: Any) -> None:
@@ -126,7 +126,7 @@ class TrainerHooks:
             )
 
     def _tell_when_durable(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
-        """Stand in for `Logger.after_save_checkpoint`, in which some loggers upload the file."""
+        """Replaces `Logger.after_save_checkpoint`, in which some loggers upload the file."""
         self._untold.append((self._saves.newest_path, partial(tell, checkpoint_callback)))
 
     def _log_reports(self, trainer: Any) -> None:
@@ -142,23 +142,23 @@ class TrainerHooks:
 
 
 class CheckpointHooks:
-    """The methods of one ModelCheckpoint that take the place of its own while a training runs."""
+    """The methods that replace those of one ModelCheckpoint while a training runs."""
 
     names: Final = ("file_exists", "_link_checkpoint", "_save_topk_checkpoint")
 
     def __init__(self, saves: BackgroundSaves, callback: Any) -> None:
         self._saves, self._callback = saves, callback
-        # Those of the class: the callback of a trainer that was copied in the middle of a training has some of ours.
+        # The methods of the class, since the callback of a trainer that was copied during a training has ours.
         self._plain = {name: getattr(type(callback), name) for name in ("file_exists", "_save_topk_checkpoint")}
 
     def __reduce__(self) -> Any:
         return type(self), (self._saves, self._callback)
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
-        """Look after the saves to a path. What is to be removed behind them does not exist any more."""
+        """Check a path after the saves to it. A file that is about to be removed counts as missing."""
         self._saves.finish(filepath)
         if trainer.is_global_zero and self._saves.is_to_go(filepath):
-            filepath = f"{filepath}/is to go"  # no file; all ranks take part in the answer
+            filepath = f"{filepath}/is to go"  # a path that never exists: all ranks must take part in the call
         return bool(self._plain["file_exists"](self._callback, filepath, trainer))
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
@@ -168,7 +168,7 @@ class CheckpointHooks:
         trainer.strategy.barrier()
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
-        """With `save_last=True`, save once under both names. The state has the name of the last one already."""
+        """With `save_last=True`, save once under both names. The saved state contains the new `last_model_path`."""
         callback = self._callback
         if callback.save_last is not True:
             self._plain["_save_topk_checkpoint"](callback, trainer, monitor_candidates)
@@ -182,7 +182,7 @@ class CheckpointHooks:
             callback.last_model_path = previous
 
     def _last_path(self, trainer: Any, monitor_candidates: Any) -> str:
-        """The path at which ModelCheckpoint saves its last checkpoint next."""
+        """The path to which ModelCheckpoint will save its next last checkpoint."""
         callback = self._callback
         name, version = callback.CHECKPOINT_NAME_LAST, getattr(callback, "STARTING_VERSION", 1)
         path = callback.format_checkpoint_name(monitor_candidates, name)
@@ -194,7 +194,7 @@ class CheckpointHooks:
 
 
 def _after_saves_to(saves: BackgroundSaves, look: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a path that looks at it only after the saves to it."""
+    """A function of a path that first waits for the saves to the path."""
 
     def look_later(path: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | os.PathLike):
@@ -206,7 +206,7 @@ def _after_saves_to(saves: BackgroundSaves, look: Callable[..., Any]) -> Callabl
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object or module, replaced while the block lasts."""
+    """Replace an attribute of an object or module during the block."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -219,7 +219,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _loaders_of(trainer: Any) -> list[Any]:
-    """The loaders of a training; there are several if they are given as a list or a dict."""
+    """The loaders of a training; several if they were given as a list or a dict."""
     return [loader for loader in tree_leaves(trainer.train_dataloader) if loader is not None]
 
 

@@ -1,8 +1,8 @@
-"""`FSDPCheckpoints`: the checkpoint calls of SkyRL's FSDP strategy, with archives that any number of ranks loads.
-`FSDPWorkerCheckpoints` has SkyRL's workers make such a strategy.
+"""`FSDPCheckpoints`: the checkpoint calls of SkyRL's FSDP strategy, with archives that any number of ranks can load.
+`FSDPWorkerCheckpoints` makes SkyRL's workers create such a strategy.
 
 In: model, optimizer and scheduler of each rank, and the folder of a checkpoint. Out: archives there, or SkyRL's own
-files, or both; objects filled from them. Knows nothing of: who asks for a checkpoint, and what names it.
+files, or both; objects filled from them. Knows nothing of: the callers, the names of checkpoints.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Layout = Literal["async_ckpt", "skyrl", "both"]
 
 
 class FSDPCheckpoints:
-    """`save_checkpoint` and `load_checkpoint` of SkyRL's FSDPStrategy, on each rank; put it in front of that as a base.
+    """`save_checkpoint` and `load_checkpoint` of SkyRL's FSDPStrategy, on each rank: the first base class before it.
 
         class Strategy(FSDPCheckpoints, FSDPStrategy):
             layout = "both"
 
-    Each rank saves its part of model, optimizer, scheduler and random state as one of a set of archives, in the folder
-    `async_ckpt` in the checkpoint's, behind the training; any number of ranks can load them. With `layout = "skyrl"`,
-    only SkyRL's own files are written, one for each rank, which the same number of ranks can load; with "both", they
-    are side by side. Loading prefers our archives.
+    In the background, each rank saves its part of model, optimizer, scheduler and random state as one archive in the
+    subfolder `async_ckpt` of the checkpoint's folder; any number of ranks can load these archives. With
+    `layout = "skyrl"`, only SkyRL's own files are written, one for each rank, which only the same number of ranks can
+    load; with "both", both are written. Loading prefers our archives.
 
     A checkpoint exists when `finalize_pending_saves` has returned on all ranks, or the handle is done. SkyRL's trainer
     does not wait for that: see `TrainerCheckpoints`.
@@ -65,10 +65,10 @@ class FSDPCheckpoints:
         tag: str | None = None,
         tokenizer: Any = None,
     ) -> SaveHandle | None:
-        """Save on all ranks. Returns a handle once training may go on; None if only SkyRL's own files are written.
+        """Save on all ranks. Returns a handle once training may continue; None if only SkyRL's own files are written.
 
-        Large tensors may be copied behind the call; the next step of the optimizer waits for that. Waits for an earlier
-        save that is under way, and raises its error on all ranks.
+        Large tensors may be copied after the call; the next step of the optimizer waits for these copies. Waits for an
+        earlier save that is under way, and raises its error on all ranks.
         """
         self.finalize_pending_saves()
         if self.layout not in ("async_ckpt", "skyrl", "both"):
@@ -104,15 +104,13 @@ class FSDPCheckpoints:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
     ) -> tuple[urls.StrPath, dict[str, Any]]:
-        """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder, and the other values that
-        were saved.
+        """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder, and the other saved values.
 
-        The generators of each rank are restored only on as many ranks as have saved them; on other numbers they stay
-        as they are. If `client_state` differs between ranks, each gets its own; on another number of ranks that
-        raises StateMismatchError, and so does a checkpoint without one of the objects. An earlier save that is under
-        way is waited for; if it fails, that is a warning here, and `finalize_pending_saves` raises its error. Raises
-        NotCommittedError for a folder with neither our archives nor, if the next base class has this method, SkyRL's
-        files.
+        The random generators of each rank are restored only in a world of the size that has saved them; otherwise they
+        stay unchanged. If `client_state` differs between ranks, each rank gets its own; in a world of another size,
+        this raises StateMismatchError, as does a checkpoint without one of the objects. Waits for an earlier save that
+        is under way, and warns if it fails; `finalize_pending_saves` raises its error. Raises NotCommittedError for a
+        folder with neither our archives nor, if the next base class has this method, SkyRL's files.
         """
         self._finish_own_save()
         archives = _archives_in(ckpt_dir)
@@ -138,7 +136,7 @@ class FSDPCheckpoints:
             )
             if extra["world_size"] != world_size:
                 del parts["rng"]
-            refuse_missing(archives, parts)  # `strict` is about the names of parameters
+            refuse_missing(archives, parts)  # `strict` concerns only the names of parameters
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
 
@@ -158,7 +156,7 @@ class FSDPCheckpoints:
         ) from missing
 
     def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
-        """Wait until the save under way is committed, and raise its error. Arguments that SkyRL passes are ignored."""
+        """Wait until the save under way is committed, and raise its error. SkyRL's arguments are ignored."""
         if self._saving is not None:
             (ckpt, handle), self._saving = self._saving, None
             wait([handle])  # a dispatch in this process may call this on a thread of the library
@@ -166,7 +164,7 @@ class FSDPCheckpoints:
                 handle.result()
 
     def has_pending_save(self) -> bool:
-        """Whether this rank's part of a save is under way. Does not wait."""
+        """True if this rank's part of a save is under way. Does not wait."""
         return self._saving is not None and not self._saving[1].done()
 
     def _finish_own_save(self) -> None:
@@ -177,7 +175,7 @@ class FSDPCheckpoints:
         warnings.warn(f"load_checkpoint() continues without {failed}", RuntimeWarning, stacklevel=3)
 
     def _write_configs(self, model: Any, ckpt_dir: urls.StrPath, tokenizer: Any) -> None:
-        """On rank 0, have SkyRL write its small folder of configurations. Models without one have no such folder."""
+        """On rank 0, let SkyRL write its small folder of configurations, if the model has a config."""
         write = getattr(super(), "save_hf_configs", None)
         config = getattr(_unwrapped(model), "config", None)
         if write is not None and config is not None and worlds.ranks()[0] == 0:
@@ -189,34 +187,34 @@ class FSDPCheckpoints:
 
 
 class FSDPWorkerCheckpoints:
-    """Workers of SkyRL whose strategy is an `FSDPCheckpoints`; put it in front of a worker's class as a base.
+    """Workers of SkyRL whose strategy is an `FSDPCheckpoints`: the first base class, before a worker's class.
 
         class Policy(FSDPWorkerCheckpoints, FSDPPolicyWorkerBase):
             layout = "both"
 
         PolicyWorker = ray.remote(num_gpus=1)(Policy)
 
-    SkyRL's `save_checkpoint` of a worker then returns when the state is copied. `TrainerCheckpoints` and
-    `CheckpointBackend` ask the workers when it is durable.
+    A worker's `save_checkpoint` then returns when the state is copied. `TrainerCheckpoints` and `CheckpointBackend`
+    ask the workers if it is durable.
     """
 
     layout: Layout = "async_ckpt"
     strategy: Any
 
     def init_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Make model and strategy as SkyRL does, and have the strategy save behind the training."""
+        """Create model and strategy as SkyRL does, and make the strategy save in the background."""
         result = super().init_model(*args, **kwargs)  # type: ignore[misc]
         made = self.strategy
         if not isinstance(made, FSDPCheckpoints):
-            # SkyRL's worker names the class of its strategy in the middle of this method; no object of that one can be
-            # given another class.
+            # SkyRL's worker hard-codes the class of its strategy in this method, and `__class__` of such an object
+            # cannot be assigned.
             kind = type(type(made).__name__, (FSDPCheckpoints, type(made)), {"layout": self.layout})
             self.strategy = object.__new__(kind)
             vars(self.strategy).update(vars(made))
         return result
 
     def has_pending_save(self) -> bool:
-        """Whether a save of this worker is under way. Does not wait."""
+        """True if a save of this worker is under way. Does not wait."""
         return bool(self.strategy.has_pending_save())
 
     def finalize_pending_saves(self) -> None:
@@ -225,15 +223,15 @@ class FSDPWorkerCheckpoints:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model in SkyRL's wrapper of it."""
+    """The model inside SkyRL's wrapper."""
     inner = getattr(model, "model", None) if type(model).__name__ == "HFModelWrapper" else None
     return model if inner is None else inner
 
 
 def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
-    """A value with this rank's own in place of each `PerRank`.
+    """A value in which this rank's own value replaces each `PerRank`.
 
-    `rank` is None on another number of ranks than have saved; then a `PerRank` raises StateMismatchError.
+    `rank` is None in a world of another size than that which has saved; a `PerRank` then raises StateMismatchError.
     """
     if isinstance(value, PerRank):
         if rank is None:
@@ -255,6 +253,6 @@ def _archives_in(ckpt_dir: urls.StrPath) -> str:
 
 
 def _step_of(ckpt_dir: urls.StrPath) -> int:
-    """The step in the name that SkyRL gives the folder above; 0 for other names."""
+    """The step in SkyRL's name of the folder above; 0 for other names."""
     match = re.search(r"global_step_(\d+)", urls.text_of(ckpt_dir))
     return int(match[1]) if match else 0

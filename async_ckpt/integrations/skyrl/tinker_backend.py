@@ -1,11 +1,11 @@
-"""`CheckpointBackend`: the checkpoint calls of SkyRL's Tinker backend, with no tenant waiting for a tar or an upload.
+"""`CheckpointBackend`: the checkpoint calls of SkyRL's Tinker backend, without tenants waiting for tars or uploads.
 
 In: an object with the methods of SkyRL's `WorkerDispatch`, paths, ids of models. Out: archives as SkyRL reads and
-writes them, a handle for each; models loaded from them.
+writes them, with a handle for each; models loaded from them.
 Knows nothing of: GPUs, databases.
 
-A save has two halves. During the call, the workers write their files into a folder; then the models are free again.
-In the background, that folder becomes one plain tar on a disk or in a store, with no worker involved; until it is
+A save has two halves. During the call, the workers write their files to a folder; then the models are free again. In
+the background, without the workers, that folder becomes one plain tar on a disk or in a store; until the tar is
 complete, the path has its old content. A checkpoint exists when its handle is done, not when the call returns: an
 engine marks it as completed in `handle.add_done_callback`, or after `await handle`.
 """
@@ -32,16 +32,16 @@ _SAMPLED: Final = "policy"
 
 
 class Dispatch(Protocol):
-    """The methods that every `WorkerDispatch` has. Those that take a `model_id` are given it.
+    """The methods that every `WorkerDispatch` has. Those with a parameter `model_id` get that argument.
 
     A folder to write does not exist yet, but its parent does; a folder to read exists.
 
-    Newer ones also have `finalize_pending_saves(model)`, which returns when the files of a save are complete, and
+    Newer versions also have `finalize_pending_saves(model)`, which returns when the files of a save are complete, and
     `async save_weights_for_sampler(model_id=None)`, which sends the weights to the inference engines.
     """
 
     def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None) -> object:
-        """Have every worker write its files of model, optimizer and scheduler."""
+        """Make every worker write its files of model, optimizer and scheduler."""
 
     def load_checkpoint(
         self,
@@ -50,29 +50,29 @@ class Dispatch(Protocol):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
     ) -> object:
-        """Have every worker read its files."""
+        """Make every worker read its files."""
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> object:
-        """Write the model in the form that inference engines read."""
+        """Write the model in the format that inference engines read."""
 
 
 class CheckpointBackend:
     """Saves and loads the models of one dispatch.
 
     Args:
-        dispatch: an object with SkyRL's methods; which of the newer ones it has is looked up once, here.
-        role: the name under which the dispatch knows the models ("policy"), or a mapping from a model's id to that
-            name, which may change: then only its ids are known.
-        validate: called first in every call, with the model's id; it raises for one that cannot be saved or loaded.
+        dispatch: an object with SkyRL's methods. Which of the newer methods it has is checked only at construction.
+        role: the dispatch's name for the models ("policy"), or a mapping from a model's id to that name. The mapping
+            may change; other ids are refused.
+        validate: called first in every call, with the model's id; raises for a model that cannot be saved or loaded.
         tokenizer: passed to the dispatch with every save.
-        lora: the models are adapters of one base, so the inference engines must be told whose weights they get.
-        scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL
-            it is the system's temp folder, which workers on other nodes do not see: give a shared one.
-        place: called with every URL, it returns the Place to use, such as `lambda url: Place(url, options=…)`.
+        lora: the models are adapters of one base, so the inference engines need the id of the model.
+        scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL,
+            the default is the system's temp folder, which workers on other nodes do not see: give a shared folder.
+        place: a function from a URL to the Place to use, such as `lambda url: Place(url, options=…)`.
 
-    Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread; give
-    it one call at a time. Archives are streamed one after the other, in the order of the calls. A failed save is a
-    warning at the next one, and is raised by `wait` and `close`, unless its handle's error was retrieved.
+    Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread; make one
+    call at a time. Archives are streamed one after the other, in the order of the calls. The next save warns about a
+    failed one, and `wait` and `close` raise its error, unless it was retrieved from the handle.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class CheckpointBackend:
     # --- saving -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, output_path: urls.StrPath, model_id: str) -> SaveHandle:
-        """Save model, optimizer and scheduler as one tar; returns when the workers have written their files.
+        """Save model, optimizer and scheduler as one tar. Returns when the workers have written their files.
 
-        Raises ValueError for an unknown model, before anything is written, and what the dispatch raises; nothing is
-        left of the save then.
+        Raises ValueError for an unknown model, before anything is written, and the errors of the dispatch, after which
+        all files of the save are removed.
         """
         role = self._begin(model_id)
 
@@ -115,12 +115,12 @@ class CheckpointBackend:
         return self._pack(output_path, write)
 
     def save_sampler_checkpoint(self, output_path: urls.StrPath, model_id: str, persist: bool = True) -> SaveHandle:
-        """Send the weights to the inference engines, and save them as an export that others can sample from.
+        """Send the weights to the inference engines, and save them as an export from which others can sample.
 
-        With `persist=False` the archive is only a marker, which `load_checkpoint` refuses. The call waits until the
-        weights are sent, if the dispatch does that. It raises RuntimeError, before anything is done, on a thread
-        with a running event loop; use `save_sampler_checkpoint_async` there. Raises ValueError, before anything is
-        done, for a model whose role is not "policy".
+        With `persist=False`, the archive is only a marker, which `load_checkpoint` refuses. If the dispatch can send
+        weights, the call waits until they are sent. Raises, before anything is done, RuntimeError on a thread with a
+        running event loop (use `save_sampler_checkpoint_async` there), and ValueError for a model whose role is not
+        "policy".
         """
         role = self._begin_sampler(model_id)
         if self._send is not None:
@@ -131,7 +131,7 @@ class CheckpointBackend:
     async def save_sampler_checkpoint_async(
         self, output_path: urls.StrPath, model_id: str, persist: bool = True
     ) -> SaveHandle:
-        """The same call for an event loop, which goes on while weights are sent: `report = await (await …)`."""
+        """`save_sampler_checkpoint` for an event loop, which is not blocked meanwhile: `report = await (await …)`."""
         role = self._begin_sampler(model_id)
         if self._send is not None:
             await self._send_weights(model_id)
@@ -140,18 +140,17 @@ class CheckpointBackend:
     # --- loading ----------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: urls.StrPath, model_id: str, load_optimizer: bool = True) -> None:
-        """Load a model, with or without its optimizer and scheduler, from any tar: ours, SkyRL's, gzip or not.
+        """Load a model, with or without its optimizer and scheduler, from any tar: ours or SkyRL's, gzipped or not.
 
-        If a save to the same path is under way, it is waited for; if it failed, and its error was not retrieved yet,
-        this raises the error. The unpacked files are removed in any case. Raises ValueError for an unknown model,
-        FileNotFoundError, NotCommittedError for a marker, CorruptCheckpointError, UnsafeArchiveError, and what the
-        dispatch raises.
+        Waits for a save to the same path that is under way, and raises its error if that was not retrieved yet. The
+        unpacked files are always removed. Raises ValueError for an unknown model, FileNotFoundError, NotCommittedError
+        for a marker, CorruptCheckpointError, UnsafeArchiveError, and the errors of the dispatch.
         """
         role = self._role_of(model_id)
         place = self._place(checkpoint_path)
         storage, name = place.object()
         self._wait_for_save_to(_path_key(storage.locate(name)))
-        # Reading creates no folders: without the archive's folder there is no archive either.
+        # Reading must not create folders: if the archive's folder is missing, there is no archive.
         beside = None if storage.remote or not (above := Path(storage.locate(""))).is_dir() else above
         with unpack(place, scratch=self._scratch or beside) as folder:
             self._load(
@@ -165,7 +164,7 @@ class CheckpointBackend:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, and the removal of its files; raise the first error not retrieved yet."""
+        """Wait for every save and the removal of its files, and raise the first error not retrieved yet."""
         self._saves.wait(timeout)
 
     def _place(self, path: urls.StrPath) -> Place:
@@ -173,7 +172,7 @@ class CheckpointBackend:
         return place if place.is_local else self._place_of(path)
 
     def close(self) -> None:
-        """Wait for every save, then refuse more. Raises the first error not retrieved yet. May be called again."""
+        """Refuse further saves, wait for all, and raise the first error not retrieved yet. May be called again."""
         self._closed = True
         self.wait()
 
@@ -278,5 +277,5 @@ def _refuse_running_loop() -> None:
 
 
 def _path_key(path: str) -> str:
-    """One key for every spelling of a local path."""
+    """A key that is the same for every spelling of a local path."""
     return path if "://" in path else os.path.realpath(path)

@@ -1,13 +1,13 @@
 """`TrainerCheckpoints`: the trainers of SkyRL, with checkpoint folders that appear when they are durable.
 
-In: the calls of a trainer. Out: `global_step_<N>` with everything that its own code has written there, and then
-`latest_ckpt_global_step.txt`. Knows nothing of: what is in the folder.
+In: the calls of a trainer. Out: `global_step_<N>` with all files that the trainer's own code has written, and then
+`latest_ckpt_global_step.txt`. Knows nothing of: the content of the folder.
 
-    <ckpt_path>/.global_step_<N>.<random>.async_ckpt-tmp.d/files/   what the trainer takes for `ckpt_path` in the call
+    <ckpt_path>/.global_step_<N>.<random>.async_ckpt-tmp.d/files/   the trainer's `ckpt_path` during the call
         global_step_<N>/                                            becomes <ckpt_path>/global_step_<N>
 
-The trainer and its workers write into the hidden folder by their own methods. Workers that are `FSDPWorkerCheckpoints`
-go on after the call.
+The trainer and its workers write to the hidden folder by their own methods. Workers that are `FSDPWorkerCheckpoints`
+continue to write after the call.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from .worker_calls import WorkerCalls
 _LATEST: Final = "latest_ckpt_global_step.txt"
 _STATE: Final = "trainer_state.pt"
 _NUMBERED: Final = re.compile(r"global_step_(\d+)")
-# How long the follower pauses between two looks at the workers.
+# The shortest and the longest pause of the follower between two calls to the workers.
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
 
 
 class TrainerCheckpoints:
-    """A trainer of SkyRL whose checkpoints become visible when they are durable; put it in front as a base.
+    """A trainer of SkyRL whose checkpoints appear when they are durable: the first base class, before a trainer.
 
         class Trainer(TrainerCheckpoints, RayPPOTrainer):
             pass
 
     For `RayPPOTrainer`, `FullyAsyncRayPPOTrainer` and `SFTTrainer`. A save returns when the workers have copied their
-    states. `global_step_<N>` appears as a whole when all of it is durable, then `latest_ckpt_global_step.txt` names it,
-    and then older ones are removed, by `max_ckpts_to_keep`. One save is under way at a time: the next one, loading,
-    `wait_for_checkpoints` and the end of `train` wait for it, and raise its error.
+    states. When all files are durable, `global_step_<N>` appears as a whole; then `latest_ckpt_global_step.txt` names
+    it; then older checkpoints beyond `max_ckpts_to_keep` are removed. One save is under way at a time: the next save, a
+    load, `wait_for_checkpoints` and the end of `train` wait for it, and raise its error.
 
     The workers should be `FSDPWorkerCheckpoints`; others write during the call. `ckpt_path` must be a folder that all
     nodes share; a save to a URL raises NotImplementedError.
@@ -58,20 +58,20 @@ class TrainerCheckpoints:
         return SaveQueue("skyrl")
 
     def save_checkpoints(self) -> str:
-        """Save as the trainer of reinforcement learning does. Returns the folder, which appears when it is durable."""
+        """Save, as the trainers of reinforcement learning do. Returns the folder, which appears when it is durable."""
         return self._save_by(super().save_checkpoints)  # type: ignore[misc]
 
     def save_checkpoint(self) -> str:
-        """Save as the trainer of supervised fine-tuning does. Returns the folder, which appears when it is durable."""
+        """Save, as the trainer of supervised fine-tuning does. Returns the folder, which appears when it is durable."""
         return self._save_by(super().save_checkpoint)  # type: ignore[misc]
 
     def load_checkpoints(self) -> Any:
-        """Load as the trainer of reinforcement learning does, after the save under way."""
+        """Wait for the save under way, and load as the reinforcement learning trainers do."""
         self.wait_for_checkpoints()
         return super().load_checkpoints()  # type: ignore[misc]
 
     def load_checkpoint(self) -> Any:
-        """Load as the trainer of supervised fine-tuning does, after the save under way."""
+        """Wait for the save under way, and load as the supervised fine-tuning trainer does."""
         self.wait_for_checkpoints()
         return super().load_checkpoint()  # type: ignore[misc]
 
@@ -84,7 +84,7 @@ class TrainerCheckpoints:
         return trained
 
     def wait_for_checkpoints(self) -> None:
-        """Return when the save under way is durable, and named. Raises its error."""
+        """Wait until the save under way is durable, and the file names it. Raises the error of the save."""
         self._saves.finish()
 
     async def _wait_after(self, training: Awaitable[Any]) -> Any:
@@ -93,10 +93,10 @@ class TrainerCheckpoints:
         return result
 
     def _cleanup_old_checkpoints(self) -> None:
-        """Remove nothing in the call: that comes after the new checkpoint is durable."""
+        """Do nothing: old checkpoints are removed after the new one is durable."""
 
     def _save_by(self, write: Callable[[], str]) -> str:
-        """Have a method of the trainer write a checkpoint into a hidden folder, and begin to follow the workers."""
+        """Call a method of the trainer that writes a checkpoint to a hidden folder, and begin to follow the workers."""
         self.wait_for_checkpoints()
         settings: Any = _settings_of(self)
         given = settings.ckpt_path
@@ -131,7 +131,7 @@ class TrainerCheckpoints:
 
 
 class _HiddenSave:
-    """One checkpoint that is being saved. Used by the trainer's thread in the call, and then by the follower's."""
+    """One checkpoint being saved. Used by the trainer's thread during the call, and then by the follower's thread."""
 
     def __init__(self, root: Path, step: int, workers: WorkerCalls, limit: int) -> None:
         name = f"global_step_{step}"
@@ -145,23 +145,23 @@ class _HiddenSave:
         return self.hidden / self.target.name
 
     def mend_config(self, ckpt_path: Any) -> None:
-        """Note the path that the user has given in the trainer's state, in place of the hidden folder."""
+        """In the trainer's state file, replace the hidden folder by the user's path."""
         path = self._written / _STATE
-        # The trainer has just written it.
+        # Safe: the trainer has just written it.
         state = torch.load(path, map_location="cpu", weights_only=False)  # nosec B614
         config = state["config"]
         config.get("trainer", config)["ckpt_path"] = ckpt_path
         torch.save(state, path)
 
     def give_up(self) -> None:
-        """Remove what has been written, once no worker writes any more."""
+        """Remove the hidden folder once no worker writes any more."""
         for model in self._models():
             with suppress(Exception):  # another error is raised already
                 self._workers.finalize(model)
         self._scratch.remove()
 
     def finish(self) -> None:
-        """Wait until everything is durable, and make it the newest checkpoint. Runs on the thread of the queue."""
+        """Wait until all files are durable, and make them the newest checkpoint. Runs on the queue's thread."""
         for model in self._models():
             self._wait_for_workers(model)
         file_digests.note_digests(self._written)
@@ -173,24 +173,24 @@ class _HiddenSave:
             self._scratch.remove()
 
     def failed(self, _: BaseException) -> None:
-        with suppress(Exception):  # it is raised, whatever this comes to
+        with suppress(Exception):  # the error of the save is raised anyway
             self.give_up()
 
     def _models(self) -> list[str]:
-        """The models that the trainer has saved, each in a folder of its name."""
+        """The models that the trainer has saved, each in a folder with its name."""
         return sorted(path.name for path in self._written.iterdir() if path.is_dir()) if self._written.is_dir() else []
 
     def _wait_for_workers(self, model: str) -> None:
-        """Wait until the workers of a model are done, without holding their other work. Raises their error."""
+        """Wait until the workers of a model are done, without blocking their other work. Raises their error."""
         pauses = waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._workers.have_pending_save(model):
             timing.TIMEKEEPER.sleep(next(pauses))
         self._workers.finalize(model)
 
     def _retire(self) -> None:
-        """Hide the oldest checkpoints beyond the limit; the hidden folder is removed later, with them in it.
+        """Move the oldest checkpoints beyond the limit to the hidden folder, which is removed later.
 
-        The newest one stays, even if a training that went back has left others with larger numbers.
+        The newest one is kept, even if a training that was rolled back has left others with larger numbers.
         """
         if self._limit < 0:
             return

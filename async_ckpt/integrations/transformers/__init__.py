@@ -1,9 +1,9 @@
-"""The `Trainer` of Transformers with checkpoints that are written behind the training.
+"""The `Trainer` of Transformers with checkpoints that are written in the background.
 
     from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async, use
 
-- `async_trainer.py`: the base class: when a save begins, what waits for it, and what is loaded.
-- `trainer_parts.py`: what of a trainer is copied, and what kind of archive takes it.
+- `async_trainer.py`: the base class: the beginning of saves, the waits for them, and loading.
+- `trainer_parts.py`: the parts of a trainer that are copied, and the kind of archive for them.
 - `trainer_save.py`: one save, from its snapshot to the folder.
 """
 

@@ -1,9 +1,9 @@
-"""`AsyncCheckpointing`: a base class for the `Trainer` of Transformers that writes its checkpoints behind the training.
+"""`AsyncCheckpointing`: a base class for the `Trainer` of Transformers that writes its checkpoints in the background.
 
-In: a trainer. Out: its folders `checkpoint-<step>`, each visible when all of it is durable; a training that resumes
+In: a trainer. Out: its folders `checkpoint-<step>`, each visible once it is durable as a whole; a training that resumes
 from them. Knows nothing of: the formats of the files, which the trainer itself writes.
 
-A save has two halves. In the call, the weights, the optimizer and all small values are copied: one snapshot. In the
+A save has two halves. The call copies the weights, the optimizer and all small values to one snapshot. In the
 background, the trainer's own methods write the folder from that snapshot.
 """
 
@@ -49,15 +49,15 @@ Layout = Literal["transformers", "archive"]
 
 _log = logging.getLogger("async_ckpt")
 _PREFIX: Final = "checkpoint"
-# The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
+# The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it saves.
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
-# The file that is locked in `output_dir`: names that begin so are not pushed to the hub.
+# The file in `output_dir` that is locked. Files whose names begin with "_" are not pushed to the hub.
 _LOCK: Final = "_async_ckpt.lock"
-# What the row that sums up a training has in the log, and no other row.
+# An entry that only the summary of a training has in the log.
 _IN_SUMMARY: Final = "train_runtime"
 # The figures of a save that are logged by default.
 _FIGURES: Final = [f"{LOGGED_AS}{name}" for name in ("stall_seconds", "total_seconds", "bandwidth")]
-# Where the trainer writes by default.
+# The trainer's default folder.
 _OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
 _USED: Final = (
@@ -68,12 +68,12 @@ _USED: Final = (
 
 
 def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bool = False) -> Any:
-    """Have an existing trainer, of any class, write its checkpoints in the background. Returns the same object.
+    """Make an existing trainer, of any class, write its checkpoints in the background. Returns the same object.
 
         trainer = make_async(SFTTrainer(model, args=args, train_dataset=dataset))
 
-    `all_figures` logs all figures of each save in place of three. Raises what the constructor of `AsyncCheckpointing`
-    raises.
+    `all_figures` logs all figures of each save instead of three. Raises the errors of the constructor of
+    `AsyncCheckpointing`.
     """
     require("transformers")
     kind = type(trainer)
@@ -85,12 +85,12 @@ def make_async(trainer: Any, layout: Layout = "transformers", *, all_figures: bo
 
 
 def use(layout: Layout = "transformers", *, all_figures: bool = False) -> None:
-    """Have every trainer of this process write its checkpoints in the background, also one that another program makes.
+    """Make all trainers of this process write their checkpoints in the background, even those that other code creates.
 
         async_ckpt.integrations.transformers.use()
         llamafactory.train.tuner.run_exp()
 
-    Each trainer becomes what `make_async` makes of it when its `train` is called, which raises what that raises.
+    Each trainer is converted by `make_async` when its `train` is called, which may raise the errors of `make_async`.
     """
     require("transformers")
     plain = Trainer.train
@@ -105,24 +105,24 @@ def use(layout: Layout = "transformers", *, all_figures: bool = False) -> None:
 
 
 class AsyncCheckpointing(Trainer):  # type: ignore[misc]
-    """A Trainer whose checkpoints are written in the background. It is the last of the base classes.
+    """A Trainer whose checkpoints are written in the background. It must be the last of the base classes.
 
         class MyTrainer(AsyncCheckpointing): ...
         class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
 
-    `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
-    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error;
-    on ranks where it has not failed this is a PeerFailedError.
+    `checkpoint-<step>` appears in `output_dir` once it is durable as a whole. One save is under way at a time: the next
+    save, the end of `train`, even by an exception, and the interpreter's exit wait for it. The next save and a normal
+    end of `train` raise its error; on ranks where it has not failed, they raise PeerFailedError.
 
-    `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
-    writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
-    read. `all_figures` logs all figures of each save; by default these are its stall, its whole time and its bandwidth.
+    `layout = "transformers"` writes the files of the plain Trainer, which can resume from them. `layout = "archive"`
+    writes one verified archive instead of the files of the optimizer, the scheduler, the scaler and the random states.
+    With either, both can be loaded. `all_figures` logs all figures of each save, not only stall, time and bandwidth.
 
-    `output_dir` may be a URL. There a checkpoint is whole when it has its `trainer_state.json`, which is put last and
-    deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
+    `output_dir` may be a URL. There, a checkpoint is complete when it has its `trainer_state.json`, which is put last
+    and deleted first. All other files of the Trainer then go to the local folder `trainer_output`.
 
-    The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or another layout, and for FSDP1 with
+    The constructor raises ImportError without Transformers, RuntimeError if its version lacks a name that is used here,
+    NotImplementedError for XLA and a tp_plan, for DeepSpeed with a URL or `layout = "archive"`, and for FSDP1 with
     adapters, hybrid sharding or LOCAL_STATE_DICT, and ValueError for another layout, and for `push_to_hub` with a URL.
     """
 
@@ -146,7 +146,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self._begin_async()
 
     def _begin_async(self) -> None:
-        """The end of the constructor. Raises for what is not supported, so that no training ends because of it."""
+        """The end of the constructor. Raises for unsupported settings now, so that they do not end a training later."""
         require_names(require("transformers"), Trainer, _USED)
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
@@ -164,18 +164,18 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             refuse(self.accelerator.state.fsdp_plugin, has_adapters=peft_config_of(self.model) is not None)
         self._saves = FolderSaves("transformers")
         self._url: str | None = None
-        self._resumed: str | None = None  # the checkpoint that training goes on from
+        self._resumed: str | None = None  # the checkpoint from which the training resumed
         if is_url(self.args.output_dir):
             self._write_to(self.args.output_dir)
-        # Before those that close loggers; in a new list, since a callback may be what makes the trainer asynchronous.
+        # Before callbacks that close loggers; in a new list, since this may run in a callback, during an iteration.
         self.callback_handler.callbacks = [_BeginAndEnd(self), *self.callback_handler.callbacks]
 
     def _write_to(self, url: str) -> None:
-        """Have checkpoints and the model written to a URL, and what else the trainer writes to its default folder."""
+        """Write checkpoints and the model to a URL, and the trainer's other files to its default folder."""
         if self.args.push_to_hub:
             raise ValueError("push_to_hub sends files of output_dir; give a local path")
         with suppress(OSError):
-            os.removedirs(url)  # the trainer has made a local folder of this name
+            os.removedirs(url)  # the trainer has created a local folder with this name
         self._url, self.args = url.rstrip("/"), copy.copy(self.args)
         self.args.output_dir = _OUTPUT_DIR
 
@@ -184,10 +184,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.train`, which also resumes from a URL. Returns when the last checkpoint is durable.
 
-        With `resume_from_checkpoint=True`, checkpoints whose files have changed since are skipped, with a warning.
+        With `resume_from_checkpoint=True`, checkpoints whose files have changed are skipped, with a warning.
 
         Raises RunTakenError while another trainer writes to `output_dir`, CorruptCheckpointError for a checkpoint whose
-        files have changed since, and the error of a save that failed.
+        files have changed since the save, and the error of a save that failed.
         """
         newest_first = partial(self._newest_first, resume_from_checkpoint)
         with self._output_dir_of_its_own(), sound_folder(resume_from_checkpoint, newest_first) as folder:
@@ -202,7 +202,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             return output
 
     def _newest_first(self, resume: Any) -> list[str]:
-        """The checkpoints beside the one to resume from; with True, those of this training."""
+        """The checkpoints beside the one from which to resume; with True, those of this training."""
         folder = (self._url or self.args.output_dir) if resume is True else os.path.dirname(str(resume).rstrip("/"))
         found = StoredRun(folder, STATE).newest_first() if is_url(folder) else LocalRun(folder).newest_first()
         if not found and resume is True and self._url is not None:
@@ -214,7 +214,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             note_closed(self._saves.run.place(""))
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
+        """Wait until the checkpoint that is under way is durable and in its folder. Raises its error if it failed.
 
         Ranks that write nothing return at once.
 
@@ -227,7 +227,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
                 done.run.retire(done.name, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _wait_on_all_ranks(self) -> None:
-        """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
+        """Wait for the checkpoint on all ranks. Every rank raises an error if it failed on any."""
         meet(self.wait_for_checkpoint)
 
     def _wait_beside(self, error: BaseException) -> None:
@@ -236,7 +236,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         run = self._saves.run
         if run is not None and self.args.should_save:
             with suppress(Exception):  # another error is raised already
-                # Other ranks may still look at an archive.
+                # With several ranks, others may still read an archive.
                 run.end() if self.args.world_size == 1 else run.make_room()
 
     def _output_dir_of_its_own(self) -> AbstractContextManager[object]:
@@ -252,10 +252,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             self.wait_for_checkpoint()
 
     def _log_save(self, save: TrainerSave) -> None:
-        """Log the figures of a save as of its step: behind the rows that were there when it began.
+        """Log the figures of a save with its step, after the rows that existed when it began.
 
-        So the rows have the same order in each run, however long a save takes. A save that began after the summary is
-        told to the loggers alone.
+        So the order of the rows does not depend on how long a save takes. The figures of a save that began after the
+        summary go only to the loggers.
         """
         figures = {key: value for key, value in save.figures().items() if math.isfinite(value)}
         figures = {key: value for key, value in figures.items() if self.all_figures or key in _FIGURES} | save.epoch
@@ -265,11 +265,11 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             history.insert(at, {**figures, "step": save.step})
         then = copy.copy(self.state)
         then.global_step = save.step
-        # A copy of the control: a log that is due now stays due.
+        # A copy of the control, so that a log that is due stays due.
         self.callback_handler.on_log(self.args, then, copy.copy(self.control), figures)
 
     def _compare_order(self, loader: Any) -> None:
-        """Warn if the batches that are skipped are not those that the checkpoint has seen."""
+        """Warn if the skipped batches are not those that the training had seen at the checkpoint."""
         path = None if self._resumed is None or self.args.ignore_data_skip else Path(self._resumed, ORDER)
         if path is not None and path.is_file():
             warn_of_order({ORDER: path.read_bytes()}, [loader], str(path.parent))
@@ -281,16 +281,16 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if run is None or not self.args.should_save:
             return
         if self.args.save_total_limit == 1 and best is not None and run.has(os.path.basename(best)):
-            run.retire(os.path.basename(best), 1, None)  # as the trainer has done with the folders it saw
+            run.retire(os.path.basename(best), 1, None)  # the trainer has done this only with the folders it saw
         run.end()
 
     # --- saving -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
-        """Take the snapshot of a checkpoint, and have it written in the background.
+        """Take the snapshot of a checkpoint, and write it in the background.
 
-        All ranks meet four times, so that an error of any is raised on all: when the checkpoint before is behind them,
-        since they may make their slices together; when each has its snapshot; when the folder is ready; and when all is
+        All ranks meet four times, so that an error of any is raised on all: when the previous save has ended, since
+        slices may be made by collectives; when each has its snapshot; when the folder is ready; and when every save has
         begun.
         """
         began = timing.monotonic()
@@ -315,18 +315,18 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             if save is not None and self.args.should_save:
-                run.end()  # what is hidden would be pushed, too
+                run.end()  # hidden files would be pushed, too
             self._push_from_checkpoint(run.place(name))
 
     def _wait_for_last(self) -> None:
-        """Wait for the push under way, which takes all of `output_dir` with what is hidden there, and for the save."""
+        """Wait for the push under way, which includes hidden files in `output_dir`, and for the save."""
         push = getattr(self, "push_in_progress", None)
         if push is not None:
             push.wait_until_done()
         self.wait_for_checkpoint()
 
     def _take(self, run: LocalRun | StoredRun, name: str, began: float) -> TrainerSave | None:
-        """This rank's part of a save, with its snapshot taken; None if it writes nothing."""
+        """Take this rank's snapshot. Returns its part of the save; None if this rank writes nothing."""
         is_spread = self.is_fsdp_enabled or self.is_deepspeed_enabled
         parts = parts_of(self) if self.args.should_save or is_spread else {}
         if not self.args.should_save and not self.is_fsdp_enabled:
@@ -344,20 +344,20 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return for_trainer(self.deepspeed).guards()
 
     def _files_of_engine(self, name: str) -> Any:
-        """The files of the engine, which all ranks begin to write. Each `train` makes an engine."""
+        """Begin to write the files of the engine. Every rank calls this. Each `train` creates an engine."""
         from ..deepspeed.trainer_files import begin_files
 
         only_trained = peft_config_of(self.model) is not None
         return begin_files(self._saves, self.deepspeed, name, exclude_frozen_parameters=only_trained)
 
     def _make_ready(self, run: LocalRun | StoredRun, name: str) -> None:
-        """Remove what earlier saves have left where ranks are about to write. None of them writes meanwhile."""
+        """Remove leftovers of earlier saves from the paths to which ranks will write. No rank writes meanwhile."""
         if self.args.should_save:
             _clear_jit_mark(Path(run.place(name)))
             run.begin(name)
 
     def _begin(self, save: TrainerSave | None, rng: Mapping[str, bytes], files: TrainingArchive | None) -> None:
-        """Have this rank's part of a save written."""
+        """Begin to write this rank's part of a save."""
         if self.args.should_save:
             self._note_callbacks()
         if save is not None:
@@ -372,14 +372,14 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return self._url if below == os.curdir else f"{self._url}/{Path(below).as_posix()}"
 
     def _enter(self, run_dir: str) -> LocalRun | StoredRun:
-        """The run in a folder. Before the first save there, what a killed trainer has left is removed."""
+        """The run in a folder. Before the first save there, leftovers of killed trainers are removed."""
         run = StoredRun(run_dir, STATE) if self._url is not None else LocalRun(run_dir)
         return self._saves.enter(run, writes=self.args.should_save)
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
-        """The files of methods that a subclass has of its own, and that would read the live state: written now.
+        """The files of methods that a subclass overrides, written now, since these methods read the live state.
 
-        Their parts are taken out of `parts`.
+        Their parts are removed from `parts`.
         """
         files: dict[str, bytes] = {}
         is_quantized = getattr(self.model, "hf_quantizer", None) is not None and peft_config_of(self.model) is None
@@ -403,18 +403,18 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         url = self._url if output_dir is None else output_dir
         with local_work_dir(url) if url is not None and is_url(url) else nullcontext(output_dir) as folder:
             super().save_model(folder, _internal_call)
-            if self._saves.of_engine is not None:  # DeepSpeed may have saved there
+            if self._saves.of_engine is not None:  # DeepSpeed may have saved to the folder
                 self._saves.of_engine.wait()
 
     def _note_best(self, run: LocalRun | StoredRun, name: str) -> None:
-        """Name the folder of the best step, if it was saved, or is just being saved."""
+        """Set `best_model_checkpoint` to the folder of the best step, if it was saved or is being saved."""
         if step := getattr(self.state, "best_global_step", None):
             best = f"{_PREFIX}-{step}"
             if best == name or run.has(best):
                 self.state.best_model_checkpoint = run.named(best)
 
     def _note_callbacks(self) -> None:
-        """Bring the states of callbacks in the trainer's state up to date."""
+        """Update the states of callbacks in the trainer's state."""
         kept = self.state.stateful_callbacks
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
@@ -442,8 +442,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _refuse_scaler(self, checkpoint: str) -> None:
-        """Refuse the state of a scaler that this training does not have, before the model is filled. The Trainer raises
-        AttributeError for it afterwards.
+        """Refuse the state of a scaler if this training has none, before the model is filled. The Trainer would raise
+        AttributeError afterwards.
         """
         if getattr(self.accelerator, "scaler", None) is None and (
             os.path.isfile(os.path.join(checkpoint, FILES["scaler"]))
@@ -456,8 +456,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             )
 
     def _restore_model(self, archive: Path | None, model: Any) -> bool:
-        """Fill the model from an archive; False if that has none."""
-        if archive is None or not archive.is_dir():  # only several ranks write the weights there
+        """Fill the model from an archive. Returns False if the archive has no model."""
+        if archive is None or not archive.is_dir():  # the weights are in it only if several ranks wrote it
             return False
         weights = weights_of(model) if peft_config_of(model) is None else written_weights(model)
         restore({"model": weights}, archive, select="model")
@@ -470,10 +470,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if archive is None:
             if checkpoint is not None and has_optimizer(checkpoint):
-                optimizer_to_fill(self.model, optimizer)  # of FSDP1's, accelerate loads no state that is not there
+                optimizer_to_fill(self.model, optimizer)  # for FSDP1, accelerate loads only into existing state
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # of `save_only_model`; the Trainer goes on, too
+        if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # the Trainer continues, too
             self._tell_of_lacking(checkpoint, lacking)
         else:
             to_fill = optimizer_to_fill(self.model, optimizer)
@@ -504,8 +504,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
 
 class _BeginAndEnd(TrainerCallback):  # type: ignore[misc]
-    """Compares the order of the data at the beginning, and waits at the end for the last checkpoint, whose figures
-    loggers still take then.
+    """Compares the order of the data at the beginning. At the end, waits for the last checkpoint, while loggers are
+    still open for its figures.
     """
 
     def __init__(self, trainer: AsyncCheckpointing) -> None:
@@ -519,8 +519,8 @@ class _BeginAndEnd(TrainerCallback):  # type: ignore[misc]
 
 
 def _clear_jit_mark(folder: Path) -> None:
-    """Remove the folder that the trainer has made on SIGTERM, or a subclass before the save, if it has no more than the
-    mark of that.
+    """Remove a folder that contains at most the trainer's mark. The trainer creates it on SIGTERM, or a subclass before
+    the save.
     """
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {_JIT_MARK}:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint of a trainer: what is copied, and what of it is in an archive.
+"""The parts of a trainer's checkpoint: those that are copied, and those that go to an archive.
 
 In: a trainer. Out: its state by parts; the kind of its archive. Knows nothing of: files, saves.
 """
@@ -14,14 +14,14 @@ from ..common.fsdp1_state import as_dtensors, as_slices, optimizer_of
 from ..common.fsdp_files import FsdpArchive, kind_for, sharded_parts
 from ..common.training_archive import TrainingArchive
 
-# The parts that the layout "transformers" has in files of torch, by the trainer's names.
+# The parts that the layout "transformers" stores in files of torch, with the trainer's names.
 FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
 def parts_of(trainer: Any) -> dict[str, Any]:
-    """The state to copy, in the structure of an archive; random states are no part of it.
+    """The state to copy, in the structure of an archive, without random states.
 
-    Under FSDP1 and ZeRO 3 all ranks meet.
+    Under FSDP1 and ZeRO 3, this uses collectives.
     """
     kind, adapters = kind_of_archive(trainer), peft_config_of(trainer.model)
     if trainer.is_deepspeed_enabled:
@@ -33,7 +33,7 @@ def parts_of(trainer: Any) -> dict[str, Any]:
         parts = {"model": written_weights(trainer.model), "optimizer": optimizer}
     if trainer.args.save_only_model:
         return {"model": parts["model"]}
-    if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":  # which the engine saves
+    if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":  # the engine saves that one
         parts["scheduler"] = trainer.lr_scheduler.state_dict()
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
@@ -42,7 +42,7 @@ def parts_of(trainer: Any) -> dict[str, Any]:
 
 
 def _weights_under_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
-    """The weights that the Trainer writes beside the engine's files: none where ZeRO 3 is not to gather them."""
+    """The weights that the Trainer writes beside the engine's files; empty if ZeRO 3 is not to gather them."""
     engine = trainer.deepspeed
     if engine.zero_optimization_stage() < 3:
         return written_weights(trainer.model)
@@ -53,26 +53,26 @@ def _weights_under_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def archived(trainer: Any, parts: Iterable[str]) -> list[str]:
-    """The names of the parts that are in an archive: those of all ranks, and with that layout all but the model."""
+    """The parts in an archive: sharded parts and, with layout "archive", all parts except the model."""
     of_ranks = {"model", "optimizer"} if trainer.is_fsdp_enabled else set()
     rest = {*parts} - {"model"} if trainer.layout == "archive" else set()
     return [part for part in parts if part in of_ranks | rest]
 
 
 def kind_of_archive(trainer: Any) -> type[TrainingArchive]:
-    """The kind of archive: for itself, or under FSDP for what the plain Trainer writes."""
+    """The kind of archive: a part of the checkpoint, or under FSDP one to be converted to the plain Trainer's files."""
     if not trainer.is_fsdp_enabled or trainer.layout == "archive":
         return TrainingArchive
     return kind_for(trainer.accelerator.state.fsdp_plugin)
 
 
 def peft_config_of(model: Any) -> Mapping[str, Any] | None:
-    """The adapters of a model, if only these are written."""
+    """The configs of a model's adapters, if only adapters are written; otherwise None."""
     return getattr(model, "peft_config", None) or None
 
 
 def written_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
+    """The part of a model's state dict that its `save_pretrained` writes; for a PEFT model, only the adapters."""
     with as_slices(model):
         weights: dict[str, torch.Tensor] = as_dtensors(model.state_dict())
     adapters = peft_config_of(model)
@@ -89,5 +89,5 @@ def written_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory, or where that is not to be had, as of a DTensor, of the object."""
+    """The address of a tensor's memory, or of the object if the memory has none, as for a DTensor."""
     return tensor.data_ptr() or id(tensor)

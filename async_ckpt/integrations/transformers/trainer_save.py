@@ -1,4 +1,4 @@
-"""One save of a trainer: what its own methods write into the folder of a checkpoint, from a snapshot.
+"""One save of a trainer: its own methods write the folder of a checkpoint from a snapshot.
 
 In: a trainer, a snapshot of its parts, small files. Out: a save that has begun. Knows nothing of: the formats of the
 files, which the trainer's own methods write, and other saves.
@@ -24,14 +24,14 @@ from ..common.small_files import write_files
 from ..common.training_archive import TrainingArchive
 from .trainer_parts import FILES, archived, kind_of_archive
 
-# In a store, the mark of a whole checkpoint.
+# In a store, the mark of a complete checkpoint.
 STATE: Final = "trainer_state.json"
 
 
 class TrainerSave(FolderSave):
-    """One save, from its snapshot on. `files` are those that a subclass has written already."""
+    """One save, from its snapshot on. `files` has the files that a subclass has already written."""
 
-    # From `begin` on. `row_before` is the last row of the trainer's log then, None if there was none.
+    # Set by `begin`. `row_before` is the last row of the trainer's log at that time, or None.
     row_before: dict[str, Any] | None
     epoch: dict[str, float]
 
@@ -44,8 +44,8 @@ class TrainerSave(FolderSave):
     def begin(
         self, trainer: Any, rng: Mapping[str, bytes], archive: TrainingArchive | None = None
     ) -> HistoryEntry | None:
-        """Have everything written that this rank writes. `rng` has the files of random states of all ranks, and
-        `archive` what is being written already. Returns what the history gets.
+        """Begin to write this rank's part. `rng` has the files of random states of all ranks; `archive` is the archive
+        that is already being written. Returns the entry for the history.
         """
         writes, is_pushed = trainer.args.should_save, trainer.args.push_to_hub
         with self.snap as snap:
@@ -55,7 +55,7 @@ class TrainerSave(FolderSave):
                 in_archive["rng"] = rng
             if in_archive:
                 archive = self.begin_archive(in_archive, kind_of_archive(trainer))
-                if "model" in in_archive:  # its config is written beside an archive that stays
+                if "model" in in_archive:  # only its config is written beside an archive that stays
                     weights = {} if archive.is_part else None
             if writes:
                 in_files = {part: snap[part] for part in FILES if part in snap and part not in in_archive}
@@ -76,13 +76,13 @@ class TrainerSave(FolderSave):
 
 
 def _frozen(trainer: Any) -> Any:
-    """A trainer with the small values that are written later, as they are now."""
+    """A copy of the trainer with the current small values, which are written later."""
     frozen = copy.copy(trainer)
     frozen.args, frozen.state = copy.copy(trainer.args), copy.copy(trainer.state)
     frozen.state.log_history = list(trainer.state.log_history)
     frozen.state.stateful_callbacks = copy.deepcopy(trainer.state.stateful_callbacks)
     model = plain_of(trainer.model)
-    frozen.model = object.__new__(type(model))  # not copy.copy: FSDP2 has its modules made anew
+    frozen.model = object.__new__(type(model))  # not copy.copy, for which FSDP2 creates a new module
     frozen.model.__dict__.update(vars(model))
     for name in {"config", "generation_config"} & {*vars(model)}:
         frozen.model.__dict__[name] = copy.deepcopy(vars(model)[name])
@@ -96,7 +96,7 @@ def _write_parts(trainer: Any, files: Mapping[str, bytes], parts: Any, folder: s
         is_in_archive = not weights
         trainer._save(folder, state_dict=weights)
         if is_in_archive:
-            Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
+            Path(folder, "model.safetensors").unlink(missing_ok=True)  # it has no weights
     for name, value in in_files.items():
         write_by_torch(value, Path(folder, FILES[name]))
     write_files(files, folder)

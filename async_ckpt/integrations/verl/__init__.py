@@ -1,12 +1,12 @@
-"""verl's checkpoint manager for FSDP, with checkpoints that are written behind the training.
+"""verl's checkpoint manager for FSDP, with checkpoints that are written in the background.
 
 In: a model, its optimizer and scheduler. Out: archives in the folders of verl's trainers, and their tracker, which
-names what is durable. Knows nothing of: how an archive is written and read.
+names the newest durable step. Knows nothing of: how an archive is written and read.
 
-- `checkpoint_manager.py`: `VerlCheckpointManager`, which verl's engine, or a script of your own, saves and loads by.
-- `part_folder.py`: the folder of one model in that of a step, and the tracker.
+- `checkpoint_manager.py`: `VerlCheckpointManager`, with which verl's engine, or your own script, saves and loads.
+- `part_folder.py`: the folder of one model in the folder of a step, and the tracker.
 - `fsdp_state.py`: the weights of a model under FSDP, FSDP2 or neither.
-- `engines.py`: verl's FSDP engines with this manager, by the name `async_ckpt`. It is imported by verl.
+- `engines.py`: verl's FSDP engines with this manager, for the vendor `async_ckpt`. Imported by verl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 
 # First: it may import our engines, which need the manager, which needs verl.
-with suppress(ImportError):  # said when a manager is made
+with suppress(ImportError):  # raised when a manager is constructed
     import_module("verl")
 
 from .checkpoint_manager import VerlCheckpointManager

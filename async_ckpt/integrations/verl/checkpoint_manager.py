@@ -1,9 +1,9 @@
 """`VerlCheckpointManager`: verl's checkpoint manager for FSDP, which writes in the background.
 
 In: the calls of verl's engine, on all ranks. Out: a folder of archives, the tracker, and errors on all ranks. Knows
-nothing of: how the state of FSDP is cut, and what is in the folder of a step beside this model's.
+nothing of: how FSDP shards the state, the other folders of a step.
 
-The small files (config, tokenizer, FSDP's config) are those that verl's own manager writes: it is asked for them once.
+verl's own manager writes the small files (config, tokenizer, FSDP's config); it is called once for them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..dcp import restore
 from . import fsdp_state
 from .part_folder import PartFolder
 
-_missing: ImportError | None = None  # raised when a manager is made
-if TYPE_CHECKING:  # whichever version is installed, if any
+_missing: ImportError | None = None  # raised when a manager is constructed
+if TYPE_CHECKING:  # the types must not depend on the installed version
     FSDPCheckpointManager: Any
 else:
     try:
@@ -48,7 +48,7 @@ else:
 _HF: Final = "huggingface"
 _CONTENTS: Final = ("model", "optimizer", "extra")
 _FACTS: Final = "verl"
-"""The group with what was saved, and by how many ranks."""
+"""The group with facts about the save: the saved contents, the number of ranks, and others."""
 # The methods and attributes of verl's managers that are used here.
 _USED: Final = (
     "save_checkpoint", "load_checkpoint", "should_save_model", "should_save_optimizer", "should_save_extra",
@@ -59,7 +59,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class _PartSave(NamedTuple):
-    """The save under way. The trainer's going on lets the tracker be moved, at which all of it has ended."""
+    """The save under way. When the trainer `went_on`, the tracker is moved, and then the save has `ended`."""
 
     went_on: threading.Event
     durable: Future[None]
@@ -67,20 +67,20 @@ class _PartSave(NamedTuple):
 
 
 class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
-    """A checkpoint manager for verl's FSDP engine, with the arguments of verl's own and in its place.
+    """A checkpoint manager that replaces the one of verl's FSDP engine, with the same arguments.
 
-    A checkpoint is verl's folder with an archive of this library instead of a file of each kind for each rank. Any
-    number of ranks loads it. Folders of verl's own manager are loaded on as many ranks as have saved.
+    A checkpoint is verl's folder with one archive of this library instead of several files for each rank. Any number of
+    ranks can load it. Folders of verl's own manager can be loaded only on the number of ranks that has saved them.
 
-    With `async_save=True` in the checkpoint's config, saves are written behind the training, and this manager moves
-    verl's tracker when everything in the folder of the step is durable: the trainer leaves it alone then. Otherwise
-    the trainer moves the tracker when the save returns, so that a save returns when it is durable.
+    With `async_save=True` in the checkpoint's config, saves are written in the background, and this manager updates
+    verl's tracker when all files in the folder of the step are durable; the trainer then does not touch the tracker.
+    Otherwise the trainer updates the tracker when the save returns, so a save returns only when it is durable.
 
     One save is under way at a time. The next save, `load_checkpoint`, `wait`, and the interpreter's exit wait for it.
     The first three raise its error on every rank.
 
-    `moves_state=True` says that the model or optimizer are moved or changed between the steps of the optimizer. Then
-    all is copied before a save returns, as it is for models with adapters, which verl merges for rollouts.
+    Pass `moves_state=True` if the model or the optimizer is moved or changed between the steps of the optimizer. Then
+    everything is copied before a save returns, as it is for models with adapters, which verl merges for rollouts.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save into a folder. Every rank calls it. With `local_path=None` it is `wait`.
+        """Save to a folder. Every rank calls this. With `local_path=None`, this is `wait`.
 
-        Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
+        Raises the error of the previous save, and then saves nothing. An error of any rank's copy is raised on all.
         """
         began = timing.monotonic()
         if local_path is None:
@@ -143,7 +143,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         except BaseException:
             for handle in handles:
                 waits.wait_for(handle)
-                handle.exception()  # this save is none, whatever has come of its parts
+                handle.exception()  # this save has failed, even if a part was written
             raise
         held_seconds = timing.monotonic() - began
         if self.rank == 0:
@@ -166,13 +166,13 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Fill model, optimizer, scheduler and random state from a folder, after the save under way.
+        """Wait for the save under way, and fill model, optimizer, scheduler and random state from a folder.
 
-        Every rank calls it. Under FSDP it calls collectives.
+        Every rank calls this. Under FSDP, it uses collectives.
 
-        Raises the error of that save, NotCommittedError if there is no checkpoint, ValueError if it lacks what
-        `load_contents` names, FileNotFoundError if verl's own manager has written it on another number of ranks, and
-        what `AsyncCheckpointer.restore` raises.
+        Raises the error of that save, NotCommittedError if there is no checkpoint, ValueError if it lacks an item of
+        `load_contents`, FileNotFoundError if verl's own manager has written it on another number of ranks, and the
+        errors of `AsyncCheckpointer.restore`.
         """
         self.wait()
         if local_path is None:
@@ -186,7 +186,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     # --- what users call --------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when the save under way is durable and named. Every rank calls it. Raises its error.
+        """Wait until the save under way is durable and in the tracker. Every rank calls this. Raises its error.
 
         manager.wait()  # the last line of a script
         """
@@ -195,25 +195,25 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     close = wait
 
     def wait_durable(self) -> None:
-        """Return when the save under way is durable; the tracker may move later. Every rank calls it. Raises its error.
+        """Wait until the save under way is durable, but not for the tracker. Every rank calls this. Raises its error.
 
         manager.wait_durable()
         """
         meet(self._after_durable)
 
     def trainer_went_on(self) -> None:
-        """Say that the trainer has written everything that belongs into the folder of the step.
+        """Report that the trainer has written all its files to the folder of the step.
 
-        manager.trainer_went_on()  # verl's engine asks for weights, or anything else that follows its save
+        manager.trainer_went_on()  # after the trainer's save, such as when verl's engine asks for weights
         """
         pending = self._pending
         if pending is not None:
             pending.went_on.set()
             if pending.durable.done():
-                waits.wait_for(pending.ended)  # for a moment: the tracker is moved
+                waits.wait_for(pending.ended)  # a short wait: only the tracker is written
 
     def reports(self) -> list[SaveReport]:
-        """The reports of this rank's part of the saves that have ended since the last call.
+        """The reports of this rank's parts of the saves that have ended since the last call.
 
         for report in manager.reports(): tracking.log(report.as_dict("async_ckpt/"), step=report.step)
         """
@@ -238,7 +238,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         folder.begin()
 
     def _files(self) -> dict[str, bytes]:
-        """The small files of the folder, which rank 0 has. Every rank calls it."""
+        """The small files of the folder, on rank 0. Every rank calls this."""
         if self._small_files is None:
             plain = FSDPCheckpointManager(
                 self.model,
@@ -251,7 +251,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         return self._small_files
 
     def _write_exported_config(self, folder: str) -> None:
-        """The configs beside exported weights, as verl has them: those of a new model in bfloat16."""
+        """Write the configs beside exported weights as verl does: those of a new model in bfloat16."""
         plain = fsdp1_state.plain_of(self.model)
         config = copy.deepcopy(plain.config)
         config.dtype = torch.bfloat16
@@ -261,7 +261,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             generation.from_model_config(config).save_pretrained(f"{folder}/{_HF}")
 
     def _state(self) -> dict[str, Any]:
-        """The state of this rank for the archive, as `save_contents` names it. Every rank calls it."""
+        """The state of this rank for the archive, with the parts in `save_contents`. Every rank calls this."""
         state: dict[str, Any] = {}
         if self.should_save_model:
             state["model"] = fsdp_state.weights_of(self.model, only_adapters=self._saves_adapters())
@@ -277,7 +277,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         return bool(self.should_save_lora_only) and fsdp_state.has_adapters(self.model)
 
     def _exported(self, state: Mapping[str, Any]) -> Any:
-        """The model or weights to export; None without an export. Every rank calls it."""
+        """The model or weights to export; None without an export. Every rank calls this."""
         if not self.should_save_hf_model:
             return None
         weights = None if self._saves_adapters() else state.get("model")
@@ -296,7 +296,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
             state["ranks"] = fsdp_state.rank_number(self.rank, self.world_size)
         with ExitStack() as stack:
-            if exported is not None and "model" in state:  # which are copied once
+            if exported is not None and "model" in state:  # one snapshot, so that weights are copied only once
                 snap = stack.enter_context(snapshot({"state": state, "exported": exported}, guard=guard))
                 state, exported, guard = snap["state"], snap["exported"], None
             handles = [save(state, folder.archive, guard=guard)]
@@ -307,7 +307,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     # --- the end of a save, on the follower's thread ----------------------------------------------------------
 
     def _name(self, folder: PartFolder, went_on: threading.Event | None, limit: int | None) -> None:
-        """Have the tracker name the step of a durable folder once the trainer `went_on`, and remove older folders."""
+        """When the trainer `went_on`, write the step of a durable folder to the tracker. Then remove older folders."""
         try:
             if went_on is not None:
                 folder.wait_for_trainer(went_on)
@@ -318,7 +318,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             raise
 
     def _retire(self, folder: PartFolder, limit: int | None) -> None:
-        """Remove the oldest folders of this model beyond the limit, but none that the tracker names."""
+        """Remove the oldest folders of this model beyond the limit, except that of the tracker's step."""
         newest = str(folder.path)
         paths = [*(path for path in self.previous_saved_paths if path != newest), newest]
         self.previous_saved_paths = paths
@@ -332,7 +332,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     # --- waits ------------------------------------------------------------------------------------------------
 
     def _meet_after_last(self, then: Callable[[], object] = lambda: None) -> None:
-        """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
+        """Wait for the previous save on all ranks, and then call `then`. An error of any rank is raised on all."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.went_on.set()
@@ -346,7 +346,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     # --- loading ----------------------------------------------------------------------------------------------
 
     def _is_of_verl(self, folder: PartFolder) -> bool:
-        """Whether verl's own manager has written this folder last. Raises FileNotFoundError, NotCommittedError."""
+        """True if verl's own manager has written this folder last. Raises FileNotFoundError and NotCommittedError."""
         files = folder.files_of_verl()
         if not files:
             if archive_in(folder.path) is None:
@@ -360,7 +360,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         return True
 
     def _fill(self, folder: PartFolder) -> None:
-        """Fill everything that is to be loaded from the archive in a folder. Every rank calls it."""
+        """Fill the parts in `load_contents` from the archive in a folder. Every rank calls this."""
         facts = meet(lambda: self._facts(folder))[0]
         is_same_world = facts["world_size"] == self.world_size
         only_adapters = bool(facts["lora_only"])
@@ -380,10 +380,10 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             fsdp_state.take_back(self.model, live["model"], only_adapters=only_adapters)
         if self.should_load_optimizer:
             fsdp1_state.take_back_optimizer(self.model, self.optimizer, live["optimizer"])
-        meet(lambda: None)  # as verl's own, which returns when all ranks have loaded
+        meet(lambda: None)  # like verl's own manager, return when all ranks have loaded
 
     def _facts(self, folder: PartFolder) -> dict[str, Any]:
-        """The facts of an archive. Raises ValueError if it lacks something that is to be loaded."""
+        """The facts of an archive. Raises ValueError if it lacks an item of `load_contents`."""
         facts: dict[str, Any] = load(folder.archive, select=_FACTS)[_FACTS]
         for name in _CONTENTS:
             if name in self.checkpoint_load_contents and name not in facts["contents"]:

@@ -1,9 +1,9 @@
-"""verl's FSDP engines with our checkpoint manager, by a vendor's name in verl's registry of engines.
+"""verl's FSDP engines with our checkpoint manager, registered in verl under a vendor's name.
 
-In: verl's own engines. Out: the same, with another manager. Knows nothing of: the contents of checkpoints.
+In: verl's own engines. Out: the same engines with another manager. Knows nothing of: the content of checkpoints.
 
-verl imports this module on every worker (`VERL_USE_EXTERNAL_MODULES=async_ckpt.integrations.verl.engines`), and takes
-these engines where it is told so (`VERL_ENGINE_VENDOR=async_ckpt`).
+verl imports this module on every worker (`VERL_USE_EXTERNAL_MODULES=async_ckpt.integrations.verl.engines`), and uses
+these engines if `VERL_ENGINE_VENDOR=async_ckpt` is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ require_names(_verl, _engines.FSDPEngineWithLMHead, ["initialize", "save_checkpo
 
 
 class SavingInBackground:
-    """A base in front of an engine of verl, whose checkpoint manager it replaces by ours."""
+    """A first base class, before an engine of verl, that replaces its checkpoint manager by ours."""
 
     checkpoint_manager: Any
     optimizer_config: Any
@@ -33,7 +33,7 @@ class SavingInBackground:
     is_optimizer_offload_enabled: bool
 
     def initialize(self) -> None:
-        """Build the model as the engine does, and its manager."""
+        """Build the model as the engine does, and replace its manager."""
         super().initialize()  # type: ignore[misc]
         theirs = self.checkpoint_manager
         self.checkpoint_manager = VerlCheckpointManager(
@@ -42,7 +42,7 @@ class SavingInBackground:
             lr_scheduler=theirs.lr_scheduler,
             processing_class=theirs.processing_class,
             checkpoint_config=theirs.checkpoint_config,
-            # Between two steps these go to the host and come back.
+            # Offloading moves them to the host and back between two steps.
             moves_state=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
         )
 
@@ -54,23 +54,23 @@ class SavingInBackground:
         max_ckpt_to_keep: int | None = None,
         **options: Any,
     ) -> None:
-        """Save as the engine does. That of the last step is durable when this returns: Ray ends the workers then."""
+        """Save as the engine does. The save of the last step is durable on return, since Ray then ends the workers."""
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **options)  # type: ignore[misc]
         last_step = getattr(self.optimizer_config, "total_training_steps", None)
         if last_step is not None and 0 < last_step <= global_step:
             self.checkpoint_manager.wait_durable()
 
     def get_per_tensor_param(self, *args: Any, **options: Any) -> Any:
-        """The weights for a rollout, which the trainer asks for when its save is behind it."""
+        """The weights for a rollout. The trainer requests them only after its save is complete."""
         self.checkpoint_manager.trainer_went_on()
         return super().get_per_tensor_param(*args, **options)  # type: ignore[misc]
 
 
 @_registry.register(model_type="language_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
 class LanguageModelEngine(SavingInBackground, _engines.FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's FSDP engine of an actor or a reference, with our checkpoint manager."""
+    """verl's FSDP engine for an actor or a reference model, with our checkpoint manager."""
 
 
 @_registry.register(model_type="value_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
 class ValueModelEngine(SavingInBackground, _engines.FSDPEngineWithValueHead):  # type: ignore[misc]
-    """verl's FSDP engine of a critic, with our checkpoint manager."""
+    """verl's FSDP engine for a critic, with our checkpoint manager."""

@@ -1,8 +1,8 @@
-"""The weights of a model under FSDP, FSDP2 or neither, as slices of whole tensors.
+"""The weights of a model under FSDP, FSDP2 or neither, as slices of full tensors.
 
-In: a model as verl makes it. Out: what an archive is made of, and what it fills. Knows nothing of: folders, saves.
+In: a model as verl creates it. Out: the state to save or to load into. Knows nothing of: folders, saves.
 
-FSDP2 and plain modules have tensors that are filled where they are. For FSDP there is `common.fsdp1_state`.
+The tensors of FSDP2 and of plain modules are filled in place. For FSDP, see `common.fsdp1_state`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def has_adapters(model: Any) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of an adapter's weight, as verl tells it."""
+    """True if this is the name of an adapter's weight, by verl's rule."""
     return any(part in name for part in _LORA)
 
 
 def weights_of(model: Any, *, only_adapters: bool) -> dict[str, Any]:
-    """The weights of this rank by name. Under FSDP every rank calls it. Raises ValueError without adapters."""
+    """This rank's weights by name. Under FSDP, every rank calls this. Raises ValueError if adapters are missing."""
     with as_slices(model):
         weights = dict(model.state_dict())
     if not only_adapters:
@@ -42,13 +42,13 @@ def weights_of(model: Any, *, only_adapters: bool) -> dict[str, Any]:
 
 
 def take_back(model: Any, weights: Mapping[str, Any], *, only_adapters: bool) -> None:
-    """Give filled weights back to the model. Every rank calls it."""
+    """Load the filled weights of `weights_of` into the model. Every rank calls this."""
     with as_slices(model):
         model.load_state_dict(weights, strict=not only_adapters)
 
 
 def rank_number(rank: int, world_size: int) -> Any:
-    """A rank's number as its element of a tensor: with it, all ranks save a state in which nothing else is spread."""
+    """A rank's number as its slice of a tensor, so that all ranks save a state in which nothing else is sharded."""
     number: Any = torch.tensor([rank])
     number.global_shape, number.global_offsets = (world_size,), [(rank,)]
     number.local_offsets, number.local_sizes = [(0,)], [(1,)]
@@ -56,9 +56,10 @@ def rank_number(rank: int, world_size: int) -> Any:
 
 
 def exported(model: Any, weights: Mapping[str, Any]) -> Any:
-    """The model to export as a folder of Hugging Face, or its weights by the names that verl gives them there.
+    """The model to export as a Hugging Face folder, or its weights by the names that verl gives them there.
 
-    `weights` are all of this rank. A model of FSDP has none of its own, and adapters stay beside what they adapt.
+    `weights` has all weights of this rank. Weights are returned for a model of FSDP, which has no full tensors, and
+    for one with adapters, which are exported beside the base weights.
     """
     if not is_fsdp1(model) and not has_adapters(model):
         return model
