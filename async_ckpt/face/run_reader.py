@@ -138,6 +138,7 @@ class RunReader:
         self._see_own_saves("load()")
         if step is not None:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
+        self._roots.check_naming()
         loaded = from_newest(self._roots, build, verify=verify, readers=readers)
         if loaded is None:
             reason = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"

@@ -123,7 +123,7 @@ def copy_step(
                 sends.append(send)
                 sent[path] = archive
             else:
-                parcels.append(_Original(source.storage, path, step, archive, on_bytes).parcel(path))
+                parcels.append(_parcel(source.storage, path, step, archive, on_bytes))
         copy(
             parcels,
             target.storage,
@@ -158,7 +158,7 @@ def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, p
 
     Raises as `copy_step`.
     """
-    parcel = _Original(source, path, -1, archive, lambda _: None).parcel(path)
+    parcel = _parcel(source, path, -1, archive, lambda _: None)
     copy([parcel], target.storage, background=True, pace=pace, compresses=target.compresses)
 
 
@@ -186,40 +186,34 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
         return False
 
 
-class _Original:
-    """An archive that is being copied. It is opened when its copy begins, and forgotten with its last byte."""
+def _parcel(storage: Storage, path: str, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> Parcel:
+    """An archive to be copied to the same path. It is opened when its copy begins, and forgotten with its last byte."""
+    opened: OpenArchive | None = None
+    num_left = archive.num_bytes  # under the lock
+    lock = threading.Lock()
 
-    def __init__(
-        self, storage: Storage, path: str, step: int, archive: Archive, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._storage, self._path = storage, path
-        self._step, self._archive = step, archive
-        self._on_bytes = on_bytes
-        self._opened: OpenArchive | None = None
-        self._num_left = archive.num_bytes  # under _lock
-        self._lock = threading.Lock()
-
-    def parcel(self, path: str) -> Parcel:
-        return Parcel(self._open, path, self._archive.num_bytes, self._verify)
-
-    def _open(self) -> Reader:
-        shown = self._storage.locate(self._path)
+    def begin() -> Reader:
+        nonlocal opened
+        shown = storage.locate(path)
         try:
-            reader = self._storage.open(self._path)
+            reader = storage.open(path)
         except FileNotFoundError as error:
-            raise missing_error(shown, self._step) from error
+            raise missing_error(shown, step) from error
         try:
-            self._opened = open_named(reader, self._archive, path=shown)
+            opened = open_named(reader, archive, path=shown)
         except BaseException:
             reader.close()
             raise
-        return self._opened.reader
+        return opened.reader
 
-    def _verify(self, offset: int, data: memoryview) -> None:
-        assert self._opened is not None
-        self._opened.verify(offset, data)
-        self._on_bytes(len(data))
-        with self._lock:
-            self._num_left -= len(data)
-            if not self._num_left:
-                self._opened = None  # of hundreds of ranks, the indices would add up
+    def verify(offset: int, data: memoryview) -> None:
+        nonlocal opened, num_left
+        assert opened is not None
+        opened.verify(offset, data)
+        on_bytes(len(data))
+        with lock:
+            num_left -= len(data)
+            if not num_left:
+                opened = None  # of hundreds of ranks, the indices would add up
+
+    return Parcel(begin, path, archive.num_bytes, verify)

@@ -8,19 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import queue
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ..backends import backend_of, device_of, has_plain_bytes, is_dense
 from ..collector import no_collection
-from ..format.index import Slice
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
@@ -62,11 +60,8 @@ class Wanted(NamedTuple):
         return None if self.offsets is None else Box(self.offsets, tuple(self.into.shape))
 
 
-class _Stretch(NamedTuple):
-    """Bytes of a read that go to the memory with the number `wanted`."""
-
-    wanted: int
-    run: StridedCopy
+# Bytes of a read, and the number of the memory that they go to. Not a class: there are many.
+_Stretch: TypeAlias = tuple[int, StridedCopy]
 
 
 @dataclass(slots=True)
@@ -79,14 +74,10 @@ class Read:
 
 
 class Plan(NamedTuple):
-    """The bytes to read from each file, and their targets."""
+    """Memory, and the reads that fill it. Made by `planned` for one `fill`."""
 
     wanted: Sequence[Wanted]
-    files: Sequence[_FilePlan]
-
-    @no_collection()
-    def reads(self, *, keep_parts: bool = False) -> list[Read]:
-        return [read for file in self.files for read in file.reads(keep_parts=keep_parts)]
+    reads: Sequence[Read]
 
 
 @no_collection()
@@ -105,11 +96,13 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
             for file, piece, held in archive.sources(item.number, box):
                 runs = copies(held, piece.box, box, DTYPES[tensor.dtype][0])
                 if runs and piece.extent.length:
-                    files.setdefault(id(file), _FilePlan(file, [], set())).add(len(requests), piece, runs)
+                    plan = files.setdefault(id(file), _FilePlan(file, [], set()))
+                    plan.members.add(piece.member)
+                    plan.stretches.extend((len(requests), run.moved(piece.extent.offset)) for run in runs)
             requests.append(item)
-    checks = [functools.partial(file.file.check_members, file.members) for file in files.values()]
+    checks = [functools.partial(plan.file.check_members, plan.members) for plan in files.values()]
     run_together("check", checks, max_threads=_MAX_READERS)
-    return Plan(requests, list(files.values()))
+    return Plan(requests, [read for plan in files.values() for read in plan.reads()])
 
 
 def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> None:
@@ -119,7 +112,6 @@ def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> N
     Raises CorruptCheckpointError; tensors that have been filled by then stay so.
     """
     targets = [_FillTarget(item.into) for item in plan.wanted] if copy else []
-    reads = plan.reads(keep_parts=copy)
     devices = {device for target in targets if (device := device_of(target.flat)) is not None}
     uploads = [_Upload(device, targets) for device in devices]
     for upload in uploads:
@@ -127,11 +119,12 @@ def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> N
 
     def use(read: Read, segment: Segment) -> None:
         read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
-        for upload in uploads:
-            upload.copy(read, segment)
-        _copy_out(read, segment, targets)
+        if copy:
+            for upload in uploads:
+                upload.copy(read, segment)
+            _copy_out(read, segment, targets)
 
-    run_reads(reads, use, pin=next(iter(devices), None), pool=pool)
+    run_reads(plan.reads, use, pin=next(iter(devices), None), pool=pool)
     for upload in uploads:
         upload.hold_caller()
     for target in targets:
@@ -146,10 +139,10 @@ def run_reads(
     pool: SegmentPool | None = None,
     max_threads: int = _MAX_READERS,
 ) -> None:
-    """Read in parallel into a ring of buffers, one for each thread, and call `use` for each read on the thread that
-    made it.
+    """Read in parallel, and call `use` for each read on the thread that made it.
 
-    The buffers are taken from `pool` as far as it has memory to spare, which then stays warm for the next save.
+    The buffers, one for each thread, are taken from `pool` as far as it has memory to spare, which then stays warm for
+    the next save.
 
     Raises CorruptCheckpointError for an archive that ends too early, and the errors of `use`.
     """
@@ -157,12 +150,15 @@ def run_reads(
         return
     fewest = _MIN_SHARED_READERS if any(read.archive.is_shared for read in reads) else _MIN_READERS
     crew = Crew("read", min(max(fewest, num_cpus()), max_threads, len(reads)))
-    with _Ring(crew.max_threads, pin, pool) as ring:
+    with _buffers(crew.max_threads, pin, pool) as idle:
 
         def run(read: Read) -> None:
-            with ring.buffer() as buffer:
+            buffer = idle.pop()
+            try:
                 read.archive.read_into(read.extent.offset, buffer.view[: read.extent.length])
                 use(read, buffer)
+            finally:
+                idle.append(buffer)
 
         try:
             crew.run_all(functools.partial(run, read) for read in reads)
@@ -170,64 +166,35 @@ def run_reads(
             crew.stop()
 
 
+@contextmanager
+def _buffers(num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> Iterator[list[Segment]]:
+    """Buffers for threads that take the last one of the list: parts of segments that a pool can spare, which are taken
+    first, and new memory for the rest, whose pages are not there before they are filled.
+    """
+    per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
+    own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
+    leases: list[Lease] = []
+    try:
+        if pool is not None and per_segment:
+            leases += pool.borrow(-(-num_buffers // per_segment), pin=pin)
+        lent = [
+            lease.segment.part(begin, begin + READ_BYTES)
+            for lease in leases
+            for begin in range(0, per_segment * READ_BYTES, READ_BYTES)
+        ]
+        new = own.borrow(num_buffers - len(lent), pin=pin)  # page-locked by one call, since each takes long
+        leases += new
+        yield [*(lease.segment for lease in new), *lent]
+    finally:
+        for lease in leases:
+            lease.release()
+        own.close()
+
+
 # One stream of each device for all loads: others may use the streams of torch's pool, too.
 _stream_of: Final[OnceInProcess[torch.device, Any]] = OnceInProcess(
     lambda device: backend_of(device).new_stream(device)
 )
-
-
-class _Ring:
-    """One buffer for each thread: parts of segments that a pool can spare, and new memory for the rest.
-
-    `run_reads` creates and closes it; any of its threads may take a buffer.
-    """
-
-    def __init__(self, num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> None:
-        self._pin = pin
-        self._own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
-        self._leases: list[Lease] = []
-        self._idle: queue.SimpleQueue[Segment] = queue.SimpleQueue()
-        per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
-        if pool is not None and per_segment:
-            self._leases += pool.borrow(-(-num_buffers // per_segment), pin=pin)
-        for lease in self._leases:
-            for begin in range(0, per_segment * READ_BYTES, READ_BYTES):
-                self._idle.put(lease.segment.part(begin, begin + READ_BYTES))
-        self._num_missing = num_buffers - len(self._leases) * per_segment
-        self._making = threading.Lock()  # guards `_num_missing` and `_leases`, and is held while memory is page-locked
-
-    @contextmanager
-    def buffer(self) -> Iterator[Segment]:
-        """A buffer of the ring, or a new one if none is idle, so that no thread waits for a read of another."""
-        try:
-            buffer = self._idle.get_nowait()
-        except queue.Empty:
-            buffer = self._new()
-        try:
-            yield buffer
-        finally:
-            self._idle.put(buffer)
-
-    def _new(self) -> Segment:
-        """A new buffer. With `pin`, all that are missing are page-locked by one call, since each takes long."""
-        with self._making:
-            if self._num_missing <= 0:  # another thread has made them meanwhile
-                return self._idle.get_nowait()
-            leases = self._own.borrow(self._num_missing if self._pin else 1, pin=self._pin)
-            self._leases += leases
-            self._num_missing -= len(leases)
-            first, *others = (lease.segment for lease in leases)
-            for other in others:
-                self._idle.put(other)
-            return first
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for lease in self._leases:
-            lease.release()
-        self._own.close()
 
 
 def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
@@ -384,13 +351,10 @@ class _FilePlan(NamedTuple):
     stretches: list[_Stretch]
     members: set[int]
 
-    def add(self, wanted: int, piece: Slice, runs: Sequence[StridedCopy]) -> None:
-        """Add these runs of bytes of a piece."""
-        self.members.add(piece.member)
-        self.stretches.extend(_Stretch(wanted, run.moved(piece.extent.offset)) for run in runs)
-
-    def reads(self, *, keep_parts: bool) -> list[Read]:
-        """Whole digest blocks (or pages), neighbours together, up to the size of a read; no byte is read twice."""
+    def reads(self) -> list[Read]:
+        """Whole digest blocks (or pages), neighbours together, up to the size of a read; no byte is read twice. Each
+        has the stretches that lie in it, counted from its begin.
+        """
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
         at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES
         file_bytes = self.file.index.file_bytes
@@ -408,15 +372,10 @@ class _FilePlan(NamedTuple):
             for begin, end in spans
             for at in range(begin, end, at_most)
         ]
-        if keep_parts:
-            self._hand_out(reads)
-        return reads
-
-    def _hand_out(self, reads: Sequence[Read]) -> None:
-        """Give each read the stretches that lie in it, counted from its begin."""
         begins = [read.extent.offset for read in reads]
         for wanted, run in self.stretches:
             for number in range(bisect_right(begins, run.source) - 1, bisect_left(begins, run.source_end)):
                 begin, end = begins[number], reads[number].extent.end
                 parts = (run,) if begin <= run.source and run.source_end <= end else run.within(begin, end)
-                reads[number].parts += [_Stretch(wanted, part.moved(-begin)) for part in parts]
+                reads[number].parts += [(wanted, part.moved(-begin)) for part in parts]
+        return reads

@@ -73,7 +73,7 @@ def load_state(
         tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
     plan = planned([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
     if mmap:
-        for read in plan.reads():
+        for read in plan.reads:
             with memoryview(maps[read.archive]) as view, view[read.extent.offset : read.extent.end] as part:
                 read.archive.verify(read.extent.offset, part)
     else:
@@ -94,11 +94,9 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
     """Raises CorruptCheckpointError if one of several archives lacks a selected group that the manifest says it has."""
     chosen = selector(select)
     for part in parts if len(parts) > 1 else ():
-        lacking = _lacking_groups(part, chosen)
-        if lacking and part.archive.learn_names():
-            lacking = _lacking_groups(part, chosen)
-        if lacking:
-            raise part.archive.corrupt(f"a manifest says that {lacking[0]!r} is in it, but it is not")
+        while lacking := _lacking_groups(part, chosen):
+            if not part.archive.learn_names():
+                raise part.archive.corrupt(f"a manifest says that {lacking[0]!r} is in it, but it is not")
 
 
 def _lacking_groups(part: Part, chosen: Selector | None) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,7 +24,7 @@ from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Contents, Part, raise_unless_any
 from .fill import Wanted, fill, planned
-from .live.containers import is_array, is_buffer, is_list, is_mapping
+from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
 from .live.match import Match
 from .load import Verify, check_lent, check_select
 from .sharing import Item, Share, Sharing
@@ -86,13 +85,19 @@ def restore_state(
     plan = planned(wanted)
     spans.add("plan", begin)
     if options.verify == "first":
-        fill(plan, copy=False, pool=pool)
-    with _partly_overwritten():
+        fill(planned(wanted), copy=False, pool=pool)
+    try:
         with spans.span("read"):
             fill(plan, pool=pool)
         with spans.span("fill"), torch.no_grad():
             for action in actions if share is None else ():
                 action()
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} - and the live state is partly overwritten by now: restore another step before training on",
+            path=error.path,
+            partly_overwritten=True,
+        ) from error
     return share
 
 
@@ -143,14 +148,11 @@ def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, optio
     """
     archive = part.archive
     while True:
-        try:
-            saved, stored = archive.tree(select=options.select, types=options.types, groups=part.groups)
-        except KeyError:
-            if archive.learn_names():
-                continue
-            raise
+        saved, stored = archive.tree(select=options.select, types=options.types, groups=part.groups)
+        if not part.keeps_empty:
+            saved = with_left_out(share, saved, state_dicts.of)
         match = Match(
-            part,
+            archive,
             archive.objects(stored, trust=options.trust),
             selector(options.select),
             state_dicts,
@@ -215,15 +217,3 @@ def _check_root(live: Any) -> None:
             f"restore fills objects in place and cannot fill {with_article(type(live).__qualname__)}; "
             "give it a dict, a module, an optimizer or a tensor, or use load()"
         )
-
-
-@contextmanager
-def _partly_overwritten() -> Iterator[None]:
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error} - and the live state is partly overwritten by now: restore another step before training on",
-            path=error.path,
-            partly_overwritten=True,
-        ) from error

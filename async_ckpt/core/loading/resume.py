@@ -16,10 +16,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.meeting import Talk, in_words
+from ..runs.root import TRIES, overtaken_error
 from ..runs.roots import Roots
 from ..timing import TIMEKEEPER, monotonic
 from .archives.contents import Part
-from .archives.find import PassedOver, from_newest, from_step
+from .archives.find import PassedOver, from_step
 from .archives.step_archives import Readers
 
 T = TypeVar("T")
@@ -61,26 +62,34 @@ def resume(
     if talk is None or talk.rank:
         see_own_saves()
     if talk is None:
-        return from_newest(roots, use, verify=verify, readers=readers, on_skip=on_skip, only_good=only_good)
-    passed = PassedOver(on_skip)
+        roots.check_naming()
+    passed, num_gone = PassedOver(on_skip), 0
 
-    def agreed(skipped: dict[int, str]) -> int | None:
+    def chosen(skipped: dict[int, str]) -> int | None:
+        if talk is None:
+            return roots.newest_sound(skipped, only_good=only_good)
         return _agreed_step(roots, talk, len(passed.corrupt), skipped, see_own_saves, only_good=only_good)
 
-    while (step := passed.next(agreed)) is not None:
+    while (step := passed.next(chosen)) is not None:
         try:
             result = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
-            if not fallback:
-                raise
-            _is_fine_everywhere(talk, step, is_fine=False)
+            if talk is not None:
+                if not fallback:
+                    raise
+                _is_fine_everywhere(talk, step, is_fine=False)
             passed.note(step, error)
             continue
         except BaseException as error:
-            if fallback:  # the others wait for the answer of this rank
+            if talk is None and isinstance(error, NotCommittedError):  # deleted while it was read
+                num_gone += 1
+                if num_gone < TRIES:
+                    continue
+                raise overtaken_error(", ".join(roots.names)) from error
+            if talk is not None and fallback:  # the others wait for the answer of this rank
                 _say_failure(talk, step, error)
             raise
-        if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
+        if talk is None or not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, result
         passed.note(step, CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots)))
     passed.raise_any(roots)

@@ -20,7 +20,7 @@ from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
-from .live.kinds import is_looked_into
+from .live.match import is_looked_into
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume

@@ -179,11 +179,8 @@ class _CaptureWalk:
             if tied is not None:
                 break  # one alias stands for all
         if not parts:
-            self.specs.append(
-                TensorSpec(path, dtype_name(dtype), (0,), None, SliceFacts(number, slices.global_shape, None))
-            )
-            self.tensors.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
-            self.marks.append(None)
+            of = SliceFacts(number, slices.global_shape, None)
+            self._add(TensorSpec(path, dtype_name(dtype), (0,), None, of), _nothing())
         return number
 
     def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
@@ -214,24 +211,23 @@ class _CaptureWalk:
             other = self._at.setdefault(pointer, number)
             if of is None and other != number and _same_memory(tensor, self.tensors[other]):
                 alias = other
-        self.specs.append(TensorSpec(path, name, tuple(tensor.shape), alias, of))
-        self.marks.append(mark)
+        return self._add(TensorSpec(path, name, tuple(tensor.shape), alias, of), tensor, mark)
+
+    def _add(self, spec: TensorSpec, tensor: torch.Tensor, mark: Mark | None = None) -> int:
+        self.specs.append(spec)
         self.tensors.append(tensor)
-        return number
+        self.marks.append(mark)
+        return len(self.specs) - 1
 
     def _bytes(self, data: Any, path: Path, dtype: str, shape: tuple[int, ...]) -> int:
         raw = bytearray(data) if isinstance(data, bytes) else data
-        self.marks.append(None)
-        self.specs.append(TensorSpec(path, dtype, shape))
-        self.tensors.append(
-            torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        tensor = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else _nothing()
         if self._slicer is None:
-            return len(self.specs) - 1
+            return self._add(TensorSpec(path, dtype, shape), tensor)
         number, slices = len(self.slices), Slices.plain(shape)
         self.slices.append(slices)
         offsets = slices.rectangles[0].global_offsets if slices.rectangles else None
-        self.specs[-1] = self.specs[-1]._replace(of=SliceFacts(number, shape, offsets))
+        self._add(TensorSpec(path, dtype, shape, None, SliceFacts(number, shape, offsets)), tensor)
         return number
 
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:
@@ -282,6 +278,10 @@ class _CaptureWalk:
                     name,
                     with_article(type(value).__qualname__),
                 )
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:

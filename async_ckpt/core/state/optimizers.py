@@ -9,11 +9,12 @@ rank; accelerate wraps one. They are known by what they hold, not by what their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Optimizer: TypeAlias = torch.optim.Optimizer
 
 
@@ -85,13 +86,16 @@ def is_plain_optimizer(optimizer: Any) -> bool:
     return not any(getattr(optimizer, name, None) for name in hooks)
 
 
+def held_by(value: Any, kind: type[T]) -> Iterator[T]:
+    """The objects of a class that are attributes of an object, or in a list or a dict that is one."""
+    for held in list(getattr(value, "__dict__", {}).values()):
+        several = held.values() if isinstance(held, Mapping) else held
+        candidates = several if isinstance(held, Mapping | list | tuple) else (held,)
+        yield from (one for one in candidates if isinstance(one, kind))
+
+
 def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
-    held: list[Optimizer] = []
-    for value in getattr(optimizer, "__dict__", {}).values():
-        several = value.values() if isinstance(value, Mapping) else value
-        candidates = several if isinstance(value, Mapping | list | tuple) else (value,)
-        held += (one for one in candidates if isinstance(one, Optimizer) and _is_part(one, optimizer))
-    return held
+    return [one for one in held_by(optimizer, Optimizer) if _is_part(one, optimizer)]
 
 
 def _is_part(inner: Optimizer, outer: Optimizer) -> bool:

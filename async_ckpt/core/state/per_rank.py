@@ -51,10 +51,6 @@ class ListItems(dict[int, Any]):
     Made by `nested`, and stored for a rank that has no more of the list.
     """
 
-    def as_list(self) -> Any:
-        """The list, if it has an item at every place; otherwise these items."""
-        return [self[i] for i in range(len(self))] if self.keys() == set(range(len(self))) else self
-
 
 def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict[str, Any]:
     """Put values at their paths. With `are_all` no rank has other values, and `ListItems` become lists.
@@ -78,8 +74,8 @@ def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict
             raise _contradicted(path)
         inside[path[-1]] = value
     for container, outside, key in reversed(containers.values()):
-        if are_all and isinstance(container, ListItems):
-            outside[key] = container.as_list()
+        if are_all and isinstance(container, ListItems) and container.keys() == {*range(len(container))}:
+            outside[key] = [container[place] for place in range(len(container))]
     return root
 
 

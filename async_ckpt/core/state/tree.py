@@ -67,6 +67,11 @@ def is_omitted(node: Json) -> bool:
     return node is _OMITTED
 
 
+def _stays_empty(container: Any, path: Path, keep: Callable[[Path], bool] | None) -> bool:
+    """True if an empty container stays: it was empty before the selection, and is selected itself."""
+    return keep is None or (not container and keep(path))
+
+
 class Encoder:
     """One walk over a state.
 
@@ -134,17 +139,12 @@ class Encoder:
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
-            raise UnsupportedStateError(
-                f"{self._where(path)} contains itself; a checkpoint is a tree", path=shown(path)
-            )
+            raise UnsupportedStateError(f"{shown(path)} contains itself; a checkpoint is a tree", path=shown(path))
         self._open.add(id(container))
         try:
             return encode()
         finally:
             self._open.discard(id(container))
-
-    def _where(self, path: Path) -> str:
-        return shown(path)
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Json:
         items = self._entries(value, path)
@@ -173,7 +173,7 @@ class Encoder:
             node = self._leaf(item, inner) if self._keep is None and is_ordinary(item) else self.encode(item, inner)
             if node is not _OMITTED:
                 items.append([key if type(key) is str and key.isascii() else _key_node(key, inner), node])
-        return items if items or self._stays_empty(value, path) else _OMITTED
+        return items if items or _stays_empty(value, path, self._keep) else _OMITTED
 
     def _deque(self, value: deque[Any], path: Path) -> Json:
         nodes = self._items(value, path)
@@ -182,7 +182,7 @@ class Encoder:
     def _items(self, value: Sequence[Any], path: Path) -> Any:
         encoded = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
         nodes = [node for node in encoded if node is not _OMITTED]
-        return nodes if nodes or self._stays_empty(value, path) else _OMITTED
+        return nodes if nodes or _stays_empty(value, path, self._keep) else _OMITTED
 
     def _sequence(self, value: Sequence[Any], path: Path) -> Json:
         if isinstance(value, torch.Size):
@@ -200,49 +200,30 @@ class Encoder:
         self.types.add(type(value))
         return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
 
-    def _stays_empty(self, container: Any, path: Path) -> bool:
-        """True if an empty container stays: it was empty before the selection, and is selected itself."""
-        return self._keep is None or (not container and self._keep(path))
-
-
-class _ContextEncoder(Encoder):
-    """The walk over the context of a wrapped tensor, which must be plain data; a class is its name."""
-
-    def __init__(self, of: str, name: str) -> None:
-        super().__init__(self._refuse, contents=self._refuse)
-        self._class, self._name = of, name
-
-    def encode(self, value: Any, path: Path = ()) -> Json:
-        if isinstance(value, type):
-            self.types |= {value} if can_be_made(value) else set()
-            return {"class": class_name(value)}
-        if isinstance(value, torch.Tensor):
-            self._refuse(value, path)
-        return super().encode(value, path)
-
-    def _where(self, path: Path) -> str:
-        part = f"{shown(path)} in " if path else ""
-        return f"{self._name}: {part}the context of {self._class}"
-
-    def _refuse(self, value: Any, path: Path) -> Any:
-        raise UnsupportedStateError(
-            f"{self._where(path)} is {with_article(type(value).__qualname__)}, and only plain data is stored; save its "
-            "inner tensors, or a plain tensor of its values; nothing was written",
-            path=self._name,
-        )
-
 
 def facts_of(wrapper: Wrapper, path: Path, types: set[type]) -> dict[str, Json]:
     """The node of a wrapped tensor without its inner tensors; `types` gets the classes that `decode` needs for it.
 
-    Raises UnsupportedStateError if its context is not plain data.
+    Raises UnsupportedStateError if its context is not plain data; a class in it is its name.
     """
-    encoder = _ContextEncoder(wrapper.kind, shown(path))
+
+    def class_node(value: Any, at: Path) -> Json:
+        if isinstance(value, type):
+            encoder.types |= {value} if can_be_made(value) else set()
+            return {"class": class_name(value)}
+        part = f"{shown(at[len(path) :])} in " if at != path else ""
+        raise UnsupportedStateError(
+            f"{shown(path)}: {part}the context of {wrapper.kind} is {with_article(type(value).__qualname__)}, and only "
+            "plain data is stored; save its inner tensors, or a plain tensor of its values; nothing was written",
+            path=shown(path),
+        )
+
+    encoder = Encoder(class_node, contents=class_node)
     facts = {
         "class": wrapper.kind,
         "size": list(wrapper.size),
         "stride": None if wrapper.stride is None else list(wrapper.stride),
-        "context": encoder.encode(wrapper.context),
+        "context": encoder.encode(wrapper.context, path),
     }
     if wrapper.cls is not None:
         types |= {wrapper.cls, *encoder.types}
@@ -556,9 +537,13 @@ def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
 
 
 class _Decoder:
-    def __init__(self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None) -> None:
-        self._types, self._keep = types, keep
+    def __init__(
+        self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None, *, of_context: bool = False
+    ) -> None:
+        """`of_context`: the node is the context of a wrapped tensor, in which a class may stand by its name."""
+        self._types, self._keep, self._is_context = types, keep, of_context
         self.stored: list[StoredLeaf] = []
+        self.unknown: set[str] = set()  # classes that are not among `types`
         self.lacking: list[tuple[str, set[str]]] = []  # classes of tensors, each with those that its context needs, too
 
     def decode(self, node: Json, path: Path = ()) -> Any:
@@ -586,6 +571,8 @@ class _Decoder:
             return items if items is _OMITTED else tuple(items)
         if kind in ("namedtuple", "deque", "dataclass", "wrapped"):
             return getattr(self, f"_{kind}")(value, path)
+        if kind == "class" and self._is_context:
+            return self._class(value)
         if kind == "enum":
             return self._leaf(lambda: self._enum(value), path)
         if kind == "generator":
@@ -633,7 +620,7 @@ class _Decoder:
         cls = self._types.get(kind)
         if not is_sparse_layout(kind) and (cls is None or not can_be_made(cls)):
             return None
-        context = _ContextDecoder(self._types)
+        context = _Decoder(self._types, None, of_context=True)
         value = context.decode(facts["context"])
         if context.stored:
             raise ValueError("the context of a tensor has a leaf that is stored apart")
@@ -670,7 +657,10 @@ class _Decoder:
         return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
 
     def _class(self, name: str) -> type | None:
-        return None if self._types is None else self._types.get(name)
+        cls = None if self._types is None else self._types.get(name)
+        if cls is None:
+            self.unknown.add(_class_name(name))
+        return cls
 
     def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()) -> StoredLeaf:
         if type(number) is not int or number < 0:
@@ -687,7 +677,7 @@ class _Decoder:
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
-        return into if into or self._wanted_empty(items, path) else _OMITTED
+        return into if into or _stays_empty(items, path, self._keep) else _OMITTED
 
     def _places(self, items: Json, path: Path) -> Any:
         ordered = dict(sorted(items))
@@ -700,30 +690,7 @@ class _Decoder:
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
         kept = [v for v in values if v is not _OMITTED]
-        return kept if kept or self._wanted_empty(nodes, path) else _OMITTED
-
-    def _wanted_empty(self, nodes: Json, path: Path) -> bool:
-        """True if an empty container stays: it was empty before the selection, and is selected itself."""
-        return self._keep is None or (not nodes and self._keep(path))
-
-
-class _ContextDecoder(_Decoder):
-    """The decoder of the context of a wrapped tensor, which its class needs as it was; `unknown` are lacking."""
-
-    def __init__(self, types: dict[str, type]) -> None:
-        super().__init__(types, None)
-        self.unknown: set[str] = set()
-
-    def decode(self, node: Json, path: Path = ()) -> Any:
-        if isinstance(node, dict) and "class" in node:
-            return self._class(node["class"])
-        return super().decode(node, path)
-
-    def _class(self, name: str) -> type | None:
-        cls = super()._class(name)
-        if cls is None:
-            self.unknown.add(_class_name(name))
-        return cls
+        return kept if kept or _stays_empty(nodes, path, self._keep) else _OMITTED
 
 
 def _sizes(value: Json) -> tuple[int | None, ...]:

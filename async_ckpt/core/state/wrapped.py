@@ -123,7 +123,9 @@ def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int
         for name, part in parts.items():
             if type(part) not in PLAIN_TYPES:
                 return None
-            rows = part.shape[dim] // size if _may_be_cut(part, local, dim) else 0
+            # It may have as many rows for each row of the tensor; a flat one only along the first dimension.
+            may_be_cut = part.ndim == local.ndim or (dim == 0 and part.ndim > 0)
+            rows = part.shape[dim] // size if may_be_cut and part.shape[dim] % size == 0 else 0
             if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, number * rows)):
                 cut.discard(name)
             if row[1][name].shape != part.shape or not torch.equal(_bits(row[1][name]), _bits(part)):
@@ -131,11 +133,6 @@ def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int
     if not size:
         return frozenset(name for name, part in parts.items() if part.ndim > dim and not part.shape[dim])
     return frozenset(cut) if cut | whole == {*parts} else None
-
-
-def _may_be_cut(part: torch.Tensor, local: Any, dim: int) -> bool:
-    """True if an inner tensor may have as many rows for each row of the tensor; a flat one only along the first."""
-    return (part.ndim == local.ndim or (dim == 0 and part.ndim > 0)) and part.shape[dim] % local.shape[dim] == 0
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

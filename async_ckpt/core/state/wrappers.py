@@ -17,13 +17,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from ..slicing.sharded import as_declared, declare_like, is_declared, is_sharded
 from .captured import SnapshotView, has_dtensors
-from .optimizers import is_plain_optimizer
+from .optimizers import held_by, is_plain_optimizer
 from .plain import fields_of, is_record
 from .plain import method_of as method_of
 
@@ -198,15 +198,9 @@ def names_of_parameters(state: Any) -> dict[int, set[str]]:
     return names
 
 
-class NamePairs(NamedTuple):
-    """The saved name of each live one, and messages about names that could belong to several."""
-
-    saved: dict[str, str]
-    ambiguous: list[str]
-
-
-def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
-    """Find the saved name of each live one. `live` has the plain name of each.
+def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> tuple[dict[str, str], list[str]]:
+    """The saved name of each live one, and messages about names that could belong to several. `live` has the plain name
+    of each.
 
     A checkpoint of the same model has exactly the live names, and one of the plain model the plain names. In any
     other, a saved name that is a live or plain name belongs to it, unless it fits several. The rest are paired if the
@@ -215,9 +209,9 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
     names = {name for name in saved if isinstance(name, str)}
     plain_names = {name: plain for name, plain in live.items() if isinstance(name, str)}
     if names == plain_names.keys():
-        return NamePairs({name: name for name in plain_names}, [])
+        return {name: name for name in plain_names}, []
     if names == {*plain_names.values()}:
-        return NamePairs(plain_names, [])
+        return plain_names, []
     pairs = {(name, other) for name, plain in plain_names.items() for other in {name, plain} & names}
     lives, saves = Counter(name for name, _ in pairs), Counter(other for _, other in pairs)
     ambiguous = [(name, other) for name, other in pairs if lives[name] > 1 or saves[other] > 1]
@@ -231,7 +225,7 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
             pairs.add(likes[0])
         else:
             ambiguous += likes
-    return NamePairs(dict(pairs), _described(ambiguous))
+    return dict(pairs), _described(ambiguous)
 
 
 def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, Any]) -> dict[str, Any]:
@@ -289,15 +283,7 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
         for item in items:
             yield from _modules_in(item, seen)
     elif method_of(value, "state_dict") is not None:
-        yield from _modules_held_by(value)
-
-
-def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:
-    """The modules that are attributes of an object, or in a list or a dict that is one: the parts of a model, say."""
-    for held in list(getattr(value, "__dict__", {}).values()):
-        inner = held.values() if isinstance(held, dict) else held
-        several = inner if isinstance(held, dict | list | tuple) else (held,)
-        yield from (one for one in several if isinstance(one, torch.nn.Module))
+        yield from held_by(value, torch.nn.Module)  # the parts of a model, say
 
 
 def _bare(name: str) -> str:

@@ -287,6 +287,7 @@ def test_every_damaged_step_is_passed_over_with_a_warning_of_its_own(run: Path) 
         warnings.simplefilter("always")
         assert ckpt.restore(live) == 1
     assert [str(w.message).split(" is skipped")[0] for w in seen] == ["step 3", "step 2"]
+    assert {w.filename for w in seen} == {__file__}  # the line of the user's call
     assert difference(live, big_state(1)) is None
 
 

@@ -35,7 +35,9 @@ from async_ckpt.core.loading.archives import find
 from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.loading.archives.contents import Part
 from async_ckpt.core.loading.archives.find import from_newest
+from async_ckpt.core.loading.archives.step_archives import Readers
 from async_ckpt.core.loading.restore import RestoreOptions, restore_state
+from async_ckpt.core.loading.resume import resume
 from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.spec import BLOCK_BYTES, MIB
@@ -699,10 +701,14 @@ def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run: Path)
     told: list[int] = []
 
     def taken() -> tuple[int, str] | None:
-        return from_newest(
+        return resume(
             roots,
             lambda parts: parts[0].archive.path,
             verify=True,
+            readers=Readers(),
+            talk=None,
+            see_own_saves=lambda **_: None,
+            fallback=False,
             on_skip=lambda step, reason: told.append(step),
         )
 

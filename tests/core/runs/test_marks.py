@@ -90,8 +90,9 @@ def test_a_load_of_the_newest_passes_over_bad_steps_too(ckpt: AsyncCheckpointer,
         ckpt.mark(step, "bad", note="spike")
 
     said = "step {} is passed over: it is marked bad: spike"
-    with pytest.warns(RuntimeWarning, match=said.format(3)), pytest.warns(RuntimeWarning, match=said.format(2)):
+    with pytest.warns(RuntimeWarning, match=said.format(3)), pytest.warns(RuntimeWarning, match=said.format(2)) as told:
         assert read(ckpt)["w"][0] == 1
+    assert {one.filename for one in told} == {__file__}
     ckpt.mark(1, "bad")
     with pytest.raises(NoGoodStepError, match=r"step 3: it is marked bad: spike; .*step=3"):
         read(ckpt)

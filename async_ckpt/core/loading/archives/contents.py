@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import mmap as mmap_module
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -53,6 +54,8 @@ class Contents:
     index: Index
     lender_of: Callable[[str, str], Contents] | None = None
     """Opens an archive of an earlier step, by its folder and name; None for a file outside of its run."""
+    of_some: Mapping[Path, Collection[int]] = MappingProxyType({})
+    """The paths of entries that only some of the ranks that saved the step had, and these ranks."""
     # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
@@ -122,10 +125,6 @@ class Contents:
         if self.lender_of is None:
             raise self.corrupt(f"it refers to {folder}/{name} of its run; load the folder of its step")
         return self.lender_of(folder, name)
-
-    def is_of_some(self, path: Path) -> bool:  # noqa: ARG002
-        """True if only some of the ranks that saved the step had this entry."""
-        return False
 
     def is_of_others(self, path: Path) -> bool:  # noqa: ARG002
         """True if this rank had no such entry, and other ranks had."""
@@ -356,22 +355,15 @@ class Contents:
         return tensor
 
 
-# Covers by the shape of a tensor and its boxes: the layers of a model are alike.
-Covers: TypeAlias = dict[tuple[tuple[int, ...], tuple[Box, ...]], Cover]
-
-
 def sources_in(
-    pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...], known: Covers | None = None
+    pieces: Sequence[tuple[Contents, Slice]],
+    shape: tuple[int, ...],
+    cover_of: Callable[[tuple[int, ...], tuple[Box, ...]], Cover] = cover,
 ) -> tuple[list[Source], list[Box]]:
     """The places to read each element of a tensor from, in the first piece that has it, and the boxes that none has."""
     if pieces and pieces[0][1].box.sizes == shape:
         return [Source(*pieces[0], Box.whole(shape))], []
-    boxes = tuple(piece.box for _, piece in pieces)
-    covering = None if known is None else known.get((shape, boxes))
-    if covering is None:
-        covering = cover(shape, boxes)
-        if known is not None:
-            known[shape, boxes] = covering
+    covering = cover_of(shape, tuple(piece.box for _, piece in pieces))
     return [Source(*pieces[i], box) for i, box in covering.taken], covering.missing
 
 

@@ -21,9 +21,8 @@ from ....errors import (
 from ...format import index
 from ...runs.foreign_entries import foreign_kind, formats_of, possible_steps
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, GroupLocation, Manifest, parse
+from ...runs.manifest import Archive, Manifest, parse
 from ...runs.marks import no_good_step
-from ...runs.receipts import archives_in, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
@@ -34,10 +33,10 @@ from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from ...timing import wall_time
 from .archive import OpenArchive, first_bytes
-from .contents import Contents, Groups, Part
+from .contents import Contents, Part
 from .copies import Holders
 from .merged_archives import MergedArchives, part_of
-from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
+from .step_archives import Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
 
@@ -53,43 +52,25 @@ def from_newest(
     *,
     verify: bool,
     readers: Readers = _ANY_READER,
-    on_skip: Callable[[int, str], None] | None = None,
-    only_good: bool = False,
+    stacklevel: int = 5,
 ) -> tuple[int, T] | None:
     """The newest committed step that is not marked bad, and the result of `use` for its archives; None if nothing is
-    committed. With `only_good`, the newest that is marked good.
+    committed.
 
-    If a step is deleted while it is read, the step that is then the newest is read. With `on_skip`, a corrupt step
-    is reported to it, and the next older one is read; if all steps are corrupt, one of their errors is raised. So are
-    steps that are marked bad. Raises NotCommittedError if the newest step has another naming, CorruptCheckpointError,
-    NoGoodStepError, StorageUnavailableError.
+    If a step is deleted while it is read, the step that is then the newest is read. A warning of a step that is marked
+    bad names the caller's line by `stacklevel`. Raises CorruptCheckpointError, NoGoodStepError, NotCommittedError and
+    StorageUnavailableError.
     """
-    roots.check_naming()
-    return _from_newest(roots, use, verify=verify, readers=readers, on_skip=on_skip, only_good=only_good)
-
-
-def _from_newest(
-    roots: Roots,
-    use: Callable[[Sequence[Part]], T],
-    *,
-    verify: bool,
-    readers: Readers,
-    on_skip: Callable[[int, str], None] | None = None,
-    only_good: bool = False,
-) -> tuple[int, T] | None:
-    passed = PassedOver(on_skip or _warn_of_bad)
-    num_gone = 0
-    while (step := passed.next(partial(roots.newest_sound, only_good=only_good))) is not None:
+    passed = PassedOver(partial(_warn_of_bad, stacklevel))
+    for number in range(TRIES):
+        step = passed.next(roots.newest_sound)
+        if step is None:
+            break
         try:
             return step, from_step(roots, step, use, verify=verify, readers=readers)
         except NotCommittedError as error:
-            num_gone += 1
-            if num_gone == TRIES:
+            if number == TRIES - 1:
                 raise overtaken_error(", ".join(roots.names)) from error
-        except CorruptCheckpointError as error:
-            if on_skip is None:
-                raise
-            passed.note(step, error)
     passed.raise_any(roots)
     return None
 
@@ -125,8 +106,8 @@ class PassedOver:
             raise no_good_step(", ".join(roots.names), self.reasons)
 
 
-def _warn_of_bad(step: int, reason: str) -> None:
-    warnings.warn(f"step {step} is passed over: {reason}", RuntimeWarning, stacklevel=6)
+def _warn_of_bad(stacklevel: int, step: int, reason: str) -> None:
+    warnings.warn(f"step {step} is passed over: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
 
 def from_step(
@@ -140,7 +121,6 @@ def from_step(
     """The result of `use` for the archives of a committed step, each block from the first root where it is sound.
 
     Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
-    StorageUnavailableError.
     """
     runs = roots.holding(step)
     if len(runs) == 1:
@@ -183,7 +163,7 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
     if step is not None:
         return from_committed(step, use, verify=verify, readers=readers)
     roots = _run_at(storage)
-    found = None if roots is None else _from_newest(roots, use, verify=verify, readers=readers)
+    found = None if roots is None else from_newest(roots, use, verify=verify, readers=readers, stacklevel=6)
     if found is not None:
         return found[1]
     with contextlib.ExitStack() as stack:
@@ -266,19 +246,14 @@ class CommittedStep(NamedTuple):
 
         return cls(storage, folder, read, root)
 
-    def archives(self, manifest: Manifest) -> list[NamedArchives]:
-        """The step's own archives, and those of earlier steps that lend groups to it."""
-        in_part = [one for one in manifest.elsewhere if one.in_part]
-        lenders = cache(lambda: _lenders(self.root(), in_part, manifest.step)) if in_part else dict
-
-        def named(storage: Storage, folder: str, entries: Sequence[Archive], groups: Groups = None) -> NamedArchives:
-            below = f"{folder}/" if folder else ""
-            archives = [(f"{below}{one.name}", one) for one in archives_in(storage, folder, entries, manifest.step)]
-            attempt = attempt_of_all(entries[0].name) or manifest.attempt
-            return NamedArchives(
-                storage, folder, archives, manifest, attempt, len(entries) > 1, groups, self.holders, lenders
-            )
-
+    def archives(
+        self, manifest: Manifest, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
+    ) -> list[StepArchives]:
+        """The step's own archives, and those of earlier steps that lend groups to it. `stack` closes them."""
+        named = partial(
+            StepArchives,
+            manifest=manifest, readers=readers, stack=stack, verify=verify, holders=self.holders, root=self.root,
+        )  # fmt: skip
         lent: dict[tuple[str, str], list[Archive]] = {}
         for one in manifest.elsewhere:
             if not one.in_part:
@@ -288,19 +263,8 @@ class CommittedStep(NamedTuple):
             groups_of.setdefault((folder, tuple(entries)), set()).add(group)
         return [
             named(self.storage, self.folder, manifest.lenders),
-            *(named(self.root(), *place, frozenset(groups)) for place, groups in groups_of.items()),
+            *(named(self.root(), *place, groups=frozenset(groups)) for place, groups in groups_of.items()),
         ]
-
-
-def _lenders(
-    root: Storage, parts: Sequence[GroupLocation], named_by: int
-) -> dict[tuple[str, str], tuple[Storage, Archive]]:
-    """The archives that a step refers to for some of its tensors, by folder and name, with the storage of the run."""
-    return {
-        (one.folder, archive.name): (root, archive)
-        for one in parts
-        for archive in archives_in(root, one.folder, (one.archive,), named_by)
-    }
 
 
 def from_committed(
@@ -316,8 +280,8 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 of_world = readers.of_world(manifest.world_size)
-                named = step.archives(manifest)
-                parts = [part_of(StepArchives(one, of_world, stack, verify=verify)) for one in named]
+                steps = step.archives(manifest, of_world, stack, verify=verify)
+                parts = [*map(part_of, steps)]
                 _check_names(parts, readers)
                 _warn_of_wrapped(parts, readers, of_world, manifest)
                 result = use(parts)
@@ -335,9 +299,9 @@ def from_committed(
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:
     """Raises KeyError if a name in `from_ranks` does not exist."""
     merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
-    unknown = {*(readers.from_ranks or ())}.difference(*(archive.chosen for archive in merged))
+    unknown = {*(readers.from_ranks or ())}.difference(*(archive.merged.chosen for archive in merged))
     if merged and unknown:
-        apart = sorted({shown(path) for archive in merged for path in archive.apart})
+        apart = sorted({shown(path) for archive in merged for path in archive.merged.apart})
         raise KeyError(
             f"from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; these values "
             f"differ by rank: {', '.join(apart) or 'nothing'}"
@@ -358,7 +322,7 @@ def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, of_world: Readers,
     rank, num_readers = readers.ranks or (0, 1)
     merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
     wrapped = {*(of_world.from_ranks or ())} - {*(readers.from_ranks or ())}
-    names = wrapped.intersection(name for archive in merged for name in archive.chosen)
+    names = wrapped.intersection(name for archive in merged for name in archive.merged.chosen)
     if names and rank == 0:
         warnings.warn(
             f"step {manifest.step} was saved by {manifest.world_size} ranks, and is restored by {num_readers}: for "
@@ -389,12 +353,8 @@ def _describe_content(storage: Storage) -> str:
     names = storage.names("")
     if below := _checkpoints_below(storage, names):
         return f"no committed checkpoint there, but in folders in it; name one of them: {some_of(below, 3)}"
-    kind = foreign_kind(names)
-    if kind is not None:
-        return f"no committed checkpoint there, but {kind}"
     if names:
-        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-        return f"no committed checkpoint there, but {shown}"
+        return f"no committed checkpoint there, but {foreign_kind(names) or some_of(names, 5)}"
     is_folder = not storage.remote and storage.exists("")
     return "the folder is empty" if is_folder else "there is nothing at this path"
 

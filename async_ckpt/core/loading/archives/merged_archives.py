@@ -18,16 +18,16 @@ from ....errors import CorruptCheckpointError
 from ...format import digests
 from ...format.index import Index, IndexedTensor, Member
 from ...host.threads import run_together
-from ...slicing.boxes import Box
+from ...slicing.boxes import Box, cover
 from ...slicing.locator import StepItem, name_of
-from ...spec import Extent
+from ...spec import Extent, some_of
 from ...state.names import Path, Select, dotted, is_within, printable, shown
 from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ...state.tree import StoredLeaf, ValuesByRank, parts_in
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Storage
 from .archive import OpenArchive
-from .contents import Contents, Covers, Groups, Part, Source, sources_in
+from .contents import Contents, Groups, Part, Source, sources_in
 from .step_archives import MAX_OPENERS, StepArchives
 
 _MANY: Final = 8  # names in a message
@@ -37,31 +37,34 @@ def part_of(step: StepArchives) -> Part:
     """The archives of a step as one file, which opens more of them as its reader asks. Raises CorruptCheckpointError,
     and KeyError if the reader chooses the value of a rank that has none.
     """
-    named, readers = step.named, step.readers
     step.open_first()
-    if len(named.archives) == 1:
-        return Part(step.opened[0], named.groups, named.manifest)
-    merged = functools.partial(
-        MergedArchives,
-        path=named.storage.locate(named.folder),
-        ranks=readers.ranks,
-        per_rank=named.manifest.ranks.per_rank if named.manifest.ranks else (),
-        from_ranks=readers.from_ranks,
-        groups=named.groups,
-        step=step,
-    )
+    if step.num_ranks == 1:
+        return Part(step.opened[0], step.groups, step.manifest)
     try:
-        archive = merged(step.opened)
+        archive = _merged(step)
     except UnknownChoiceError:
         if step.is_whole:
             raise
         step.open_all()  # so that the error names the ranks that have such a value
-        archive = merged(step.opened)
-    if len(named.archives) != archive.world_size:
+        archive = _merged(step)
+    if step.num_ranks != archive.world_size:
         raise archive.corrupt(
-            f"its manifest names {len(named.archives)} archives, but {archive.world_size} ranks have saved it"
+            f"its manifest names {step.num_ranks} archives, but {archive.world_size} ranks have saved it"
         )
-    return Part(archive, named.groups, named.manifest)
+    return Part(archive, step.groups, step.manifest)
+
+
+def _merged(step: StepArchives) -> MergedArchives:
+    ranks, readers = step.manifest.ranks, step.readers
+    return MergedArchives(
+        step.opened,
+        path=step.path,
+        ranks=readers.ranks,
+        per_rank=ranks.per_rank if ranks else (),
+        from_ranks=readers.from_ranks,
+        groups=step.groups,
+        step=step,
+    )
 
 
 @contextlib.contextmanager
@@ -114,27 +117,31 @@ class MergedArchives(Contents):
     ) -> None:
         super().__init__(None, path=path)
         self._step = step
-        self._per_rank, self._groups = frozenset(per_rank), groups
-        self._is_for_any_rank = ranks is None
-        self._archives = self._by_rank(archives)
-        rank, world_size = ranks or (None, None)
-        self._choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
-        self._covers: Covers = {}
-        self._take(self._merge())
+        self._per_rank, self._groups, self._from_ranks = frozenset(per_rank), groups, dict(from_ranks or {})
+        self._ranks = ranks
+        self._cover = functools.cache(cover)  # the layers of a model are alike
+        self._take(archives)
 
-    def _take(self, merged: MergedSkeleton) -> None:
+    def _take(self, archives: Sequence[Contents]) -> None:
         """Take the tree, the numbers and the tensors from the archives that are open now."""
-        self._merged, self._num_merged = merged, len(self._archives)
+        self._archives = self._by_rank(archives)
+        self.merged, self._num_merged = self._merge(), len(self._archives)
+        self.of_some = self.merged.of_some
         self._knows_names = self._step is None or self._step.has_all_names
-        self._apart_names = frozenset(map(dotted, merged.apart))
+        self._apart_names = frozenset(map(dotted, self.merged.apart))
         self.index = self._index()
         # Tensors with a separate value on each rank, of which the rank holds only a shard.
         self._parts = {
             n
-            for n, (ranks, tensor) in enumerate(zip(merged.tensors, self.index.tensors, strict=True))
+            for n, (ranks, tensor) in enumerate(zip(self.merged.tensors, self.index.tensors, strict=True))
             if len(ranks) == 1 and tensor.is_spread and is_within(dotted(tensor.path), self._per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
+
+    @property
+    def _choice(self) -> Choice:
+        rank, num_readers = self._ranks or (None, None)
+        return Choice(rank if num_readers == self.world_size else None, self._from_ranks)
 
     @property
     def _unopened(self) -> StepArchives | None:
@@ -146,10 +153,10 @@ class MergedArchives(Contents):
         self._archives = self._by_rank(step.opened)
         grown = self._merge().tensors
         merged_numbers = _by_own_number(grown)
-        self._merged = self._merged._replace(
+        self.merged = self.merged._replace(
             tensors=[
                 numbers if (n := merged_numbers.get(next(iter(numbers.items())))) is None else grown[n]
-                for numbers in self._merged.tensors
+                for numbers in self.merged.tensors
             ]
         )
         self.index, self._sources = self._index(), {}
@@ -187,14 +194,14 @@ class MergedArchives(Contents):
 
     def _index(self) -> Index:
         """The merged index of all archives."""
-        numbers = _by_own_number(self._merged.tensors)
+        numbers = _by_own_number(self.merged.tensors)
         apart: dict[frozenset[tuple[int, int]], int] = {}
         tensors: list[IndexedTensor] = []
-        while len(tensors) < len(self._merged.tensors):  # which grows by tensors that others are tied to
+        while len(tensors) < len(self.merged.tensors):  # which grows by tensors that others are tied to
             tensors.append(self._tensor(len(tensors), numbers, apart))
         first = next(iter(self._archives.values())).index
         nowhere = Member(digests.MEMBER, Extent(0, 0))
-        return Index(first.step, (), tuple(tensors), (), self._merged.skeleton, nowhere, 0)
+        return Index(first.step, (), tuple(tensors), (), self.merged.skeleton, nowhere, 0)
 
     def _tensor(
         self,
@@ -202,7 +209,7 @@ class MergedArchives(Contents):
         numbers: Mapping[tuple[int, int], int],
         apart: dict[frozenset[tuple[int, int]], int],
     ) -> IndexedTensor:
-        tensors = {rank: self._archives[rank].index.tensors[i] for rank, i in self._merged.tensors[n].items()}
+        tensors = {rank: self._archives[rank].index.tensors[i] for rank, i in self.merged.tensors[n].items()}
         first_rank, first = next(iter(tensors.items()))
         for rank, other in tensors.items():
             if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -224,9 +231,9 @@ class MergedArchives(Contents):
             if len(targets) < len(ties):
                 alias = None  # on some ranks it is not tied, so it is a tensor of its own
             elif known or alias is None:  # it is tied to different tensors on different ranks
-                alias = apart.setdefault(frozenset(targets), len(self._merged.tensors))
-                if alias == len(self._merged.tensors):
-                    self._merged.tensors.append(dict(targets))
+                alias = apart.setdefault(frozenset(targets), len(self.merged.tensors))
+                if alias == len(self.merged.tensors):
+                    self.merged.tensors.append(dict(targets))
         is_spread = any(tensor.is_spread for tensor in tensors.values())
         return IndexedTensor(first.path, first.dtype, first.shape, (), alias, is_spread)
 
@@ -234,16 +241,6 @@ class MergedArchives(Contents):
     def items(self) -> Sequence[StepItem]:
         """All items of a state that a planner has shared out, if a layout lists them; else none."""
         return self._step.items if self._step else ()
-
-    @property
-    def chosen(self) -> Collection[str]:
-        """The names in `from_ranks` that exist."""
-        return self._merged.chosen
-
-    @property
-    def apart(self) -> Collection[Path]:
-        """The paths of values that each rank has separately."""
-        return self._merged.apart
 
     # --- as a file --------------------------------------------------------------------------------------------
 
@@ -260,12 +257,9 @@ class MergedArchives(Contents):
     def is_of_each(self, number: int) -> bool:
         return is_within(dotted(self.index.tensors[number].path), self._apart_names)
 
-    def is_of_some(self, path: Path) -> bool:
-        return path in self._merged.of_some
-
     def is_of_others(self, path: Path) -> bool:
         rank = self._choice.rank
-        return rank is not None and rank not in self._merged.of_some.get(path, (rank,))
+        return rank is not None and rank not in self.of_some.get(path, (rank,))
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
         """The places to read a tensor from, each element once; of several copies the one of the lowest rank.
@@ -277,7 +271,7 @@ class MergedArchives(Contents):
             return self._sources[number][0]
         gaps = _gaps(self._missing(number), within)
         if gaps and number in self._parts:
-            (rank,) = self._merged.tensors[number]
+            (rank,) = self.merged.tensors[number]
             raise ValueError(
                 f"{self.path}: {shown(self.index.tensors[number].path)} has a value of each rank that saved, and rank "
                 f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
@@ -297,10 +291,9 @@ class MergedArchives(Contents):
 
     def writers(self, number: int) -> Collection[int]:
         if self.is_of_each(number):
-            return sorted(self._merged.tensors[number])
-        writers = self._unopened.writers(name_of(self.index.tensors[number].path)) if self._unopened else None
-        if writers is not None:
-            return sorted(writers)
+            return sorted(self.merged.tensors[number])
+        if self._unopened and self._unopened.locator:
+            return sorted(self._unopened.locator.writers(name_of(self.index.tensors[number].path)))
         return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
@@ -338,21 +331,22 @@ class MergedArchives(Contents):
         self._knows_names = True
         if len(self._step.opened) == self._num_merged:
             return False
-        self._merge_again(self._step)
+        self._take(self._step.opened)
         return True
-
-    def _merge_again(self, step: StepArchives) -> None:
-        self._archives = self._by_rank(step.opened)
-        self._take(self._merge())
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
-        value, stored = super().tree(select=select, types=types, groups=groups)
-        are_apart = self._is_for_any_rank and any(parts_in(value, ValuesByRank))
+        try:
+            value, stored = super().tree(select=select, types=types, groups=groups)
+        except KeyError:  # another archive may have what was selected
+            if not self.learn_names():
+                raise
+            return self.tree(select=select, types=types, groups=groups)
+        are_apart = self._ranks is None and any(parts_in(value, ValuesByRank))
         if are_apart and (step := self._unopened):  # a load returns the values of all ranks
             step.open_all()
-            self._merge_again(step)
+            self._take(step.opened)
             return super().tree(select=select, types=types, groups=groups)
         return value, stored
 
@@ -361,10 +355,10 @@ class MergedArchives(Contents):
         if number not in self._sources:
             pieces = [
                 piece
-                for rank, own_number in self._merged.tensors[number].items()
+                for rank, own_number in self.merged.tensors[number].items()
                 for piece in self._archives[rank].pieces(own_number)
             ]
-            self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._covers)
+            self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._cover)
         return self._sources[number][1]
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
@@ -388,17 +382,17 @@ class MergedArchives(Contents):
         by_rank: dict[int, dict[int, StoredLeaf]] = {}
         for leaf in stored:
             if leaf.kind == "object":
-                owners, number = self._merged.objects, leaf.number
+                owners, number = self.merged.objects, leaf.number
                 rank, own_number = (next(iter(self._archives)), number) if owners is None else owners[number]
                 by_rank.setdefault(rank, {})[number] = StoredLeaf("object", own_number, path=leaf.path)
         return by_rank
 
     def _missing_error(self, number: int, missing: list[Box]) -> CorruptCheckpointError:
         tensor = self.index.tensors[number]
-        boxes = ", ".join(map(str, missing[:_MANY])) + (", …" if len(missing) > _MANY else "")
         num_missing = sum(box.num_elements for box in missing)
-        owners = sorted(self._step.owners(name_of(tensor.path), missing)) if self._step else []
-        ranks = ", ".join(f"rank {rank}" for rank in owners[:_MANY]) + (", …" if len(owners) > _MANY else "")
+        locator = self._step.locator if self._step else None
+        owners = sorted(locator.having({name_of(tensor.path): missing})) if locator else []
+        boxes, ranks = some_of(missing, _MANY), some_of([f"rank {rank}" for rank in owners], _MANY)
         error = self.corrupt(
             f"{shown(tensor.path)}: {boxes} of shape {list(tensor.shape)} is in none of its archives, "
             f"{num_missing:,} elements" + (f", which {ranks} should have" if owners else "")

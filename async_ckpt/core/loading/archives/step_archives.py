@@ -20,6 +20,7 @@ from ....errors import CorruptCheckpointError, StorageUnavailableError
 from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, Manifest, missing_error
+from ...runs.receipts import archives_in, attempt_of_all
 from ...slicing.boxes import Box
 from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
 from ...spec import some_of
@@ -70,38 +71,50 @@ def check_from_ranks(from_ranks: Any) -> None:
         )
 
 
-class NamedArchives(NamedTuple):
-    """The archives of all ranks of one attempt, as the manifest of a step names them: its own, or an earlier one's."""
-
-    storage: Storage
-    folder: str
-    archives: Sequence[tuple[str, Archive]]
-    """Of each rank, the path and the entry in the manifest."""
-    manifest: Manifest
-    attempt: str
-    is_shared_out: bool = False
-    """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
-    groups: Groups = None
-    """The entries at the top level that the manifest takes from them; None for all."""
-    holders: Holders | None = None
-    """All places that hold the step, if they are several."""
-    lenders: Callable[[], Mapping[tuple[str, str], tuple[Storage, Archive]]] = dict
-    """The archives of earlier steps that these may refer to, by folder and name."""
-
-
 class StepArchives:
-    """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
+    """The archives of all ranks of one attempt, as the manifest of a step names them: its own, or an earlier step's.
 
-    def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
-        self.named, self.readers, self._stack, self._verify = named, readers, stack, verify
+    They are opened on the thread that reads. `stack` closes them.
+
+    Args:
+        entries: the archives in the manifest, or the list of them. Several entries are parts that a planner gave the
+            ranks to write: then no archive has all names of its rank.
+        groups: the entries at the top level that the manifest takes from them; None for all.
+        holders: all places that hold the step, if they are several.
+        root: the storage of the run, for archives of earlier steps that these refer to.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        entries: Sequence[Archive],
+        manifest: Manifest,
+        readers: Readers,
+        stack: contextlib.ExitStack,
+        *,
+        verify: bool,
+        groups: Groups = None,
+        holders: Holders | None = None,
+        root: Callable[[], Storage],
+    ) -> None:
+        self._storage, self._folder, self.path = storage, folder, storage.locate(folder)
+        self._archives = archives_in(storage, folder, entries, manifest.step)  # by rank
+        self._attempt, self._is_shared_out = attempt_of_all(entries[0].name) or manifest.attempt, len(entries) > 1
+        self.manifest, self.readers, self.groups = manifest, readers, groups
+        self._stack, self._verify, self._holders, self._root = stack, verify, holders, root
         self._opened: dict[int, OpenArchive] = {}
         self._lenders: dict[tuple[str, str], OpenArchive] = {}
         self._has_all_names = False
 
     @property
+    def num_ranks(self) -> int:
+        return len(self._archives)
+
+    @property
     def items(self) -> Sequence[StepItem]:
         """All items of a state that a planner has shared out, if a layout lists them; else none."""
-        layout = self._layout if self.named.is_shared_out else None
+        layout = self._layout if self._is_shared_out else None
         return layout.items if layout else ()
 
     @property
@@ -111,7 +124,7 @@ class StepArchives:
     @property
     def is_whole(self) -> bool:
         """True if all archives are open."""
-        return len(self._opened) == len(self.named.archives)
+        return len(self._opened) == self.num_ranks
 
     @property
     def has_all_names(self) -> bool:
@@ -123,75 +136,67 @@ class StepArchives:
         self._open(self._initial_ranks())
 
     def open_all(self) -> None:
-        self._open(range(len(self.named.archives)))
+        self._open(range(self.num_ranks))
 
     def open_names(self) -> None:
         """Open one archive of each class, or those that have the names that the reader wants."""
-        self._open(self._naming_ranks() if self.named.is_shared_out else self._representatives())
+        self._open(self._naming_ranks() if self._is_shared_out else self._representatives())
         self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
         """Open the archives that have some of these boxes, by the names of tensors in structures; all, if the layout
         does not say which those are.
         """
-        writers = set() if self._locator is None else self._locator.having(boxes, self._opened)
+        writers = set() if self.locator is None else self.locator.having(boxes, self._opened)
         if writers - self._opened.keys():
             self._open(writers)
         else:
             self.open_all()
 
-    def owners(self, name: str, boxes: Sequence[Box]) -> set[int]:
-        """Ranks that wrote these boxes of a tensor, as far as the layout tells."""
-        return set() if self._locator is None else self._locator.having({name: boxes})
-
-    def writers(self, name: str) -> Collection[int] | None:
-        """The ranks that wrote parts of a tensor, by its name in structures; None without a layout."""
-        return None if self._locator is None else self._locator.writers(name)
+    @functools.cached_property
+    def locator(self) -> ShardLocator | None:
+        """Tells by the layout which ranks wrote a tensor; None without a layout."""
+        return ShardLocator(self._layout) if self._layout else None
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def _initial_ranks(self) -> Collection[int]:
-        size = len(self.named.archives)
-        everybody = range(size)
+        everybody = range(self.num_ranks)
         rank, num_readers = self.readers.ranks or (0, 0)
         chosen = {rank for rank in (self.readers.from_ranks or {}).values() if rank in everybody}
-        if size == 1 or self.readers.reads_all:
+        if self.num_ranks == 1 or self.readers.reads_all:
             return everybody
-        if self.named.is_shared_out:
+        if self._is_shared_out:
             return {*self._naming_ranks(), *chosen}
-        if num_readers == size and not chosen:
+        if num_readers == self.num_ranks and not chosen:
             return {rank}
         self._has_all_names = True
         return {*self._representatives(), *chosen}
 
     def _representatives(self) -> Collection[int]:
         """Ranks whose archives together have all names."""
-        if self._locator is None:
-            return range(len(self.named.archives))
+        if self.locator is None:
+            return range(self.num_ranks)
         rank, size = self.readers.ranks or (0, 1)
-        return self._locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
+        return self.locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
 
     def _naming_ranks(self) -> Collection[int]:
         """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
-        if self._locator is None or not self.items:
-            return range(len(self.named.archives))
+        if self.locator is None or not self.items:
+            return range(self.num_ranks)
         paths, rank = [item.path for item in self.items], (self.readers.ranks or (0, 1))[0]
         lists = {*map(_outside_lists, paths if self.readers.wants is None else self.readers.wants(paths))}
         self._has_all_names = bool(lists)
         chosen = (path for path in paths if _outside_lists(path) in lists)
         # One tells how many ranks have saved; ranks that read together each open another.
-        return self._locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
-
-    @functools.cached_property
-    def _locator(self) -> ShardLocator | None:
-        return ShardLocator(self._layout) if self._layout else None
+        return self.locator.naming(map(name_of, chosen)) or {rank % self.num_ranks}
 
     @functools.cached_property
     def _layout(self) -> StepLayout | None:
         """The layout, which is looked for once; None if it is missing, damaged, or does not fit."""
-        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt)
+        layout = layouts.read(self._storage, self._folder, self._attempt)
         ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
-        return layout if ranks == list(range(len(self.named.archives))) else None
+        return layout if ranks == list(range(self.num_ranks)) else None
 
     # --- opening ----------------------------------------------------------------------------------------------
 
@@ -200,9 +205,8 @@ class StepArchives:
         opened: dict[int, OpenArchive] = {}
 
         def open_one(rank: int) -> None:
-            path, entry = self.named.archives[rank]
             try:
-                opened[rank] = self._opened_at(self.named.storage, path, entry)
+                opened[rank] = self._opened_at(self._storage, self._folder, self._archives[rank])
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     raise CorruptCheckpointError(
@@ -225,22 +229,55 @@ class StepArchives:
     def _lender(self, folder: str, name: str) -> OpenArchive:
         """An archive of an earlier step that one of these refers to."""
         if (folder, name) not in self._lenders:
-            known = self.named.lenders().get((folder, name))
-            if known is None:
-                path = self.named.storage.locate(self.named.folder)
-                raise CorruptCheckpointError(f"{path}: its manifest does not name {folder}/{name}", path=path)
-            self._lenders[folder, name] = self._opened_at(known[0], f"{folder}/{name}", known[1])
+            entry = self._entries_of_lenders.get((folder, name))
+            if entry is None:
+                raise CorruptCheckpointError(f"{self.path}: its manifest does not name {folder}/{name}", path=self.path)
+            self._lenders[folder, name] = self._opened_at(self._root(), folder, entry)
         return self._lenders[folder, name]
 
-    def _opened_at(self, storage: Storage, path: str, entry: Archive) -> OpenArchive:
-        named = self.named
-        return open_archive(storage, path, entry, self._verify, self._stack, named.manifest.step, named.holders)
+    @functools.cached_property
+    def _entries_of_lenders(self) -> dict[tuple[str, str], Archive]:
+        """The archives that the manifest refers to for some of the step's tensors, by folder and name."""
+        return {
+            (one.folder, entry.name): entry
+            for one in self.manifest.elsewhere
+            if one.in_part
+            for entry in archives_in(self._root(), one.folder, (one.archive,), self.manifest.step)
+        }
+
+    def _opened_at(self, storage: Storage, folder: str, entry: Archive) -> OpenArchive:
+        """An archive; if several places hold the step, from the first one where it is sound.
+
+        Raises CorruptCheckpointError if it is missing or another one.
+        """
+        path = f"{folder}/{entry.name}" if folder else entry.name
+        if self._holders is None:
+            return self._at_place(storage, path, entry)
+        copies = Copies(self._holders, path, entry, self._stack)
+        for each in self._holders.storages:
+            try:
+                return self._at_place(each, path, entry, copies)
+            except (CorruptCheckpointError, StorageUnavailableError) as error:
+                self._holders.note(each.locate(path), error)
+        return OpenArchive(copies, path=storage.locate(path), verify=self._verify)
+
+    def _at_place(self, storage: Storage, path: str, entry: Archive, copies: Copies | None = None) -> OpenArchive:
+        location = storage.locate(path)
+        try:
+            reader = self._stack.enter_context(storage.open(path))
+        except FileNotFoundError as error:
+            raise missing_error(location, self.manifest.step) from error
+        except (IsADirectoryError, ValueError) as error:  # a folder, or not the name of a file
+            raise CorruptCheckpointError(
+                f"{location!a} is not a file, though its manifest names it", path=location
+            ) from error
+        return open_named(reader, entry, path=location, verify=self._verify, copies=copies)
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""
-        if len(self.named.archives) == 1 or self._locator is None:
+        if self.num_ranks == 1 or self.locator is None:
             return ()
-        written = self._locator.boxes_of(rank)
+        written = self.locator.boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
 
@@ -268,48 +305,3 @@ def _outside_lists(path: Path) -> Path:
     A list is read as a whole: an archive that has a part of it does not tell how long it is.
     """
     return path[: next((n for n, key in enumerate(path) if not isinstance(key, str)), len(path))]
-
-
-def open_archive(
-    storage: Storage,
-    path: str,
-    entry: Archive,
-    verify: bool,
-    stack: contextlib.ExitStack,
-    named_by: int,
-    holders: Holders | None,
-) -> OpenArchive:
-    """An archive that the manifest of step `named_by` names; with `holders`, from the first place where it is sound.
-
-    Raises CorruptCheckpointError if it is missing or another one.
-    """
-    if holders is None:
-        return _open_at(storage, path, entry, verify, stack, named_by)
-    copies = Copies(holders, path, entry, stack)
-    for each in holders.storages:
-        try:
-            return _open_at(each, path, entry, verify, stack, named_by, copies)
-        except (CorruptCheckpointError, StorageUnavailableError) as error:
-            holders.note(each.locate(path), error)
-    return OpenArchive(copies, path=storage.locate(path), verify=verify)
-
-
-def _open_at(
-    storage: Storage,
-    path: str,
-    entry: Archive,
-    verify: bool,
-    stack: contextlib.ExitStack,
-    named_by: int,
-    copies: Copies | None = None,
-) -> OpenArchive:
-    location = storage.locate(path)
-    try:
-        reader = stack.enter_context(storage.open(path))
-    except FileNotFoundError as error:
-        raise missing_error(location, named_by) from error
-    except (IsADirectoryError, ValueError) as error:  # a folder, or not the name of a file
-        raise CorruptCheckpointError(
-            f"{location!a} is not a file, though its manifest names it", path=location
-        ) from error
-    return open_named(reader, entry, path=location, verify=verify, copies=copies)

@@ -24,6 +24,7 @@ import torch
 from ...pickles.object_digests import object_digests
 from ...state.capture import pickled
 from ...state.generators import is_generator
+from ...state.per_rank import ListItems
 from ...state.plain import fields_of, is_frozen, is_record, method_of
 
 _BUILT_IN: Final = frozenset(
@@ -284,3 +285,54 @@ def field_change(live: Any, name: str, value: Any) -> Change:
             delattr(live, name)
 
     return Change(lambda: setattr(live, name, value), undo, True)
+
+
+# --- what torch.distributed.checkpoint leaves out -----------------------------------------------------------------
+
+
+def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) -> Any:
+    """A state that torch.distributed.checkpoint has saved, with what it leaves out: dicts without entries, which are
+    those of the live state, the order of entries, and the numbers that it turns into text if they are keys.
+
+    The values of modules and optimizers stay as they are.
+    """
+    if type(saved) not in (dict, list, ListItems) or isinstance(live, torch.nn.Module | torch.optim.Optimizer):
+        return saved
+    if method_of(live, "load_state_dict") is not None:
+        with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
+            live = state_dict_of(live)
+    if isinstance(saved, list | ListItems):
+        items = saved if isinstance(saved, ListItems) else dict(enumerate(saved))
+        places = range(len(live) if is_list(live) or isinstance(live, tuple) else 0)
+        if not all(_is_empty(live[i], state_dict_of) for i in places if i not in items) or not items.keys() <= {
+            *places
+        }:
+            return saved
+        return [with_left_out(live[i], items[i], state_dict_of) if i in items else live[i] for i in places]
+    if is_record(live) or is_namespace(live):
+        live = fields_of(live) if is_record(live) else vars(live)
+    if not is_mapping(live) or not len(live):
+        return saved
+    if all(type(key) is int for key in live):
+        numbers = {key: int(key) for key in saved if isinstance(key, str) and key.removeprefix("-").isdecimal()}
+        saved = {numbers.get(key, key): value for key, value in saved.items()}
+    here = {
+        key: with_left_out(live[key], saved[key], state_dict_of) if key in saved else live[key]
+        for key in live
+        if key in saved or _is_empty(live[key], state_dict_of)
+    }
+    return here | {key: value for key, value in saved.items() if key not in here}
+
+
+def _is_empty(value: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """True for a dict, or an object's state dict, that has nothing in it, but perhaps others of these, or lists of
+    them.
+    """
+    if isinstance(value, Mapping):
+        return all(_is_empty(item, state_dict_of) for item in value.values())
+    if type(value) is list:
+        return bool(value) and all(_is_empty(item, state_dict_of) for item in value)
+    if method_of(value, "state_dict") is not None:
+        with suppress(Exception):
+            return _is_empty(state_dict_of(value), state_dict_of)
+    return False

@@ -4,17 +4,21 @@ In: live objects, and the structure of an archive. Out: tensors to fill, actions
 Knows nothing of: files, steps.
 
 Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
-`container_match` has what is about containers.
+Whatever can change stays the same object, and a container is filled item by item. Where it cannot be filled, that is a
+difference; only items of a history, which come and go, are exchanged.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any, cast
+import math
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any, Final, cast
 
 import torch
 
@@ -34,13 +38,26 @@ from ...slicing.slices import Ints
 from ...spec import Json, with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
-from ...state.megatron_tensors import name_of
-from ...state.names import Path, Selector, dtype_name, printable, shown
+from ...state.generators import SavedGenerator, copy_state, is_generator
+from ...state.megatron_tensors import keys_below, name_of
+from ...state.names import Path, Selector, dotted, dtype_name, printable, shown
 from ...state.optimizers import is_optimizer, is_plain_optimizer
-from ...state.plain import SCALARS, method_of
+from ...state.per_rank import ListItems
+from ...state.plain import (
+    SCALARS,
+    field_names,
+    fields_of,
+    has_fields,
+    is_frozen,
+    is_record,
+    make_record,
+    member_of,
+    method_of,
+)
 from ...state.tree import (
     LOADER,
     InnerTensors,
+    SavedRecord,
     StoredLeaf,
     ValuesByRank,
     classes_at,
@@ -51,6 +68,7 @@ from ...state.tree import (
 )
 from ...state.wrapped import Wrapper, is_sparse_layout, plain_parts, taken_apart
 from ...state.wrappers import (
+    SEQUENCES,
     PlainNames,
     StateDictCache,
     live_metadata,
@@ -58,15 +76,36 @@ from ...state.wrappers import (
     names_of_parameters,
     paired,
 )
-from ..archives.contents import Part
-from .container_match import HOW_TO_MAKE_ONE, ContainerMatch
-from .containers import is_plain
-from .kinds import is_on_device, is_optimizer_state, is_plain_module, state_of_parameter
-from .optimizer_forms import OptimizerConverter, another_kind
+from ..archives.contents import Contents
+from ..fill import Wanted
+from .containers import (
+    Change,
+    are_same_objects,
+    buffer_change,
+    child_of,
+    entry_change,
+    field_change,
+    is_array,
+    is_buffer,
+    is_immutable,
+    is_list,
+    is_mapping,
+    is_namespace,
+    is_plain,
+    list_change,
+    mapping_change,
+    set_change,
+)
+from .differences import Differences
+from .optimizer_forms import OptimizerConverter, another_kind, is_optimizer_state, state_of_parameter
 from .optimizer_kinds import has_shape_of_parameter
 
+_HOW_TO_MAKE_ONE: Final = (
+    "nothing here can be filled: give its class in types=, or make it first, as an optimizer does in its first step"
+)
 
-class Match(ContainerMatch):
+
+class Match:
     """One walk over the live objects and the saved structure, side by side, on the thread that restores.
 
     `restore_state` creates one for each archive. `wanted` fills live tensors, and new ones for values that `actions`
@@ -75,7 +114,7 @@ class Match(ContainerMatch):
 
     def __init__(
         self,
-        part: Part,
+        archive: Contents,
         objects: list[Any],
         chosen: Selector | None,
         state_dicts: StateDictCache,
@@ -83,10 +122,20 @@ class Match(ContainerMatch):
         *,
         goes_back: bool,
     ) -> None:
-        """`root` is the whole live state, whose modules name parameters; the rest is as for `ContainerMatch`."""
-        super().__init__(part, objects, chosen, state_dicts, goes_back=goes_back)
-        self._root, self._slicer = root, Slicer()
+        """`objects` are the unpickled ones, and `chosen` is the selection, None for all. `root` is the whole live
+        state, whose modules name parameters. `goes_back`: it is that of a training which has saved or restored before,
+        so that names it lacks were added since.
+        """
+        self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
+        self.actions: list[Callable[[], None]] = []
+        self.differences = Differences(chosen)
+        self.archive, self._objects, self._state_dicts = archive, objects, state_dicts
+        self._root, self._slicer, self._goes_back = root, Slicer(), goes_back
         self._has_tensors = False  # even if this rank holds no part of them
+        self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
+        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
+        self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id; keeps the objects, so that no id is used twice
+        self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     @property
     def fits(self) -> bool:
@@ -94,8 +143,11 @@ class Match(ContainerMatch):
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if type(live) in SCALARS and type(saved) in SCALARS:
             return saved
+        if saved is live:  # see `containers.with_left_out`
+            return live
         if isinstance(live, SnapshotView):
             raise TypeError(
                 f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live "
@@ -108,7 +160,7 @@ class Match(ContainerMatch):
             return (
                 self._copied(live, saved, path) if isinstance(saved, torch.Tensor) else self._tensor(live, saved, path)
             )
-        if is_plain_module(live, self._state_dicts.of):
+        if _is_plain_module(live, self._state_dicts.of):
             return self._module(live, saved, path)
         if isinstance(live, torch.optim.Optimizer):
             return self._any_optimizer(live, saved, path)
@@ -119,9 +171,6 @@ class Match(ContainerMatch):
             if saved is None and self._state_dicts.of(live) is not None:
                 self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
                 return live
-            if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
-                with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
-                    saved = self._with_left_out(saved, self._state_dicts.of(live))
             self.differences.add_loader(path, live, note_at(self.archive.index.skeleton, path, LOADER))
             if is_optimizer(live) and (why := another_kind(live, saved, self._names, self._classes(path))):
                 self.differences.add(path, why)
@@ -136,61 +185,389 @@ class Match(ContainerMatch):
         self.actions.append(lambda: live.load_state_dict(value))
         return live
 
-    def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
+    # --- plain values and containers ----------------------------------------------------------------------------
+
+    def _value(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match a live value that is no tensor, and has no state of its own."""
+        if isinstance(live, Enum):  # like a namedtuple, it is of the live class
+            return member_of(type(live), self._materialize(saved))
+        if is_immutable(live) and not (isinstance(live, tuple) or is_record(live)):
+            return self._materialize(saved)
+        saved = self._unpickled(live, saved)
+        is_rebuilt = isinstance(live, tuple) or (is_record(live) and is_frozen(live))
+        if not is_rebuilt and (first := self._filled_at(live, saved, path)) is not None:
+            why = f"is the same object as {shown(first)} here, and has another value in the checkpoint"
+            return self._unfit(live, saved, path, why)
+        if is_array(live):
+            return self._array(live, saved, path)
+        if is_generator(live):
+            return self._generator(live, saved, path)
+        return self._container(live, saved, path)
+
+    def _unpickled(self, live: Any, saved: Any) -> Any:
+        """The items of a pickled container, so that the live one is filled with them; any other value as it is."""
+        value = self._object_of(saved)
+        if isinstance(value, dict | SEQUENCES):
+            return value
+        if is_mapping(live) and is_mapping(value):
+            return {key: value[key] for key in list(value)}
+        if is_namespace(live) and type(value) is type(live):
+            return dict(vars(value))
+        if (is_list(live) or isinstance(live, tuple)) and (is_list(value) or isinstance(value, tuple)):
+            return list(value)
+        return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
+
+    def _object_of(self, saved: Any) -> Any:
+        """The object that was pickled; any other saved value as it is."""
+        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
+        return self._objects[saved.number] if is_object else saved
+
+    def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
+        """Note that a live object cannot be filled; or exchange it, as an item of a history."""
+        if self._in_history:
+            return self._materialize(saved)
+        self.differences.add(path, why)
+        return live
+
+    def _change(self, live: Any, change: Change | None, path: Path) -> Any:
+        """Make a change when everything has been read. One that the live object would refuse is a difference."""
+        if change is not None and (why := change.why_not()):
+            self.differences.add(
+                path, f"cannot be filled: {with_article(type(live).__qualname__)} refuses the change ({why})"
+            )
+        elif change is not None:
+            self.actions.append(change.make)
+        return live
+
+    @contextmanager
+    def _history(self, is_history: bool = True) -> Iterator[None]:
+        """Visit items that come and go, so that one may be exchanged."""
+        before, self._in_history = self._in_history, self._in_history or is_history
         try:
-            saved = self._with_empty_state(saved, path)
-            converter = OptimizerConverter(live, saved, self._names, self._state_dicts.of)
-            if why := another_kind(live, saved, converter.known_names, self._classes(path)):
-                raise ValueError(why)
-            saved = converter.convert(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
-            if is_plain_optimizer(live):
-                return self._optimizer(live, saved, path)
-            state = self._own_state(live, saved, lambda own: converter.with_room(own, saved, self._room_for))
-        except ValueError as error:
-            self.differences.add(path, str(error))
+            yield
+        finally:
+            self._in_history = before
+
+    def _container(self, live: Any, saved: Any, path: Path) -> Any:
+        fields = saved.fields if isinstance(saved, SavedRecord) else saved
+        if isinstance(fields, dict) and not isinstance(fields, ListItems):
+            if is_mapping(live):
+                return self._mapping(live, fields, path)
+            if is_record(live):
+                return self._record(live, fields, path)
+            if is_namespace(live):
+                self._mapping(vars(live), fields, path)
+                return live
+        if isinstance(saved, SEQUENCES) and not isinstance(saved, torch.Size):
+            if isinstance(live, tuple):
+                return self._tuple(live, saved, path)
+            if is_list(live):
+                return self._list(live, saved, path)
+        if isinstance(live, MutableSet) and isinstance(saved, set | frozenset):
+            return self._change(live, set_change(live, saved), path)
+        if is_buffer(live):
+            return self._buffer(live, saved, path)
+        if is_immutable(live):
+            return self._materialize(saved)
+        return self._opaque(live, saved, path)
+
+    def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
+        """Leave an object of another kind as it is, if it was saved as it is; otherwise it cannot be filled."""
+        if are_same_objects(live, self._object_of(saved)):
             return live
-        return self._load(live, saved, state, path)
+        if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
+            return self._materialize(saved)
+        kind = with_article(type(live).__qualname__)
+        if is_list(live) or is_mapping(live) or isinstance(live, tuple | MutableSet) or is_record(live):
+            self._add_kind_difference(path, f"is {kind} here", saved)
+        elif method_of(live, "state_dict") is not None:
+            self.differences.add(path, f"is {kind} here, which has a state_dict() but no load_state_dict(): add it")
+        else:
+            self.differences.add(
+                path,
+                f"is {kind} here, which restore cannot fill: other holders of the object would keep the old value; "
+                "give it state_dict() and load_state_dict(), or use load(), and leave it out here with select=",
+            )
+        return live
 
-    def _names(self) -> dict[int, set[str]]:
-        return names_of_parameters(self._root)
+    def _buffer(self, live: Any, saved: Any, path: Path) -> Any:
+        content = self._materialize(saved)
+        fits = content.typecode == live.typecode if isinstance(content, array) and isinstance(live, array) else False
+        if not (fits or (isinstance(live, bytearray) and isinstance(content, bytes | bytearray))):
+            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
+            return live
+        return live if content == live else self._change(live, buffer_change(live, content), path)
 
-    def _classes(self, path: Path) -> list[list[str]]:
-        """The names of the classes of an optimizer that was saved; empty if they are not known."""
-        return classes_at(self.archive.index.skeleton, path)
+    def _generator(self, live: Any, saved: Any, path: Path) -> Any:
+        value = self._object_of(saved)
+        self.differences.generators.add(id(live))
+        if is_generator(value):
+            known = SavedGenerator.of(value)
+            if known is None and type(value) is type(live):
+                self.actions.append(lambda: copy_state(value, live))
+                return live
+            saved = saved if known is None else known
+        if not isinstance(saved, SavedGenerator):
+            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
+        elif why := saved.why_not(live):
+            self.differences.add(path, why)
+        else:
+            self.actions.append(lambda: saved.put_into(live))
+        return live
 
-    def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
-        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded, or wrapped."""
-        if isinstance(saved, InnerTensors) and saved.wrapper is not None:
-            wrapped: torch.Tensor = self._new_wrapped(parameter, saved)
-            return wrapped
-        if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
-            return None
-        if tuple(as_declared(parameter).shape) != self.archive.index.tensors[saved.number].shape:
-            return None
-        room = torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
-        declare_like(room, parameter)
-        return room
+    def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        if not len(live):  # an empty container takes all that was saved
+            return self._entries(live, {}, saved, path)
+        has_names = any(isinstance(key, str) for key in live) and not isinstance(live, defaultdict | Counter)
+        # At the top, names that are not live are not asked for.
+        if (path or not has_names) and is_plain(live, with_arrays=self._in_history):
+            return self._plain_mapping(live, saved, path)
+        names: set[Any] = set()  # the saved names of Megatron's tensors
+        if len(path) < 2:
+            self._groups[path], names = saved, keys_below(live, deep=bool(path))
+        keyed = [key for key, value in live.items() if is_of_megatron(value)]
+        others = {name: value for name, value in saved.items() if name not in names}
+        self._compare_names([key for key in live if key not in keyed], others, path)
+        for key in list(live):
+            if key in keyed:
+                self._megatron_tensor(live[key], (*path, key))
+            elif key in others:
+                inner, now = (*path, key), live[key]
+                value = self.visit(now, saved[key], inner)
+                if value is not now:
+                    self._change(live, entry_change(live, key, value), inner)
+        return live
 
-    def _own_state(
-        self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
-    ) -> dict[Any, Any] | None:
-        """An object's own state dict, if it has shards: they are filled in place, and loaded with the rest.
+    def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        """Match a mapping of plain values: it gets the entries that were saved, and loses what was added later.
 
-        Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
-        value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
-        of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
+        A name that only the live one has is a difference at the start of a program, which may have got a new setting.
         """
-        tensors = [leaf for leaf in parts_in(saved, StoredLeaf) if leaf.kind == "tensor"]
-        are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
-        are_wrapped = next(parts_in(saved, InnerTensors), None) is not None
-        may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
-        if not (are_spread or are_wrapped or may_lack):
-            return None
-        state = self._state_dicts.of(live)
-        self.differences.add_own_names(state, saved)
-        state = with_room(state) if are_spread or are_wrapped else None
-        return state if isinstance(state, dict) and (are_wrapped or has_shards(state)) else None
+        is_history = self._in_history or isinstance(live, defaultdict | Counter)
+        kept, missing = {}, []
+        for key in [key for key in live if key not in saved]:
+            if not self._is_chosen((*path, key)):
+                kept[key] = live[key]
+            elif isinstance(key, str) and not (is_history or self._goes_back):
+                kept[key] = live[key]
+                missing.append(key)
+        if missing:
+            self.differences.add_names(missing, (), path)
+        with self._history(is_history):
+            return self._entries(live, kept, saved, path)
+
+    def _entries(self, live: MutableMapping[Any, Any], kept: dict[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        """Give a mapping all entries that were saved, in their order, beside those that it keeps."""
+        entries: dict[Any, Any] = {}
+        for key, value in saved.items():
+            inner = (*path, key)
+            with self._history(not isinstance(key, str)):
+                if key in live:
+                    entries[key] = self.visit(live[key], value, inner)
+                elif not self.archive.is_of_others(inner):
+                    entries[key] = self._new_entry(live, value, inner)
+        if kept:  # the order of a part says nothing
+            both = kept | entries
+            entries = {key: both[key] for key in live if key in both} | entries
+        self._change(live, mapping_change(live, entries), path)
+        if isinstance(live, OrderedDict) and not len(live) and hasattr(saved, "_metadata"):
+            self.actions.append(lambda: setattr(live, "_metadata", saved._metadata))
+        return live
+
+    def _new_entry(self, live: Any, saved: Any, path: Path) -> Any:
+        """The value for an entry that a live mapping lacks."""
+        if type(saved) in SCALARS:
+            return saved
+        child = child_of(live, saved)
+        if child is not None:
+            return self.visit(child, saved, path)
+        return self._new_item(next((live[key] for key in live), None), saved)
+
+    def _new_item(self, sibling: Any, saved: Any) -> Any:
+        """The value for an item that a live container lacks: of the class of its sibling, if it was saved like one."""
+        if is_record(sibling) and type(saved) is dict and has_fields(type(sibling), saved):
+            return self._materialize(SavedRecord(type(sibling), saved))
+        value = self._materialize(saved)
+        if isinstance(sibling, Enum):
+            return member_of(type(sibling), value)
+        if type(value) is tuple and hasattr(sibling, "_make") and len(value) == len(sibling):
+            return sibling._make(value)
+        return value
+
+    def _is_chosen(self, path: Path) -> bool:
+        chosen = self.differences.selector
+        return chosen is None or chosen(path)
+
+    def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
+        """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
+        fields = fields_of(live)
+        names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
+        if self._in_history and {*names} != saved.keys():
+            return self._materialize(saved)
+        self._compare_names(names, saved, path)
+        changed = {}
+        for name in names:
+            if name in saved:
+                value = self.visit(fields.get(name), saved[name], (*path, name))
+                if name not in fields or value is not fields[name]:
+                    changed[name] = value
+        if is_frozen(live):
+            return make_record(type(live), {**fields, **changed}) if changed else live
+        for name, value in changed.items():
+            self._change(live, field_change(live, name, value), (*path, name))
+        return live
+
+    def _tuple(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match the items of a tuple: those that can change are filled, and others make a new tuple."""
+        if not live:
+            return self._materialize(saved)
+        if len(live) != len(saved):
+            return self._unfit(live, saved, path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
+        values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
+        if all(value is now for value, now in zip(values, live, strict=True)):
+            return live
+        if type(live) is not tuple:
+            with suppress(Exception):  # the user's own class may raise anything
+                return live._make(values) if hasattr(live, "_make") else type(live)(values)
+        return tuple(values)
+
+    def _list(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match the items of a list. One of plain values gets as many as were saved. A deque keeps its newest items."""
+        items = list(saved)
+        if isinstance(live, deque) and live.maxlen is not None:
+            items = items[len(items) - min(len(items), live.maxlen) :]
+        num_items = max(len(live), len(items))
+        if not (self._is_chosen(path) or all(self._is_chosen((*path, i)) for i in range(num_items))):
+            return self._chosen_items(live, items, path)
+        if len(live) not in (0, len(items)) and not is_plain(live, with_arrays=True):
+            self.differences.add(
+                path,
+                f"has {len(live)} entries here and {len(items)} in the checkpoint; give it as many, or none: an empty "
+                "list takes all that was saved",
+            )
+            return live
+        comes_and_goes = len(live) != len(items) or isinstance(live, deque)
+        with self._history(comes_and_goes and is_plain(live, with_arrays=True)):
+            values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, items, strict=False))]
+            last = live[-1] if len(live) else None
+            values += [self._new_item(last, item) for item in items[len(values) :]]
+        return self._change(live, list_change(live, values), path)
+
+    def _chosen_items(self, live: Any, items: list[Any], path: Path) -> Any:
+        """Match some of the items of a list: those at the places that the selection reaches."""
+        chosen = self.differences.selector
+        assert chosen is not None
+        reached = [i for i in range(len(live)) if self._is_chosen((*path, i)) or chosen.reaches(dotted((*path, i)))]
+        if len(reached) != len(items):
+            self.differences.add(path, "is selected in part, and has other items here than in the checkpoint")
+            return live
+        values = list(live)
+        for i, item in zip(reached, items, strict=True):
+            values[i] = self.visit(live[i], item, (*path, i))
+        return self._change(live, list_change(live, values), path)
+
+    def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
+        self.differences.add_names(live, saved, path)
+        if path:  # at the top, saved entries that are not live are ignored
+            names = set(live)
+            paths = ((*path, key) for key in saved if key not in names)
+            # An entry of some ranks alone, such as another stage of a pipeline, is theirs.
+            self.differences.add_unexpected(inner for inner in paths if inner not in self.archive.of_some)
+
+    def _materialize(self, saved: Any) -> Any:
+        """A new value for a saved one. Its tensors are filled together with the live ones."""
+
+        def give(leaf: StoredLeaf) -> Any:
+            if leaf.kind == "object":
+                return self._objects[leaf.number]
+            if leaf.kind == "bytes":
+                return self.archive.content(self.archive.primary(leaf.number))
+            self.archive.need([(leaf.number, None)])  # before `primary`: a tie may be known only afterwards
+            number = self.archive.primary(leaf.number)
+            if number not in self._new:
+                self._new[number] = self.archive.empty(number, torch.device("cpu"))
+                self._request(number, self._new[number])
+            return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
+
+        return replaced(saved, give, self.differences.add_value_of_each_rank, self._around_new)
+
+    def _around_new(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
+        """A wrapped tensor that the live state lacks, made of inner tensors that are still to be filled."""
+        if saved.wrapper is not None and not saved.wrapper.shards:
+            return self.visit(self.archive.made(saved, inner, are_read=False), saved, saved.path)
+        self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
+        return None
+
+    def _array(self, live: Any, saved: Any, path: Path) -> Any:
+        is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
+        value: Any = self._materialize(saved) if is_stored else saved
+        here = f"is a numpy array {live.dtype}{list(live.shape)} here"
+        if not is_array(value) and not self._in_history:
+            self._add_kind_difference(path, here, saved)
+        elif not is_array(value):
+            return self._materialize(saved)
+        elif (value.shape, value.dtype) != (live.shape, live.dtype):
+            why = f"{here} and {value.dtype}{list(value.shape)} in the checkpoint; give it one like that, or None"
+            return self._unfit(live, saved, path, why)
+        elif not live.flags.writeable:
+            return self._unfit(live, saved, path, "cannot be filled: it is a read-only numpy array")
+        else:
+            self.actions.append(lambda: live.__setitem__(..., value))
+        return live
+
+    def _request(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
+        number = self.archive.primary(number)
+        self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
+
+    def _add_kind_difference(self, path: Path, here: str, saved: Any) -> None:
+        if of_ranks := list(parts_in(saved, ValuesByRank)):
+            for leaf in of_ranks:
+                self.differences.add_value_of_each_rank(leaf)
+            return
+        if isinstance(saved, StoredLeaf):
+            kind = type(self._objects[saved.number]).__qualname__ if saved.kind == "object" else saved.kind
+        elif isinstance(saved, SavedGenerator | InnerTensors):
+            kind = saved.kind
+        elif isinstance(saved, ListItems):
+            kind = "list without some of its items"
+        else:
+            kind = (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
+        self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
+
+    # --- objects at two places ----------------------------------------------------------------------------------
+
+    def _filled_at(self, live: Any, saved: Any, path: Path) -> Path | None:
+        """The place at which the same object gets another value; None if there is none."""
+        _, before, first = self._filled.setdefault(id(live), (live, saved, path))
+        return None if first == path or self._are_alike(before, saved) else first
+
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        """True if two saved values are the same."""
+        if isinstance(one, StoredLeaf) and isinstance(other, StoredLeaf):
+            return self._are_leaves_alike(one, other)
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, SavedRecord):
+            return self._are_alike(one.fields, other.fields)
+        if isinstance(one, InnerTensors) and one.facts != other.facts:
+            return False
+        if isinstance(one, dict):
+            return list(one) == list(other) and all(self._are_alike(one[key], other[key]) for key in one)
+        if isinstance(one, list | tuple | deque):
+            return len(one) == len(other) and all(map(self._are_alike, one, other))
+        return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
+
+    def _are_leaves_alike(self, one: StoredLeaf, other: StoredLeaf) -> bool:
+        if (one.kind, one.descr, one.shape) != (other.kind, other.descr, other.shape):
+            return False
+        if one.kind == "object":
+            return are_same_objects(self._objects[one.number], self._objects[other.number])
+        first, second = self.archive.primary(one.number), self.archive.primary(other.number)
+        if first == second:
+            return True
+        return one.kind != "tensor" and self.archive.content(first) == self.archive.content(second)
+
+    # --- tensors ------------------------------------------------------------------------------------------------
 
     def _copied(self, live: Any, saved: Any, path: Path) -> Any:
         """Match a live tensor with one in a pickled container."""
@@ -266,6 +643,16 @@ class Match(ContainerMatch):
         slices, parts = self._slicer.slice(live, name=shown(path))
         return [(rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)]
 
+    def _megatron_tensor(self, live: Any, path: Path) -> None:
+        """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
+        name = name_of(live, path)
+        if live.key in self._groups.get(name[:-1], {}):
+            self._tensor(live, self._groups[name[:-1]][live.key], path)
+        else:
+            self.differences.add_missing(name)
+
+    # --- modules, and objects with a state of their own ---------------------------------------------------------
+
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
         if not isinstance(saved, dict):
             self._add_kind_difference(path, "is a module here", saved)
@@ -311,6 +698,64 @@ class Match(ContainerMatch):
             expected._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
         return expected
 
+    def _own_state(
+        self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
+    ) -> dict[Any, Any] | None:
+        """An object's own state dict, if it has shards: they are filled in place, and loaded with the rest.
+
+        Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
+        value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
+        of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
+        """
+        tensors = [leaf for leaf in parts_in(saved, StoredLeaf) if leaf.kind == "tensor"]
+        are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
+        are_wrapped = next(parts_in(saved, InnerTensors), None) is not None
+        may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
+        if not (are_spread or are_wrapped or may_lack):
+            return None
+        state = self._state_dicts.of(live)
+        self.differences.add_own_names(state, saved)
+        state = with_room(state) if are_spread or are_wrapped else None
+        return state if isinstance(state, dict) and (are_wrapped or has_shards(state)) else None
+
+    # --- optimizers ---------------------------------------------------------------------------------------------
+
+    def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
+        """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
+        try:
+            saved = self._with_empty_state(saved, path)
+            converter = OptimizerConverter(live, saved, self._names, self._state_dicts.of)
+            if why := another_kind(live, saved, converter.known_names, self._classes(path)):
+                raise ValueError(why)
+            saved = converter.convert(saved, is_of_some=lambda key: (*path, key) in self.archive.of_some)
+            if is_plain_optimizer(live):
+                return self._optimizer(live, saved, path)
+            state = self._own_state(live, saved, lambda own: converter.with_room(own, saved, self._room_for))
+        except ValueError as error:
+            self.differences.add(path, str(error))
+            return live
+        return self._load(live, saved, state, path)
+
+    def _names(self) -> dict[int, set[str]]:
+        return names_of_parameters(self._root)
+
+    def _classes(self, path: Path) -> list[list[str]]:
+        """The names of the classes of an optimizer that was saved; empty if they are not known."""
+        return classes_at(self.archive.index.skeleton, path)
+
+    def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
+        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded, or wrapped."""
+        if isinstance(saved, InnerTensors) and saved.wrapper is not None:
+            wrapped: torch.Tensor = self._new_wrapped(parameter, saved)
+            return wrapped
+        if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
+            return None
+        if tuple(as_declared(parameter).shape) != self.archive.index.tensors[saved.number].shape:
+            return None
+        room = torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+        declare_like(room, parameter)
+        return room
+
     def _with_empty_state(self, saved: Any, path: Path) -> Any:
         """The saved state of an optimizer, with the empty dict that torch.distributed.checkpoint leaves out."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
@@ -335,9 +780,10 @@ class Match(ContainerMatch):
             for key, value in group.items():
                 if key not in ("params", "param_names"):  # the live model has names of its own
                     self._setting(live_group, key, value, (*path, "param_groups", i, key))
+            step_on_device = bool(group.get("capturable") or group.get("fused"))  # where the update kernel reads it
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
-                self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
+                self._optimizer_state(optimizer, param, state, step_on_device, inner)
         # As load_state_dict does at its end: classes bring older states up to date there.
         self.actions.append(
             lambda: optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
@@ -394,7 +840,7 @@ class Match(ContainerMatch):
         """Match a wrapped tensor of an optimizer, which has none before its first step."""
         if not isinstance(live, torch.Tensor):
             if saved.wrapper is None:
-                self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, and {HOW_TO_MAKE_ONE}")
+                self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
                 return None
             live = self._new_wrapped(param, saved)
         return self._tensor(live, saved, path)
@@ -437,13 +883,6 @@ class Match(ContainerMatch):
         if value is not now:
             self.actions.append(lambda: group.__setitem__(key, value))
 
-    def megatron_tensor(self, live: Any, path: Path) -> None:
-        name = name_of(live, path)
-        if live.key in self._groups.get(name[:-1], {}):
-            self._tensor(live, self._groups[name[:-1]][live.key], path)
-        else:
-            self.differences.add_missing(name)
-
 
 def _differing(here: dict[str, Json], parts: Mapping[str, Any], saved: InnerTensors) -> Iterator[str]:
     """The differences between a live wrapped tensor and a saved one, in words."""
@@ -476,3 +915,32 @@ def _overlaps(
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+# --- kinds of live objects ------------------------------------------------------------------------------------------
+
+
+def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """True if taking the state dict has no effects: for a plain module, a container or a tensor."""
+    is_structure = isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
+    return is_structure or _is_plain_module(live, state_dict_of)
+
+
+def _is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """True for a module whose state dict is its own memory, and whose loading has no other effects.
+
+    `state_dict_of` takes the state dict, or returns the one taken before.
+    """
+    if not isinstance(live, torch.nn.Module) or type(live).load_state_dict is not torch.nn.Module.load_state_dict:
+        return False
+    for module in live.modules():
+        hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+        kinds = [getattr(hook, "hook", hook).__module__ for hook in hooks]
+        # The hook of FSDP2 reshards a module, which taking the state dict has already done.
+        if not all(kind.startswith("torch.distributed.fsdp._fully_shard") for kind in kinds):
+            return False
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+            return False
+    own = {part.data_ptr() for tensor in (*live.parameters(), *live.buffers()) for part in plain_parts(tensor)}
+    given = (tensor for tensor in state_dict_of(live).values() if isinstance(tensor, torch.Tensor))
+    return all(part.data_ptr() in own for tensor in given for part in plain_parts(tensor))

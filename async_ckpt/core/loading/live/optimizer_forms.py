@@ -21,7 +21,6 @@ import torch
 
 from ...state.optimizers import groups_of, has_own, is_plain_optimizer, names_in, parts_of
 from ...state.wrappers import by_bare_name, same_but_wrapped
-from .kinds import has_groups, is_optimizer_state, state_of_parameter
 from .optimizer_kinds import SavedParameters, has_one_state, kind_difference
 
 _STATE: Final = "state."
@@ -448,8 +447,35 @@ def _copy(state: Any) -> Any:
     return list(map(_copy, state)) if type(state) is list else state
 
 
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+def is_optimizer_state(saved: Any) -> bool:
+    """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
+    return _has_groups(saved, of=int) and "state" in saved
+
+
 def _is_nested(saved: Any) -> bool:
-    return has_groups(saved, of=str) and any(group["params"] for group in saved["param_groups"])
+    return _has_groups(saved, of=str) and any(group["params"] for group in saved["param_groups"])
+
+
+def _has_groups(saved: Any, *, of: type) -> bool:
+    """True for a state with groups of parameters, which are known by values of this type, and a dict for each that has
+    state.
+    """
+    groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
+    return (
+        isinstance(groups, list)
+        and isinstance(states, dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(one) is of for group in groups for one in group["params"])
+        and all(isinstance(state, dict) for state in states.values())
+    )
+
+
+def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
+    """The saved state of a parameter, whose number torch.distributed.checkpoint turns into text."""
+    return states[number] if number in states else states.get(str(number), {})
 
 
 def _is_flat(saved: Any) -> bool:
