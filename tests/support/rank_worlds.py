@@ -24,7 +24,7 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
-from async_ckpt.core.ranks import agreement, divide, meeting, rendezvous
+from async_ckpt.core.ranks import divide, meeting, rendezvous
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.sweep import Sweeper
@@ -294,7 +294,7 @@ class Here:
             num_calls += is_due()
             return real() + 1e6 * num_calls
 
-        agreement.monotonic = rendezvous.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
+        rendezvous.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
@@ -310,6 +310,5 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "decision": (Exchange, "manifest", lambda exchange, *_: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
-    "looking again": (Agreement, "_pause", lambda *_: "looking again"),
     "hear": (Agreement, "hear", lambda agreed, *_: "" if agreed.decides else agreed._run.folder(agreed._joint.step)),
 }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fake_ranks import standing_at
 from rank_oracle import run_of
 from rank_states import numbered
-from rank_worlds import AGENT_STORE, Worlds
+from rank_worlds import Worlds
 from states import open_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -109,37 +109,6 @@ def test_what_needs_agreement_is_taken_with_ranks_and_a_store_as_with_one_rank(t
     given = {"on_overlap": "skip", "due": Due(seconds=3)}[option]
     open_run(tmp_path, **{option: given}, ranks=(1, 2), store=dist.HashStore()).close()
     open_run(tmp_path, **{option: given}, ranks=(0, 1)).close()
-
-
-@pytest.mark.parametrize("has_group", [True, False])
-def test_rank_0_may_begin_to_write_later_than_a_shared_root_hides_what_it_has_written(
-    worlds: Worlds, has_group: bool
-) -> None:
-    script = f"""
-    from async_ckpt.core.ranks import agreement
-    from async_ckpt.core.ranks.shared_root import SharedRoot
-    agreement.SHARED_SECONDS = 0.05
-    num_looks, claim = 0, SharedRoot.claim
-
-    def look():
-        global num_looks
-        num_looks += 1
-        if num_looks == 6:  # they take 0.3 seconds
-            here.say("looked")
-
-    states = [{{"whole": numbered(3) + step}} for step in range(3)]
-    options = {{}} if {has_group} else {{"ranks": (here.rank, here.size), "store": {AGENT_STORE}}}
-    with open_run(here.root, **options) as ckpt:
-        ckpt.prewarm(states[0])
-        if here.rank == 0:
-            SharedRoot.claim = lambda root: (here.hear("looked"), claim(root))
-        else:
-            here.at("looking again", look)
-        here.save(ckpt, states[1], 1)
-        here.save(ckpt, states[2], 2)
-    """
-    for one in worlds.run(2, script, has_group=has_group):
-        assert texts(one.saves) == ["committed"] * 2
 
 
 def test_what_is_unchanged_may_be_tied_or_without_elements_on_a_rank(worlds: Worlds) -> None:

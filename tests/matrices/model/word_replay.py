@@ -461,7 +461,7 @@ def _without_waiting(loop: StillLoop) -> Iterator[None]:
         mock.patch.object(agreement, "Comparison", _Comparison),
         mock.patch.object(Agreement, "_pause", _pause),
         mock.patch.object(agreement, "off_loop", _at_once),
-        mock.patch.object(agreement, "monotonic", _now),
+        mock.patch.object(Exchange, "missing_archive", return_value=None),
         mock.patch.object(rendezvous, "monotonic", _now),
         mock.patch.object(calls, "monotonic", _now),
         mock.patch.object(calls, "get_loop", return_value=SimpleNamespace(soon=loop.call_soon)),
