@@ -17,6 +17,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -177,11 +178,16 @@ class ConfinedFolder:
         ):
             return file.read()
 
-    def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a new file. The folders on the way are made."""
+    def put(
+        self, name: str, pieces: Iterable[bytes | memoryview], *, num_bytes: int = 0, mode: int | None = None
+    ) -> None:
+        """Write a new file. The folders on the way are made. Room for `num_bytes` is allocated first."""
         with disk.translated(self.folder / name):
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
             with os.fdopen(fd, "wb") as file:
+                disk.preallocate(fd, num_bytes, self.folder / name)
+                if mode is not None and hasattr(os, "fchmod"):
+                    os.fchmod(fd, mode)
                 file.writelines(pieces)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -243,38 +249,12 @@ class ConfinedFolder:
         """
         self.delete_all(by)
         try:
-            with disk.translated(self.folder / name):
-                source = self.open(name, os.O_RDONLY)
-                try:
-                    self._copy(source, by)
-                finally:
-                    disk.close_quietly(source)
+            with disk.translated(self.folder / name), os.fdopen(self.open(name, os.O_RDONLY), "rb") as source:
+                status, pieces = os.fstat(source.fileno()), iter(partial(source.read, _PIECE_BYTES), b"")
+                self.put(by, pieces, num_bytes=status.st_size, mode=stat.S_IMODE(status.st_mode))
             self.move(by, name)
         finally:
             self.delete(by)
-
-    def _copy(self, source: int, to: str) -> None:
-        status = os.fstat(source)
-        target = self.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
-        try:
-            if hasattr(os, "fchmod"):
-                os.fchmod(target, stat.S_IMODE(status.st_mode))
-            disk.preallocate(target, status.st_size, self.folder / to)
-            piece = memoryview(bytearray(_PIECE_BYTES))
-            for at in range(0, status.st_size, _PIECE_BYTES):
-                read_at(source, piece[: status.st_size - at], at)
-                write_at(target, piece[: status.st_size - at], at)
-        finally:
-            os.close(target)
-
-
-def read_at(fd: int, target: memoryview, offset: int) -> None:
-    """Fill `target`. Raises OSError if the file ends too early."""
-    while target:
-        num_read = disk.pread_into(fd, target, offset)
-        if not num_read:
-            raise OSError(errno.EIO, f"the file ends at {offset:,} bytes")
-        target, offset = target[num_read:], offset + num_read
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

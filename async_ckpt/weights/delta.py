@@ -23,10 +23,11 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from json.encoder import encode_basestring_ascii
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
@@ -48,13 +49,19 @@ _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"
 # An anchor has none of these fields, a delta has all.
 _OF_DELTAS: Final = ("base_version", "delta_encoding", "compression_format")
+# The values that can be applied.
+_KNOWN: Final = {
+    "delta_encoding": ENCODINGS,
+    "compression_format": (_COMPRESSION,),
+    "checksum_format": tuple(CHECKSUM_DIGITS),
+}
 _DIGEST: Final = "digest"
 _BLANK: Final = "0" * CHECKSUM_DIGITS[OUR_CHECKSUMS]
 # The fields that earlier releases wrote, without a digest: an index without one may have no others.
 _UNSEALED: Final = frozenset({"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"})
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
-_FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
+_FOLDER: Final = re.compile(r"weight_v([0-9]{6}|[1-9][0-9]{6,17})")
 
 
 def folder_of(version: int) -> str:
@@ -64,10 +71,7 @@ def folder_of(version: int) -> str:
 def version_of(folder: str) -> int | None:
     """The version in a folder of this name; None if it is not the folder of a version."""
     match = _FOLDER.fullmatch(folder)
-    if match is None:
-        return None
-    version = int(match[1])
-    return version if folder_of(version) == folder else None
+    return None if match is None else int(match[1])
 
 
 def stays_inside(file: object) -> bool:
@@ -82,16 +86,8 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class Hash(Protocol):
-    """An incremental hash, as in `hashlib`."""
-
-    def update(self, data: bytes | memoryview, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
-
-
 class _Adler32:
-    """zlib's Adler-32 as a `Hash`."""
+    """zlib's Adler-32 with the methods of a hash in `hashlib`."""
 
     def __init__(self) -> None:
         self._sum = 1
@@ -103,14 +99,11 @@ class _Adler32:
         return f"{self._sum:08x}"
 
 
-def new_hash(checksum_format: str) -> Hash:
-    """A new hash of this format."""
+def new_hash(checksum_format: str) -> Any:
+    """A new hash of this format, with the methods of those in `hashlib`."""
     if checksum_format == OUR_CHECKSUMS:
         return xxhash.xxh3_128()
-    if checksum_format == "adler32":
-        return _Adler32()
-    blake3: Hash = import_module("blake3").blake3()
-    return blake3
+    return _Adler32() if checksum_format == "adler32" else import_module("blake3").blake3()
 
 
 def is_checksum(value: object, checksum_format: str = OUR_CHECKSUMS) -> bool:
@@ -127,12 +120,8 @@ def identity_of(checksums: Mapping[str, str]) -> str:
 def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
     """The digest of names, dtypes and shapes: two versions with the same structure are of the same model."""
     # The same text as json.dumps of all rows, without hundreds of thousands of lists.
-    suffixes: dict[tuple[str, tuple[int, ...]], str] = {}
-    rows = []
-    for name, dtype, shape in sorted(tensors):
-        suffix = suffixes.setdefault((dtype, shape), "") or json.dumps([dtype, *shape])[1:]
-        suffixes[dtype, shape] = suffix
-        rows.append(f"[{encode_basestring_ascii(name)}, {suffix}")
+    kind = cache(lambda dtype, shape: json.dumps([dtype, *shape])[1:])
+    rows = (f"[{encode_basestring_ascii(name)}, {kind(dtype, shape)}" for name, dtype, shape in sorted(tensors))
     return checksum(f"[{', '.join(rows)}]".encode())
 
 
@@ -148,20 +137,15 @@ class SliceOf(NamedTuple):
     @classmethod
     def parsed(cls, value: Any) -> SliceOf:
         """The slice from its JSON. Raises ValueError if it is not one, or does not lie in its tensor."""
-        match value:
-            case [str(name), str(dtype), [*shape], [*offsets], [*sizes]]:
-                numbers = [*shape, *offsets, *sizes]
-            case _:
-                raise ValueError(f"{value!r:.200} is not a slice of a tensor")
-        fits = (
-            fields.is_unicode(name)
-            and all(type(number) is int for number in numbers)
-            and len(shape) == len(offsets) == len(sizes)
-            and all(0 <= at <= at + n <= length for length, at, n in zip(shape, offsets, sizes, strict=True))
-        )
-        if not fits:
-            raise ValueError(f"{name!r:.200} has a slice that lies outside of it")
-        return cls(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
+        one = cls(*fields.row(value, (fields.text, fields.text, _counts, _counts, _counts)))
+        boxes = zip(one.global_shape, one.offsets, one.sizes, strict=True)
+        if not len(one.global_shape) == len(one.offsets) == len(one.sizes) or any(at + n > end for end, at, n in boxes):
+            raise ValueError(f"{one.name!r:.200} has a slice that lies outside of it")
+        return one
+
+
+def _counts(value: object) -> tuple[int, ...]:
+    return fields.items(value, fields.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +262,7 @@ def parse(data: bytes, version: int) -> VersionIndex:
     table, metadata = _tables(data)
     ours = _table(metadata.get(_OURS, {}), _OURS)
     is_sealed = _is_sealed(data, ours)
-    files = _texts(table.get("weight_map"), "weight_map")
-    _refuse_outside(files.values())
+    files = _weight_map(table)
     number = number_of(metadata.get("version", version))
     if number != version:
         raise ValueError(f"it is the index of version {number}")
@@ -292,6 +275,10 @@ def weight_map_in(data: bytes) -> dict[str, str]:
     table, metadata = _tables(data)
     if any(key in metadata for key in _OF_DELTAS):
         raise ValueError("it is the index of a delta")
+    return _weight_map(table)
+
+
+def _weight_map(table: Mapping[str, Any]) -> dict[str, str]:
     files = _texts(table.get("weight_map"), "weight_map")
     _refuse_outside(files.values())
     return files
@@ -319,12 +306,7 @@ def _delta_fields(metadata: Mapping[str, Any], version: int) -> DeltaFields | No
         return None
     if missing:
         raise ValueError(f"its metadata is a delta's, but lacks {missing[0]}")
-    known = {
-        "delta_encoding": ENCODINGS,
-        "compression_format": (_COMPRESSION,),
-        "checksum_format": tuple(CHECKSUM_DIGITS),
-    }
-    for key, values in known.items():
+    for key, values in _KNOWN.items():
         if metadata.get(key) not in values:
             raise ValueError(f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied")
     checksum_format = metadata["checksum_format"]

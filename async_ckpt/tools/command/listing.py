@@ -292,20 +292,21 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
 
 def versions_of(place: Place) -> list[VersionRow]:
     """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
-    from ...weights.publishing.of_ranks.rank_versions import RankVersions, worlds_in
-    from ...weights.publishing.versions import Versions  # they need torch
+    from ...weights.publishing.of_ranks.rank_versions import RootVersions, worlds_in  # which needs torch
 
-    ranks = RankVersions(place)
-    names = ranks.storage.names("")
-    rows = [*_versions_at(Versions(ranks.storage)).values()]
-    whole = ranks.sizes(names)
+    root = RootVersions(place)
+    names = root.storage.names("")
+    rows = [*_versions_at(root.of_rank(0, 0)).values()]
+    whole = root.sizes(names)
     for size, begun in worlds_in(names).items():
+        if not size:
+            continue
         by_rank: list[dict[int, VersionRow]] = []
 
         def look(versions: Versions, to: list[dict[int, VersionRow]] = by_rank) -> None:
             to.append(_versions_at(versions))
 
-        threads.run_together("look", [partial(look, ranks.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
+        threads.run_together("look", [partial(look, root.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
         for version in sorted({version for versions in by_rank for version in versions}):
             of_ranks = [versions[version] for versions in by_rank if version in versions]
             rows.append(_of_ranks(of_ranks, size, is_whole=whole.get(version) == size))

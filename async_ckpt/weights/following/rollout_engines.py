@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
 from ...plumbing import hf_weights, timing
-from .web import EngineError, HttpClient, refusal
+from .web import EngineError, HttpClient, Reply, refusal
 
 # The time for an answer that takes an engine no work.
 _PROBE_SECONDS: Final = 5.0
-_DEV_MODE: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 # The time that an engine has by default to load a version.
 ANSWER_SECONDS: Final = 600.0
 
@@ -44,31 +43,61 @@ class Engine(Protocol):
     `address` is its host and port, if it is a server: where nobody listens any more, nobody loads.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def answer_seconds(self) -> float: ...
-
-    @property
-    def address(self) -> tuple[str, int] | None: ...
+    name: str
+    answer_seconds: float
+    address: tuple[str, int] | None = None
 
     def take(self, loading: Loading, deadline: float) -> None:
         """Have it load a version, and return when it has. Raises EngineError."""
 
     def version(self) -> str | None:
         """The version that it says it has; None if it has no way to say. Raises EngineError if it does not answer."""
+        return None
 
 
-class _FolderServer(ABC):
-    """A server that loads the weights of a whole model from a folder when it is told to."""
+class Untold(Engine):
+    """An engine that looks at the folder by itself, and is told nothing. The engines below derive from it."""
+
+    def __init__(self, name: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
+        is_number = isinstance(answer_seconds, int | float) and not isinstance(answer_seconds, bool)
+        if not is_number or not 0 < answer_seconds < float("inf"):
+            raise ValueError(f"answer_seconds must be a number above 0, got {answer_seconds!r:.100}")
+        self.name, self.answer_seconds = name, float(answer_seconds)
+
+    def take(self, loading: Loading, deadline: float) -> None:
+        """Tell nobody."""
+
+
+class _EngineServer(Untold):
+    """A server that is told by requests."""
 
     _kind: ClassVar[str]
+    # What to do if it does not know the path of a request.
+    _advice: ClassVar[str] = ""
+
+    def __init__(self, url: str, *, answer_seconds: float = ANSWER_SECONDS, key: str | None = None) -> None:
+        self._client = HttpClient(url, key=key)
+        super().__init__(f"{self._kind} {self._client.url}", answer_seconds)
+        self.address = self._client.address
+
+    def _refusal(self, path: str, reply: Reply, advice: str = "") -> EngineError:
+        return refusal(f"{self._client.url}{path}", reply, self._advice if reply.status == 404 else advice)
+
+    def _post(self, path: str, body: Mapping[str, object] | None, deadline: float, advice: str = "") -> Reply:
+        """Raises EngineError for a reply that is not a yes."""
+        reply = self._client.post(path, body, deadline=deadline)
+        if not reply.is_fine:
+            raise self._refusal(path, reply, advice)
+        return reply
+
+
+class _FolderServer(_EngineServer, ABC):
+    """A server that loads the weights of a whole model from a folder when it is told to."""
+
     # How it loads an adapter, which it keeps beside the weights of its model.
     _adapters: ClassVar[str]
-    # Where it says which version it has, and what to do if it has no such path.
+    # Where it says which version it has.
     _said_at: ClassVar[str]
-    _advice: ClassVar[str]
 
     def __init__(
         self,
@@ -78,15 +107,12 @@ class _FolderServer(ABC):
         answer_seconds: float = ANSWER_SECONDS,
         key: str | None = None,
     ) -> None:
-        self._client = HttpClient(url, key=key)
+        super().__init__(url, answer_seconds=answer_seconds, key=key)
         self._abort_requests = abort_requests
-        self.answer_seconds = _seconds(answer_seconds)
-        self.name, self.address = f"{self._kind} {self._client.url}", self._client.address
 
     def take(self, loading: Loading, deadline: float) -> None:
-        if (
-            loading.folder / hf_weights.ADAPTER_CONFIG
-        ).exists():  # the server would look for the weights of a model there
+        # The server would look for the weights of a model there.
+        if (loading.folder / hf_weights.ADAPTER_CONFIG).exists():
             raise EngineError(
                 f"{loading.folder} has an adapter, and {self._kind} takes only whole models; run the sidecar with "
                 f"--exec, and a program that asks for {self._adapters}"
@@ -100,12 +126,14 @@ class _FolderServer(ABC):
     def version(self) -> str | None:
         """The version that it says it has. Raises EngineError if it says none."""
         reply = self._client.get(self._said_at, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
-        where = f"{self._client.url}{self._said_at}"
         if not reply.is_fine:
-            raise refusal(where, reply, self._advice if reply.status == 404 else "")
+            raise self._refusal(self._said_at, reply)
         version = reply.fields().get("weight_version")
         if not isinstance(version, str):
-            raise EngineError(f"{where} names no weight_version, so its loaded version is unknown; {self._advice}")
+            raise EngineError(
+                f"{self._client.url}{self._said_at} names no weight_version, so its loaded version is unknown; "
+                f"{self._advice}"
+            )
         return version
 
 
@@ -134,9 +162,9 @@ class SGLang(_FolderServer):
             "flush_cache": True,
             "abort_all_requests": self._abort_requests,
         }
-        reply = self._client.post("/update_weights_from_disk", body, deadline=deadline)
-        if not reply.is_fine or reply.fields().get("success") is not True:
-            raise refusal(f"{self._client.url}/update_weights_from_disk", reply)
+        reply = self._post("/update_weights_from_disk", body, deadline)
+        if reply.fields().get("success") is not True:
+            raise self._refusal("/update_weights_from_disk", reply)
 
 
 class VLLM(_FolderServer):
@@ -157,7 +185,7 @@ class VLLM(_FolderServer):
     _kind = "vllm"
     _adapters = "/v1/load_lora_adapter with load_inplace"
     _said_at = "/weight_info"
-    _advice = _DEV_MODE
+    _advice = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
     def _load(self, loading: Loading, deadline: float) -> None:
         self._post(f"/pause?mode={'abort' if self._abort_requests else 'wait'}", None, deadline)
@@ -166,34 +194,20 @@ class VLLM(_FolderServer):
         self._post("/update_weight_version", {"new_version": str(loading.version)}, deadline)
         self._post("/resume", None, deadline)
 
-    def _post(self, path: str, body: Mapping[str, object] | None, deadline: float, advice: str = "") -> None:
-        reply = self._client.post(path, body, deadline=deadline)
-        if not reply.is_fine:
-            raise refusal(f"{self._client.url}{path}", reply, _DEV_MODE if reply.status == 404 else advice)
 
-
-class Post:
+class Post(_EngineServer):
     """Any server that takes a POST of `{"version": 120, "folder": "/local/model"}`, and answers 2xx when it has it.
 
     Raises ValueError for a URL that is none.
     """
 
-    def __init__(self, url: str, *, answer_seconds: float = ANSWER_SECONDS, key: str | None = None) -> None:
-        self._client = HttpClient(url, key=key)
-        self.answer_seconds = _seconds(answer_seconds)
-        self.name, self.address = f"post {self._client.url}", self._client.address
+    _kind = "post"
 
     def take(self, loading: Loading, deadline: float) -> None:
-        body = {"version": loading.version, "folder": str(loading.folder)}
-        reply = self._client.post("", body, deadline=deadline)
-        if not reply.is_fine:
-            raise refusal(self._client.url, reply)
-
-    def version(self) -> str | None:
-        return None
+        self._post("", {"version": loading.version, "folder": str(loading.folder)}, deadline)
 
 
-class Program:
+class Program(Untold):
     """A program that is run for each version, and has an engine load it before it ends with status 0.
 
     It gets `ASYNC_CKPT_VERSION` and `ASYNC_CKPT_FOLDER` in its environment; what it prints goes to stderr. If it is
@@ -206,14 +220,11 @@ class Program:
     Raises ValueError if there is no such program.
     """
 
-    address = None
-
     def __init__(self, command: str | Sequence[str], *, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._words = shlex.split(command) if isinstance(command, str) else [*map(str, command)]
         if not self._words or shutil.which(self._words[0]) is None:
             raise ValueError(f"{(self._words or [''])[0]!r:.200} is not a program here; give its path, or install it")
-        self.answer_seconds = _seconds(answer_seconds)
-        self.name = f"exec {shlex.join(self._words)}"
+        super().__init__(f"exec {shlex.join(self._words)}", answer_seconds)
 
     def take(self, loading: Loading, deadline: float) -> None:
         facts = {"ASYNC_CKPT_VERSION": str(loading.version), "ASYNC_CKPT_FOLDER": str(loading.folder)}
@@ -241,9 +252,6 @@ class Program:
             ended = f"with status {status}" if status > 0 else f"by signal {-status}"
             raise EngineError(f"{self._words[0]} ended {ended}")
 
-    def version(self) -> str | None:
-        return None
-
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """Kill a program and its group, and wait for its end."""
@@ -255,17 +263,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-class Function:
+class Function(Untold):
     """A function of the user, called with the folder and the version. Any exception of it is a no."""
 
-    address = None
-
-    def __init__(self, function: Callable[[Path, int], object], name: str | None = None) -> None:
+    def __init__(self, function: Callable[[Path, int], object]) -> None:
+        super().__init__(f"function {getattr(function, '__qualname__', type(function).__qualname__)}")
         self._function = function
-        self.answer_seconds = ANSWER_SECONDS
-        self.name = (
-            f"function {getattr(function, '__qualname__', type(function).__qualname__)}" if name is None else name
-        )
 
     def take(self, loading: Loading, deadline: float) -> None:  # noqa: ARG002 - a call cannot be ended
         try:
@@ -273,26 +276,13 @@ class Function:
         except Exception as error:
             raise EngineError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
-    def version(self) -> str | None:
-        return None
-
 
 def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
-    """The engine that a user means; None stands for one that looks at the folder by itself. Raises TypeError."""
+    """The engine that a user means. Raises TypeError."""
     if engine is None:
-        return Function(_nothing, "")
+        return Untold()
     if hasattr(engine, "take"):
         return engine  # type: ignore[return-value]
     if callable(engine):
         return Function(engine)
     raise TypeError(f"engine must be an engine or a function of a folder and a version, got {engine!r:.100}")
-
-
-def _nothing(folder: Path, version: int) -> None:
-    """Tell nobody."""
-
-
-def _seconds(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"answer_seconds must be a number above 0, got {value!r:.100}")
-    return float(value)

@@ -2,28 +2,31 @@
 
 In: a URL, a path, a JSON body, a deadline. Out: the status and the text of the reply. Knows nothing of: versions.
 
-`http.client` limits each read by itself, so an engine that sends a byte now and then would be waited for without end.
-Here, the time that is left is set before every operation of the socket. Proxies of the environment are not used, and
-redirects are not followed: an engine is near.
+`http.client` limits each read by itself, so an engine that sends a byte now and then would be waited for without end:
+a thread shuts the socket down at the deadline. Proxies of the environment are not used, and redirects are not followed:
+an engine is near.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ...plumbing import fields as json_fields
-from ...plumbing import timing
+from ...plumbing import threads, timing
 
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20
 # The time for a connection that is only to show whether somebody listens.
 _KNOCK_SECONDS: Final = 1.0
+# A request whose deadline has passed fails by this limit.
+_LEAST_SECONDS: Final = 0.001
 # So much of a reply is quoted in an error.
 _QUOTED: Final = 300
 
@@ -83,20 +86,24 @@ class HttpClient:
         data = b""
         if body is not None:
             headers["Content-Type"], data = "application/json", json.dumps(body).encode()
-        kind = _TimedHTTPS if self._is_secure else _TimedHTTP
-        connection = kind(*self.address)
-        connection.deadline = deadline
-        where = f"{self.url}{path}"
+        kind = HTTPSConnection if self._is_secure else HTTPConnection
+        connection = kind(*self.address, timeout=max(_LEAST_SECONDS, deadline - timing.TIMEKEEPER.now()))
+        where, reply, failed = f"{self.url}{path}", None, None
         try:
-            connection.request(method, f"{self._path}{path}{self._query}" or "/", data, headers)
-            with connection.getresponse() as response:
-                return Reply(response.status, response.read(_MAX_REPLY_BYTES).decode(errors="replace"))
-        except TimeoutError as error:
-            raise EngineError(f"{where} has not answered in time") from error
-        except (OSError, HTTPException) as error:
-            raise EngineError(f"{where} does not answer: {error or type(error).__name__}") from error
+            connection.connect()
+            with _shut_down_at(deadline, connection.sock):
+                connection.request(method, f"{self._path}{path}{self._query}" or "/", data, headers)
+                with connection.getresponse() as response:
+                    reply = Reply(response.status, response.read(_MAX_REPLY_BYTES).decode(errors="replace"))
+        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: there is no thread left
+            failed = error
         finally:
             connection.close()
+        if timing.TIMEKEEPER.now() >= deadline:
+            raise EngineError(f"{where} has not answered in time") from failed
+        if reply is None:
+            raise EngineError(f"{where} does not answer: {failed or type(failed).__name__}") from failed
+        return reply
 
 
 def nobody_listens(address: tuple[str, int]) -> bool:
@@ -120,67 +127,18 @@ def refusal(where: str, reply: Reply, advice: str = "") -> EngineError:
     return EngineError(f"{where} answered {reply.status}: {quoted}{f'; {advice}' if advice else ''}")
 
 
-class _TimedHTTP(HTTPConnection):
-    """A connection whose every operation ends at the deadline."""
+@contextmanager
+def _shut_down_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """A block in which every operation of a socket ends at the deadline, whatever the other side sends until then."""
+    is_over = threading.Event()
 
-    deadline = 0.0
+    def watch() -> None:
+        if not is_over.wait(deadline - timing.TIMEKEEPER.now()):
+            with suppress(OSError):
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not SSLSocket's, which breaks a read under way
 
-    def connect(self) -> None:
-        self.timeout = _left(self.deadline)
-        super().connect()
-        self.sock: Any = _TimedSocket(self.sock, self.deadline)
-
-
-class _TimedHTTPS(_TimedHTTP, HTTPSConnection):
-    """The same over TLS."""
-
-
-def _left(deadline: float) -> float:
-    """The seconds until the deadline. Raises TimeoutError if it has passed."""
-    left = deadline - timing.TIMEKEEPER.now()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
-class _TimedSocket:
-    """As much of a socket as `http.client` uses, with the time that is left as the limit of each operation."""
-
-    def __init__(self, connected: socket.socket, deadline: float) -> None:
-        self._socket, self._deadline = connected, deadline
-        self._is_read = False
-
-    def sendall(self, data: bytes) -> None:
-        self._socket.settimeout(_left(self._deadline))
-        self._socket.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        assert mode == "rb"
-        self._is_read = True
-        return io.BufferedReader(_TimedReader(self._receive, self._socket.close))
-
-    def _receive(self, target: memoryview) -> int:
-        self._socket.settimeout(_left(self._deadline))
-        return self._socket.recv_into(target)
-
-    def close(self) -> None:
-        """Close it, unless a reader has it: a last reply is read after the connection was closed."""
-        if not self._is_read:
-            self._socket.close()
-
-
-class _TimedReader(io.RawIOBase):
-    """The bytes that a socket receives, which is closed with it."""
-
-    def __init__(self, receive: Callable[[memoryview], int], end: Callable[[], None]) -> None:
-        self._receive, self._end = receive, end
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        return self._receive(memoryview(target))
-
-    def close(self) -> None:
-        self._end()
-        super().close()
+    threads.start_thread("deadline", watch, daemon=True)
+    try:
+        yield
+    finally:
+        is_over.set()

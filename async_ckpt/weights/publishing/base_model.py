@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CorruptCheckpointError, NotAFolderError
-from ...plumbing import LocalStorage, disk, hf_weights
+from ...plumbing import LocalStorage, disk, hf_weights, threads
 from ..delta import INDEX, VersionIndex, checksum, weight_map_in
 from .notes import SINGLE
 from .source import VersionSource
@@ -81,6 +81,6 @@ class _BaseModelSource(VersionSource):
                 self._small = hf_weights.files_of(Path(self.path))
         return list(self._small)
 
-    def read(self, file: str) -> memoryview:
+    def read(self, file: str, crew: threads.Crew | None = None) -> memoryview:  # noqa: ARG002
         assert self._small is not None
         return memoryview(self._small[file])

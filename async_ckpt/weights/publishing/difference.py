@@ -44,7 +44,7 @@ def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> s
     digest = new_hash(checksum_format)
     for _, block in device.dense_blocks(tensor, 0, tensor.nbytes):
         digest.update(hf_shards.view_of(block))
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def encode(new: torch.Tensor, base: torch.Tensor, encoding: Encoding) -> tuple[bytes, str] | None:

@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,13 +24,13 @@ import torch
 
 from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
 from ...plumbing import device, disk, hf_shards, hf_weights, leaf_names, safetensors, waits
-from ..confined import ConfinedFolder, read_at, write_at
+from ..confined import ConfinedFolder, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
 from .live_weights import DamagedReplicaError, other_model
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
-from .source import Anchor, TensorPart, VersionSource, WeightsState
+from .source import Anchor, VersionSource, WeightsState, header_in
 
 _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.
@@ -104,8 +104,7 @@ class FolderReplica:
         return WeightsState(version, identity_of(checksums), structure, checksums, is_marked=True)
 
     def _checksums(self) -> dict[str, str]:
-        with self._bytes(None) as parts:
-            return {name: checksum(data) for name, data in parts.items()}
+        return {name: checksum(data) for name, data in self._bytes(None).items()}
 
     def _has_all_files(self) -> bool:
         """Whether all files still exist, and those with weights have their size. The user may have changed a config."""
@@ -130,11 +129,7 @@ class FolderReplica:
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         try:
             for file in self._installed.weights:
-                fd = self._files.open(file, os.O_RDONLY)
-                try:
-                    table, _ = _header(fd)
-                finally:
-                    disk.close_quietly(fd)
+                table, _ = self._header(file)
                 kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
                 tensors |= {name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()}
         except (OSError, ValueError, StorageUnavailableError):
@@ -214,31 +209,26 @@ class FolderReplica:
         self._refuse_decoys(sizes.keys() | old.sizes.keys())
         new = InstalledFiles(sizes, tuple(weights), state.structure)
         self.note(None)
-        self._notes.record_files(new._replace(sizes={**old.sizes, **sizes}))
-        set_aside: list[str] = []
-        moved: list[str] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._install, old, old_state)
+            self._notes.record_files(new._replace(sizes={**old.sizes, **sizes}))
             for name in sorted(old.sizes.keys() | sizes.keys()):
                 if self._files.stat(name) is not None:
                     self._set_aside(name)
-                    set_aside.append(name)
+                    undo.callback(self._files.move, f"{OLD}/{name}", name)
                 if name in sizes:
                     self._files.move(f"{NEW}/{name}", name)
-                    moved.append(name)
+                    undo.callback(self._files.delete, name)
                 else:
                     self._files.delete(name)
-            self._notes.record_files(new)
-            self._installed = new
-            self.note(state)
-        except BaseException:
-            for name in moved:
-                self._files.delete(name)
-            for name in set_aside:
-                self._files.move(f"{OLD}/{name}", name)
-            self._notes.record_files(old)
-            self._installed = old
-            self.note(old_state)
-            raise
+            self._install(new, state)
+            undo.pop_all()
+
+    def _install(self, files: InstalledFiles, state: WeightsState | None) -> None:
+        """Note which files of versions are here from now on, and which weights."""
+        self._notes.record_files(files)
+        self._installed = files
+        self.note(state)
 
     def _set_aside(self, name: str) -> None:
         """Keep a file until its replacement is in place. With hard links, it stays visible meanwhile."""
@@ -292,9 +282,10 @@ class FolderReplica:
                     anchor.source.fill(reader, name, 0, head)
                     write_at(fd, head, 0)
 
-            def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
-                with disk.translated(self.folder / NEW / file):
-                    write_at(files[file], data, at)
+            def put(name: str, at: int, data: memoryview) -> None:
+                location = anchor.tensors[name]
+                with disk.translated(self.folder / NEW / location.file):
+                    write_at(files[location.file], data, location.begin + at)
 
             return anchor.read(put)
         finally:
@@ -307,65 +298,63 @@ class FolderReplica:
         """Raises DamagedReplicaError."""
         empty = torch.empty(0, dtype=torch.uint8)
         self._refuse_decoys(self._installed.sizes)
-        with self._bytes(names) as parts:
-            regions = {n: torch.frombuffer(p, dtype=torch.uint8) if p else empty for n, p in parts.items()}
-            try:
-                yield regions
-            finally:
-                regions.clear()
+        regions = {n: torch.frombuffer(p, dtype=torch.uint8) if p else empty for n, p in self._bytes(names).items()}
+        try:
+            yield regions
+        finally:
+            regions.clear()  # which unmaps the files
 
     def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
         """Raises DamagedReplicaError."""
         checksums: dict[str, str] = {}
-        with self._bytes(None) as parts:
-            for name in parts.keys() & names:
-                digest = new_hash(checksum_format)
-                digest.update(parts[name])
-                checksums[name] = digest.hexdigest()
+        parts = self._bytes(None)
+        for name in parts.keys() & names:
+            digest = new_hash(checksum_format)
+            digest.update(parts[name])
+            checksums[name] = digest.hexdigest()
         return checksums
 
-    @contextmanager
-    def _bytes(self, names: Collection[str] | None) -> Iterator[dict[str, memoryview]]:
-        """The bytes of these tensors, writable; with None, of all tensors, read-only. Raises DamagedReplicaError."""
-        parts: dict[str, memoryview] = {}
-        maps: list[mmap.mmap] = []
-        try:
-            for file in self._installed.weights:
-                try:
-                    with disk.translated(self.folder / file, passing=(FileNotFoundError,)):
-                        file_parts = self._parts_of(file, names, maps)
-                except (FileNotFoundError, ValueError) as error:
-                    path = str(self.folder / file)
-                    raise DamagedReplicaError(f"{path} is damaged ({error})", path=path) from error
-                if file_parts.keys() & parts.keys():
-                    raise DamagedReplicaError(f"{self.folder}: two files have the same tensor", path=str(self.folder))
-                parts |= file_parts
-            yield parts
-        finally:
-            parts.clear()
-            for mapped in maps:
-                with suppress(BufferError):  # a traceback still refers to it, and closes it when it goes
-                    mapped.close()
+    def _bytes(self, names: Collection[str] | None) -> dict[str, memoryview]:
+        """The bytes of these tensors, writable; with None, of all tensors, read-only. Raises DamagedReplicaError.
 
-    def _parts_of(self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]) -> dict[str, memoryview]:
-        """The bytes of tensors in a file, mapped to memory. Raises ValueError if it is not a safetensors file."""
-        is_read, is_own = names is None, False
-        while True:
-            fd = self._files.open(file, os.O_RDONLY if is_read else os.O_RDWR)
+        They are mapped to memory as long as one of them is referenced.
+        """
+        parts: dict[str, memoryview] = {}
+        for file in self._installed.weights:
             try:
-                table, at = _header(fd)
-                rows = {name: row for name, row in table.rows.items() if names is None or name in names}
-                if not rows:
-                    return {}
-                if is_read or is_own or os.fstat(fd).st_nlink == 1:
-                    maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ if is_read else mmap.ACCESS_WRITE))
-                    break
-            finally:
-                disk.close_quietly(fd)
+                with disk.translated(self.folder / file, passing=(FileNotFoundError,)):
+                    of_file = self._bytes_in(file, names)
+            except (FileNotFoundError, ValueError) as error:
+                path = str(self.folder / file)
+                raise DamagedReplicaError(f"{path} is damaged ({error})", path=path) from error
+            if of_file.keys() & parts.keys():
+                raise DamagedReplicaError(f"{self.folder}: two files have the same tensor", path=str(self.folder))
+            parts |= of_file
+        return parts
+
+    def _bytes_in(self, file: str, names: Collection[str] | None) -> dict[str, memoryview]:
+        """The bytes of tensors in a file. Raises ValueError if it is not a safetensors file."""
+        table, at = self._header(file)
+        rows = {name: row for name, row in table.rows.items() if names is None or name in names}
+        if not rows:
+            return {}
+        status = self._files.stat(file)
+        if names is not None and status is not None and status.st_nlink > 1:
             self._files.part(file, by=f"{NEW}/{file}")
-            is_own = True
-        whole = memoryview(maps[-1])
+        fd = self._files.open(file, os.O_RDONLY if names is None else os.O_RDWR)
+        try:
+            mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ if names is None else mmap.ACCESS_WRITE)
+        finally:
+            disk.close_quietly(fd)
+        whole = memoryview(mapped)
         return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
+
+    def _header(self, file: str) -> tuple[safetensors.HeaderTable, int]:
+        """The header of a file, and where its tensors begin. Raises ValueError if it is not a safetensors file."""
+        with os.fdopen(self._files.open(file, os.O_RDONLY), "rb") as opened:
+            head = opened.read(8)
+            head += opened.read(min(int.from_bytes(head, "little"), safetensors.MAX_HEADER_BYTES))
+            return header_in(memoryview(head), os.fstat(opened.fileno()).st_size)
 
     def note(self, state: WeightsState | None) -> None:
         self._notes.note(state, boot_id(), self._stamps())
@@ -379,21 +368,6 @@ class FolderReplica:
             if status is not None:
                 stamps[file] = f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
         return stamps
-
-
-def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
-    """The header of a file, and where the data behind it begins. Raises ValueError if it is not a safetensors file."""
-    num_bytes = os.fstat(fd).st_size
-    if num_bytes < 8:
-        raise ValueError("it is cut off")
-    length = memoryview(bytearray(8))
-    read_at(fd, length, 0)
-    begin = 8 + int.from_bytes(length, "little")
-    if begin > min(num_bytes, 8 + safetensors.MAX_HEADER_BYTES):
-        raise ValueError("it is cut off, or not a safetensors file")
-    head = bytearray(begin)
-    read_at(fd, memoryview(head), 0)
-    return safetensors.parse_file_header(bytes(head), num_bytes), begin
 
 
 def boot_id() -> str:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
-from ...plumbing import device, leaf_names, limits, threads
+from ...plumbing import device, leaf_names, limits, spec, threads
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from .difference import WrongBaseError, apply, checksum_of
-from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
+from .source import Anchor, Frame, TensorLocation, VersionSource, WeightsState
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
@@ -47,7 +48,7 @@ class DamagedReplicaError(CorruptCheckpointError):
 
 
 class Replica(Protocol):
-    """Weights that versions are applied to. One caller at a time, inside `locked`."""
+    """Weights that versions are applied to. One caller at a time."""
 
     @property
     def state(self) -> WeightsState | None:
@@ -55,9 +56,6 @@ class Replica(Protocol):
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
         """The checksums of the named tensors that are here, computed from their bytes."""
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes away."""
 
     def seed(self, anchor: Anchor) -> int:
         """Replace the weights by those of an anchor. Returns the number of bytes read.
@@ -79,66 +77,118 @@ def update_replica(
     crew: threads.Crew,
     *,
     before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+    before_seed: Callable[[Anchor], None] = lambda _: None,
 ) -> PullResult:
     """Bring a replica to the version `target`.
 
-    `before_apply` is called with each chain before it is applied. After an error the replica has the last version that
-    was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
-    StorageUnavailableError, StorageFullError.
+    `before_apply` is called with each chain before it is applied, and `before_seed` with an anchor before it is read;
+    both may raise. After an error the replica has the last version that was applied as a whole. Raises
+    NotCommittedError, CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
     """
-    before = replica.state
-    chain = versions.chain(target, before)
-    if replica.state is not None and not _is_that_version(replica, chain, versions, target, crew):
-        _log.warning(
-            "the weights here are not those of version %d; the pull starts from an anchor", replica.state.version
-        )
-        chain = versions.chain(target, None)
-    before_apply(chain)
-    try:
-        num_bytes = _apply_chain(replica, versions, chain, crew)
-    except DamagedReplicaError as error:
-        chain = _restarted_chain(replica, versions, target, chain, error)
-        before_apply(chain)
-        num_bytes = _apply_chain(replica, versions, chain, crew)
-    if not chain and replica.state is not None:
-        _note_verified(replica, versions.read_or_base(target, fresh=False))
-    built_on = None if before is None or (chain and chain[0].is_anchor) else before.version
-    return PullResult(built_on, len(chain), num_bytes)
+    return _Update(replica, versions, target, crew, before_apply, before_seed).run()
 
 
-def _restarted_chain(
-    replica: Replica, versions: Versions, target: int, chain: Sequence[VersionIndex], error: DamagedReplicaError
-) -> list[VersionIndex]:
-    """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
-    if error.perhaps and chain[0].is_anchor:
-        raise error
-    if not error.perhaps and not (replica.state and replica.state.is_marked):
-        replica.note(None)
-    try:
-        restarted = versions.chain(target, None)
-    except NotCommittedError as missing:
-        raise error from missing
-    _log.warning("%s; the pull starts from an anchor", error)
-    return restarted
+class _Update(NamedTuple):
+    """One call of `update_replica`."""
 
+    replica: Replica
+    versions: Versions
+    target: int
+    crew: threads.Crew
+    before_apply: Callable[[Sequence[VersionIndex]], None]
+    before_seed: Callable[[Anchor], None]
 
-def _note_verified(replica: Replica, index: VersionIndex) -> None:
-    """Note a version that was already here, but perhaps noted by another receiver."""
-    assert replica.state is not None
-    known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
-    if known != replica.state:
-        replica.note(known)
+    def run(self) -> PullResult:
+        before = self.replica.state
+        chain = self.versions.chain(self.target, before)
+        if before is not None and not self._begins_at(before, chain):
+            _log.warning("the weights here are not those of version %d; the pull starts from an anchor", before.version)
+            chain = self.versions.chain(self.target, None)
+        try:
+            num_bytes = self._apply(chain)
+        except DamagedReplicaError as error:
+            chain = self._restarted(chain, error)
+            num_bytes = self._apply(chain)
+        state = self.replica.state
+        if not chain and state is not None:  # already here, but perhaps noted by another receiver
+            index = self.versions.read_or_base(self.target, fresh=False)
+            known = replace(state, stamp="" if index.identity else index.stamp, is_marked=False)
+            if known != state:
+                self.replica.note(known)
+        built_on = None if before is None or (chain and chain[0].is_anchor) else before.version
+        return PullResult(built_on, len(chain), num_bytes)
 
+    def _restarted(self, chain: Sequence[VersionIndex], error: DamagedReplicaError) -> list[VersionIndex]:
+        """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
+        if error.perhaps and chain[0].is_anchor:
+            raise error
+        state = self.replica.state
+        if not error.perhaps and not (state and state.is_marked):
+            self.replica.note(None)
+        try:
+            restarted = self.versions.chain(self.target, None)
+        except NotCommittedError as missing:
+            raise error from missing
+        _log.warning("%s; the pull starts from an anchor", error)
+        return restarted
 
-def _apply_chain(replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: threads.Crew) -> int:
-    num_bytes = 0
-    for index in chain:
-        source = versions.source(index)
-        if index.is_anchor:
-            num_bytes += replica.seed(Anchor(source, crew))
-        else:
-            num_bytes += _apply_delta(replica, source, crew)
-    return num_bytes
+    def _apply(self, chain: Sequence[VersionIndex]) -> int:
+        """Apply versions in their order. Returns the number of bytes read."""
+        self.before_apply(chain)
+        num_bytes = 0
+        for index in chain:
+            source = self.versions.source(index)
+            if index.is_anchor:
+                anchor = Anchor(source, self.crew)
+                self.before_seed(anchor)
+                num_bytes += self.replica.seed(anchor)
+            else:
+                num_bytes += _apply_delta(self.replica, source, self.crew)
+        return num_bytes
+
+    # A Publisher's delta names its base by the digest of the weights. Deltas of other programs name a number alone.
+    # Under the same number there may be other weights, of a training that was started again; and a folder that another
+    # receiver has marked may hold half of the next version. So the held weights are compared with the checksums in the
+    # deltas that lead to the number, of all tensors that these change, and with the anchor or the base model at their
+    # beginning.
+
+    def _begins_at(self, state: WeightsState, chain: Sequence[VersionIndex]) -> bool:
+        """Whether a chain begins at the held weights; true if there is nothing to compare them with.
+
+        Its first index names its base; if the chain is empty, the target's index names the weights.
+        """
+        first = chain[0] if chain else self.versions.read_or_base(self.target, fresh=False)
+        is_named = first.delta is None or first.delta.base_identity if chain else first.identity
+        if is_named:
+            return True
+        try:
+            if state.stamp and self.versions.read_or_base(state.version).stamp == state.stamp:
+                return True  # it became the version by this very index
+            return self._was_made(state)
+        except NotCommittedError:
+            return True  # the deltas that led here were deleted, or began with a model that is unknown
+        except CorruptCheckpointError:
+            return not state.is_marked  # weights that we noted ourselves were compared when they were applied
+
+    def _was_made(self, state: WeightsState) -> bool:
+        """Whether the tensors of a state are those that the deltas up to its version make."""
+        unchecked, number = set(state.checksums), state.version
+        while unchecked:
+            index = self.versions.read_or_base(number)
+            source = self.versions.source(index)
+            held: Mapping[str, str] = state.checksums
+            if index.delta is None:
+                made: Mapping[str, str] = index.checksums or Anchor(source, self.crew).read(lambda *_: None).checksums
+                return all(made.get(name) == held[name] for name in unchecked)
+            made = source.frame_checksums()
+            names = made.keys() & unchecked
+            if index.delta.checksum_format != OUR_CHECKSUMS:
+                held = self.replica.checksums(names, index.delta.checksum_format)
+            if any(held.get(name) != made[name] for name in names):
+                return False
+            unchecked -= names
+            number = index.delta.base
+        return True
 
 
 def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) -> int:
@@ -148,8 +198,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) ->
     assert index.delta is not None
     if not before.is_base_of(index):
         raise source.corrupt(INDEX, f"its base is not the weights of version {before.version}")
-    blobs = {file: source.whole(file, crew) for file in index.tensor_files}
-    frames = _read_frames(source, blobs)
+    frames, num_bytes = source.frames(crew)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
         raise other_model(source.path, unknown)
@@ -173,15 +222,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) ->
         if not is_ours:
             checksums |= {name: checksum_of(region) for name, region in regions.items()}
     replica.note(WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
-    return sum(map(len, blobs.values()))
-
-
-def _read_frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
-    """The frames of a delta. Raises CorruptCheckpointError if its files and its index do not agree."""
-    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
-    if {name: frame.file for name, frame in frames.items()} != source.index.files:
-        raise source.corrupt(INDEX, "it names other tensors than its files hold")
-    return frames
+    return num_bytes
 
 
 def _apply_frame(
@@ -207,126 +248,60 @@ def other_model(version: str, names: Collection[str]) -> StateMismatchError:
     )
 
 
-# --- proof --------------------------------------------------------------------------------------------------------
-#
-# A Publisher's delta names its base by the digest of the weights. Deltas of other programs name a number alone. Under
-# the same number there may be other weights, of a training that was started again; and a folder that another receiver
-# has marked may hold half of the next version. So the held weights are compared with the checksums in the deltas that
-# lead to the number, of all tensors that these change, and with the anchor or the base model at their beginning.
-
-
-def _is_that_version(
-    held: Replica, chain: Sequence[VersionIndex], versions: Versions, target: int, crew: threads.Crew
-) -> bool:
-    """Whether held weights are those that a chain begins with; true if there is nothing to compare them with.
-
-    `chain` leads from the held weights to the version `target`. Its first index names its base; if the chain is
-    empty, the target's index names the weights.
-    """
-    state = held.state
-    assert state is not None
-    first = chain[0] if chain else versions.read_or_base(target, fresh=False)
-    if chain and (first.delta is None or first.delta.base_identity):
-        return True
-    if not chain and first.identity:
-        return True
-    try:
-        if state.stamp and versions.read_or_base(state.version).stamp == state.stamp:
-            return True  # it became the version by this very index
-        return _leads_to(held, state, versions, crew)
-    except NotCommittedError:
-        return True  # the deltas that led here were deleted, or began with a model that is unknown
-    except CorruptCheckpointError:
-        return not state.is_marked  # weights that we noted ourselves were compared when they were applied
-
-
-def _leads_to(held: Replica, state: WeightsState, versions: Versions, crew: threads.Crew) -> bool:
-    """Whether the tensors of a state are those that the deltas up to its version make."""
-    unchecked, number = set(state.checksums), state.version
-    while unchecked:
-        index = versions.read_or_base(number)
-        source = versions.source(index)
-        if index.delta is None:
-            return _holds(Anchor(source, crew), state, unchecked)
-        delta_checksums = source.frame_checksums()
-        names = delta_checksums.keys() & unchecked
-        held_checksums = (
-            state.checksums
-            if index.delta.checksum_format == OUR_CHECKSUMS
-            else held.checksums(names, index.delta.checksum_format)
-        )
-        if any(held_checksums.get(name) != delta_checksums[name] for name in names):
-            return False
-        unchecked -= names
-        number = index.delta.base
-    return True
-
-
-def _holds(anchor: Anchor, state: WeightsState, names: Set[str]) -> bool:
-    """Whether these tensors are those of an anchor."""
-    checksums = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
-    return all(checksums.get(name) == state.checksums[name] for name in names)
-
-
 # --- in memory ----------------------------------------------------------------------------------------------------
+
+
+def regions_in(sizes: Mapping[str, int], allocate: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Regions of these sizes in one new buffer, each aligned. `allocate` returns a uint8 tensor of the size given."""
+    begins = [*accumulate((spec.align_up(size, _ALIGNMENT) for size in sizes.values()), initial=0)]
+    memory = allocate(begins[-1])
+    return {name: memory[at : at + size] for (name, size), at in zip(sizes.items(), begins[:-1], strict=True)}
+
+
+def copy_all(tensors: Mapping[str, torch.Tensor], regions: Mapping[str, torch.Tensor], crew: threads.Crew) -> None:
+    """Copy the bytes of tensors to the regions of their names."""
+
+    def copy(name: str) -> None:
+        for at, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
+            regions[name][at : at + block.numel()].copy_(block)
+
+    crew.run_all(partial(copy, name) for name in tensors)
 
 
 class MemoryReplica:
     """Weights in host memory, made by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
 
-    `allocate` returns a uint8 tensor of the size that it is given; `check_model` raises if an anchor is of another
-    model.
+    `allocate` is as for `regions_in`.
     """
 
-    def __init__(
-        self,
-        allocate: Callable[[int], torch.Tensor],
-        check_model: Callable[[Anchor], None] = lambda _: None,
-    ) -> None:
-        self._allocate, self._check_model = allocate, check_model
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
         self.state: WeightsState | None = None
         self.tensors: dict[str, TensorLocation] = {}
         self._regions: dict[str, torch.Tensor] = {}
 
-    def locked(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
         """Allocate memory for these tensors, unless they fit what is allocated."""
-        if {name: location.num_bytes for name, location in tensors.items()} != {
-            name: len(region) for name, region in self._regions.items()
-        }:
+        sizes = {name: location.num_bytes for name, location in tensors.items()}
+        if sizes != {name: len(region) for name, region in self._regions.items()}:
             self.state, self._regions = None, {}  # what is held goes first
-            begins, at = {}, 0
-            for name, location in tensors.items():
-                begins[name] = at
-                at += -(-location.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            memory = self._allocate(at)
-            self._regions = {n: memory[begins[n] : begins[n] + t.num_bytes] for n, t in tensors.items()}
+            self._regions = regions_in(sizes, self._allocate)
         self.tensors = dict(tensors)
 
     def seed(self, anchor: Anchor) -> int:
-        self._check_model(anchor)
         self.state = None
         self.lay_out(anchor.tensors)
 
-        def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
-            for name, begin, part in parts:
-                if part:
-                    region = self._regions[name][begin : begin + len(part)]
-                    region.copy_(torch.frombuffer(part, dtype=torch.uint8))
+        def put(name: str, at: int, data: memoryview) -> None:
+            if data:
+                self._regions[name][at : at + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
         self.state = anchor.read(put)
         return anchor.num_bytes
 
     def take_over(self, tensors: Mapping[str, torch.Tensor], crew: threads.Crew) -> None:
         """Replace the bytes of these tensors."""
-
-        def copy_tensor(name: str) -> None:
-            for at, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
-                self._regions[name][at : at + block.numel()].copy_(block)
-
-        crew.run_all(partial(copy_tensor, name) for name in tensors)
+        copy_all(tensors, self._regions, crew)
 
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:

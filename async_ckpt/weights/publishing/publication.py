@@ -196,7 +196,7 @@ class Publication(WeightsSave):
             return
         name, weights = self._series.loan_name(self._check), self._weights
         lent = LentVersion(self.version, "", structure, {}, weights.files, weights.adapter, self.rank_slices)
-        num_ranks = self._series.num_ranks or 0
+        num_ranks = self._series.num_ranks
         self._lent = self._series.offer.offer(name, lent, weights.tensors, self._check, num_ranks=num_ranks)
         if self._lent is not None:
             self.readable.set_result(None)
@@ -206,7 +206,6 @@ class Publication(WeightsSave):
         storage = self._series.storage
         if storage.remote:
             self._series.delete_replaced()
-            self._series.versions.begin(self.version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = scratches.Scratch(root, UNFINISHED_VERSION)

@@ -37,10 +37,9 @@ from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
 from .in_memory.offer import MemoryOffer
 from .of_ranks.pieces import own_slices
-from .of_ranks.rank_versions import RankVersions, place_of_rank
+from .of_ranks.rank_versions import RootVersions
 from .publication import Publication
 from .series import VersionSeries
-from .versions import Versions
 
 # By root: the number of this publisher of spread models there, the same on each rank.
 _publisher_numbers: Final[process.OnceInProcess[str, Iterator[int]]] = process.OnceInProcess(
@@ -111,9 +110,13 @@ class Publisher:
         if encoding is not None:
             compressed.zstandard_package()  # fail here rather than at the first delta
         self._place = places.written_at(root)
+        if not isinstance(local, bool):
+            raise TypeError(f"local must be True or False, got {local!r:.100}")
+        if local and not shared_memory.CAN_SHARE:
+            raise ValueError("local=True needs Linux; leave it out, and readers take versions from the root")
         self._new_series = partial(
             VersionSeries,
-            place=self._place,
+            self._place,
             deltas=DeltaPolicy(
                 encoding,
                 spec.whole_count("anchor_every", anchor_every),
@@ -123,10 +126,6 @@ class Publisher:
             keep=None if keep is None else spec.whole_count("keep", keep),
             retires=on_rollback == "retire",
         )
-        if not isinstance(local, bool):
-            raise TypeError(f"local must be True or False, got {local!r:.100}")
-        if local and not shared_memory.CAN_SHARE:
-            raise ValueError("local=True needs Linux; leave it out, and readers take versions from the root")
         self._offer = MemoryOffer(host_bytes) if local else None
         self._root = self._place.storage()
         self._series: VersionSeries | None = None  # made by the first publication; under _lock
@@ -232,12 +231,8 @@ class Publisher:
     def _get_series(self, *, spread: bool) -> VersionSeries:
         """The series of versions; the first publication makes it, on whichever thread."""
         with self._lock:
-            if self._series is None and not spread:
-                self._series = self._new_series(self._root, offer=self._offer)
-            elif self._series is None:
-                world = self._channel.world
-                place = place_of_rank(self._place, world.rank, world.size)
-                self._series = self._new_series(place.storage(), channel=self._channel, offer=self._offer)
+            if self._series is None:
+                self._series = self._new_series(channel=self._channel if spread else None, offer=self._offer)
             return self._series
 
     def wait_readable(self, version: int, timeout: float | None = None) -> None:
@@ -280,8 +275,7 @@ class Publisher:
         publisher.versions()  # [100, 101, 102]
         """
         self._refuse_if_forked()
-        names = self._root.names("")
-        return sorted({*Versions(self._root).numbers(names), *RankVersions(self._place).sizes(names)})
+        return [*RootVersions(self._place).sizes()]
 
     def close(self) -> None:
         """Wait for the publications under way, and give the memory back. May be called again.

@@ -20,12 +20,12 @@ from ...errors import (
     StepBehindError,
     StepExistsError,
 )
-from ...plumbing import Storage, rendezvous
+from ...plumbing import rendezvous
 from ..delta import VersionIndex, folder_of
 from ..lent import loan_of_rank
 from .delta_base import DeltaBase, DeltaPolicy
 from .in_memory.offer import MemoryOffer
-from .of_ranks.rank_versions import RankVersions
+from .of_ranks.rank_versions import RootVersions
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -41,29 +41,30 @@ class VersionSeries:
 
     def __init__(
         self,
-        storage: Storage,
-        *,
         place: Place,
+        *,
         deltas: DeltaPolicy,
         keep: int | None,
         retires: bool,
         channel: rendezvous.Channel | None = None,
         offer: MemoryOffer | None = None,
     ) -> None:
-        """Begin a series. `place` is the root of all ranks; `channel` is None for a whole model.
+        """Begin a series at the root `place`; `channel` is of the ranks of a spread model.
 
         Versions are lent in memory, too, if there is an `offer`.
         """
-        self.storage, self.channel, self.offer = storage, channel, offer
-        self.num_ranks = None if channel is None else channel.world.size
-        self._is_first = channel is None or not channel.world.rank  # which deletes versions of other worlds, too
+        self.channel, self.offer = channel, offer
+        rank, self.num_ranks = (0, 0) if channel is None else (channel.world.rank, channel.world.size)
+        self._is_first = not rank  # which deletes versions of other worlds, too
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
-        self._keep, self._retires, self._ranks = keep, retires, RankVersions(place)
+        self._keep, self._retires, self._root = keep, retires, RootVersions(place)
+        self.versions = self._root.of_rank(rank, self.num_ranks)
+        self.storage = self.versions.storage
         # Rank 0 knows the token of the channel without waiting. As the token at the root it leads readers to all ranks.
         of_all = None
         if channel is not None and self._is_first:
-            of_all = Ownership(self._ranks.storage, token=channel.token(lambda: None, _WHOM))
-        self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
+            of_all = Ownership(self._root.storage, token=channel.token(lambda: None, _WHOM))
+        self.ownership = Ownership(self.storage, also=of_all)
         self.base = DeltaBase(deltas)
         self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
         self._newest_other: int | None = None  # in other series at the root; None before it was looked up
@@ -123,14 +124,14 @@ class VersionSeries:
         self._newest = VersionIndex(index.version, {}, structure=index.structure, adapter=index.adapter)
         if self._has_replaced:
             self._has_replaced = False
-            mark_replaced(self._ranks.storage)
+            mark_replaced(self._root.storage)
 
     # --- versions that a new one replaces, when a training goes on from an earlier checkpoint ----------------------
 
     def _find_replaced(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
         """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
         if self._newest_other is None:
-            self._newest_other = self._ranks.newest_of_other_worlds(self.num_ranks)
+            self._newest_other = self._root.newest_of_other_worlds(self.num_ranks)
         self._version, self._replaced = version, []
         if max([*existing, self._newest_other]) < version:
             return
@@ -142,7 +143,7 @@ class VersionSeries:
             newest = self._newest_of_all(above, check)
             advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
         if newest < version:
-            others = self._ranks.of_other_worlds(self.num_ranks).values() if self._retires else ()
+            others = self._root.of_other_worlds(self.num_ranks).values() if self._retires else ()
             self._replaced = [self.versions, *others]
             return
         root = self.versions.root
@@ -160,12 +161,12 @@ class VersionSeries:
 
         A version that some ranks never published, because they were killed, does not count.
         """
-        whole = self._ranks.sizes()
+        whole = self._root.sizes()
         if self.channel is None:
-            return max([*above, *whole])
+            return max(whole, default=-1)
         token = self.channel.token(check, _WHOM)
         alive = (number for number in above if self.versions.start_of(number).partition("-")[0] == token)
-        return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
+        return max([-1, *whole, *alive])
 
     def delete_replaced(self) -> None:
         """Delete the versions that the checked one replaces, and have readers look again, now and once it is durable.
@@ -174,11 +175,11 @@ class VersionSeries:
         """
         for versions in self._replaced if self._is_first else self._replaced[:1]:
             numbers = [number for number in versions.numbers() if number >= self._version]
-            versions.delete(numbers, token=self.ownership.token, check=self.ownership.check)
+            versions.delete(numbers, self.ownership.check)
         if self._replaced:
             self._replaced, self._newest_other = [], None
             self._has_replaced = True
-            mark_replaced(self._ranks.storage)
+            mark_replaced(self._root.storage)
 
     # --- retention ------------------------------------------------------------------------------------------------
 
@@ -186,18 +187,16 @@ class VersionSeries:
         """Delete the versions that are not among the newest, and that none of these needs."""
         if self._keep is None:
             return
-        own = self.versions.numbers()
-        whole = self._ranks.sizes()
         # Other ranks may still fail to publish a version of this rank, so only whole versions are counted.
-        counted = sorted({*whole, *own} if self.channel is None else whole)
+        counted = [*self._root.sizes()]
         if not counted:
             return
         oldest = counted[-self._keep :][0]
         _retain_from(oldest, self.versions, self.ownership)
         if self._is_first:
-            for name, versions in self._ranks.of_other_worlds(self.num_ranks).items():
+            for name, versions in self._root.of_other_worlds(self.num_ranks).items():
                 if versions.numbers() and not _retain_from(oldest, versions, self.ownership) and name:
-                    self._ranks.storage.delete_all(name)  # what is left of a rank's folder
+                    self._root.storage.delete_all(name)  # what is left of a rank's folder
 
 
 def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter: Mapping[str, str]) -> None:
@@ -225,5 +224,5 @@ def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[
     existing = versions.numbers()
     needed = versions.needed_by([number for number in existing if number >= oldest])
     unneeded = [number for number in existing if number not in needed and versions.is_ours(number)]
-    versions.delete(unneeded, token=ownership.token, check=ownership.check)
+    versions.delete(unneeded, ownership.check)
     return [number for number in existing if number not in unneeded]

@@ -7,7 +7,7 @@ Knows nothing of: other versions, replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -75,14 +75,6 @@ class Frame(NamedTuple):
     checksum: str  # of the new bytes
 
 
-class TensorPart(NamedTuple):
-    """A part of a tensor's bytes."""
-
-    name: str
-    begin: int  # from the beginning of the tensor
-    data: memoryview
-
-
 class VersionSource:
     """The files of one version, read on helper threads."""
 
@@ -117,43 +109,26 @@ class VersionSource:
         names = self.index.digests or self.storage.sizes(f"{self.folder}/{self.index.prefix}".rstrip("/"))
         return [name for name in names if name not in known and stays_inside(name)]
 
-    def read(self, file: str) -> memoryview:
-        """The bytes of a small file, compared with its digest."""
+    def read(self, file: str, crew: threads.Crew | None = None) -> memoryview:
+        """The bytes of a file, compared with its digest. A crew reads several parts at once."""
         with self.open(file) as reader:
             data = memoryview(bytearray(reader.num_bytes))
-            self.fill(reader, file, 0, data)
-        self._compare(file, data)
-        return data
-
-    def whole(self, file: str, crew: threads.Crew) -> memoryview:
-        """The bytes of a file, by several reads at once, compared with its digest."""
-        with self.open(file) as reader:
-            blob = memoryview(bytearray(reader.num_bytes))
-            parts = range(0, len(blob), _CHUNK_BYTES)
-            crew.run_all(partial(self.fill, reader, file, at, blob[at : at + _CHUNK_BYTES]) for at in parts)
-        self._compare(file, blob)
-        return blob.toreadonly()
-
-    def _compare(self, file: str, data: memoryview) -> None:
+            if crew is None:
+                self.fill(reader, file, 0, data)
+            else:
+                parts = range(0, len(data), _CHUNK_BYTES)
+                crew.run_all(partial(self.fill, reader, file, at, data[at : at + _CHUNK_BYTES]) for at in parts)
         wanted = self.index.digests.get(file)
         if wanted is not None and checksum(data) != wanted:
             raise self.corrupt(file, "its bytes are not those that were published")
+        return data.toreadonly()
 
     def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.HeaderTable, int]:
-        """The header of a file, which tensors must fill without gaps, and where they begin.
-
-        `data` is at least the header; `num_bytes` is the size of the file.
-        """
+        """The header of a file, and where its tensors begin. `data` is at least the header."""
         try:
-            if not safetensors.begins(data):
-                raise ValueError("it is not a safetensors file")
-            head = bytes(data[: _header_bytes(data)])
-            if self.index.heads.get(file) not in (None, checksum(head)):
-                raise ValueError("its header is not the one that was published")
-            table = safetensors.parse_file_header(head, num_bytes)
+            return header_in(data, num_bytes, self.index.heads.get(file))
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
-        return table, len(head)
 
     def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.HeaderTable, int]:
         """The header of a file, as above, without reading more than that."""
@@ -164,13 +139,21 @@ class VersionSource:
             self.fill(reader, file, 0, head)
         return self._header(file, head, reader.num_bytes)
 
-    def frames(self, file: str, blob: memoryview) -> Iterator[tuple[str, Frame]]:
-        """The frames in a file of a delta, by tensor."""
-        table, at = self._header(file, blob, len(blob))
-        for name, (kind, begin, end) in table.rows.items():
-            if table.kinds[kind] != ("U8", [end - begin]):
-                raise self.corrupt(file, f"{name!a:.200} is not a frame")
-            yield name, Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata))
+    def frames(self, crew: threads.Crew) -> tuple[dict[str, Frame], int]:
+        """All frames of a delta, by tensor, and the number of bytes read."""
+        frames: dict[str, Frame] = {}
+        num_bytes = 0
+        for file in self.index.tensor_files:
+            blob = self.read(file, crew)
+            num_bytes += len(blob)
+            table, at = self._header(file, blob, len(blob))
+            for name, (kind, begin, end) in table.rows.items():
+                if table.kinds[kind] != ("U8", [end - begin]):
+                    raise self.corrupt(file, f"{name!a:.200} is not a frame")
+                wanted = self._checksum_in(file, name, table.metadata)
+                frames[name] = Frame(file, blob[at + begin : at + end], wanted)
+        self._compare_files(frames)
+        return frames, num_bytes
 
     def frame_checksums(self) -> dict[str, str]:
         """The checksums of the tensors that a delta changes; only headers are read."""
@@ -193,9 +176,12 @@ class VersionSource:
         locations: dict[str, TensorLocation] = {}
         for file in self.index.tensor_files:
             locations |= self.tensors_in(file)
-        if {name: location.file for name, location in locations.items()} != self.index.files:
-            raise self.corrupt(INDEX, "it names other tensors than its files hold")
+        self._compare_files(locations)
         return locations
+
+    def _compare_files(self, found: Mapping[str, TensorLocation | Frame]) -> None:
+        if {name: one.file for name, one in found.items()} != self.index.files:
+            raise self.corrupt(INDEX, "it names other tensors than its files hold")
 
     def tensors_in(self, file: str) -> dict[str, TensorLocation]:
         """The locations of the tensors in one file of an anchor."""
@@ -230,6 +216,19 @@ class VersionSource:
         )
 
 
+def header_in(data: memoryview, num_bytes: int, digest: str | None = None) -> tuple[safetensors.HeaderTable, int]:
+    """The header that a safetensors file begins with, and where it ends.
+
+    Raises ValueError if it does not have this digest, or the tensors do not fill a file of this size without gaps.
+    """
+    if not safetensors.begins(data):
+        raise ValueError("it is not a safetensors file")
+    head = bytes(data[: _header_bytes(data)])
+    if digest not in (None, checksum(head)):
+        raise ValueError("its header is not the one that was published")
+    return safetensors.parse_file_header(head, num_bytes), len(head)
+
+
 def _header_bytes(begin: memoryview) -> int:
     return 8 + int.from_bytes(begin[:8], "little")
 
@@ -250,11 +249,11 @@ class Anchor:
     def num_bytes(self) -> int:
         return sum(location.num_bytes for location in self.tensors.values())
 
-    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> WeightsState:
+    def read(self, put: Callable[[str, int, memoryview], None]) -> WeightsState:
         """Read all tensors, and compare them with their checksums. Returns their state.
 
-        `put` is called on helper threads with a file, an offset in it, the bytes there, and the parts of tensors in
-        these. A large tensor comes in pieces, all from one thread; small ones come many at a time.
+        `put` is called on helper threads with a tensor, an offset in it, and the bytes there. A large tensor comes in
+        pieces, all from one thread.
         """
         checksums = dict.fromkeys(self.tensors, "")
         readers = {file: self.source.open(file) for file in self.source.index.tensor_files}
@@ -268,11 +267,13 @@ class Anchor:
                 self.source.fill(readers[first.file], first.file, at, data)
                 if len(run) == 1:
                     digest.update(data)
-                    parts = [TensorPart(run[0], at - first.begin, data)]
-                else:
-                    parts = [TensorPart(name, 0, _part_of(data, at, self.tensors[name])) for name in run]
-                    checksums.update((part.name, checksum(part.data)) for part in parts)
-                put(first.file, at, data, parts)
+                    put(run[0], at - first.begin, data)
+                    continue
+                for name in run:
+                    location = self.tensors[name]
+                    part = data[location.begin - at :][: location.num_bytes]
+                    checksums[name] = checksum(part)
+                    put(name, 0, part)
             if len(run) == 1:
                 checksums[run[0]] = digest.hexdigest()
             self._compare(run, checksums)
@@ -307,8 +308,3 @@ class Anchor:
                 raise self.source.corrupt(
                     self.tensors[name].file, f"{name}: its bytes are not those that were published", tensors=(name,)
                 )
-
-
-def _part_of(data: memoryview, at: int, location: TensorLocation) -> memoryview:
-    """The bytes of one tensor in `data`, which was read from offset `at` of its file."""
-    return data[location.begin - at :][: location.num_bytes]

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
@@ -29,13 +30,12 @@ from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .in_memory.borrow import BorrowedVersion, PublisherMemory
-from .live_weights import MemoryReplica, PullResult, Replica, new_crew, update_replica
+from .live_weights import MemoryReplica, PullResult, new_crew, update_replica
 from .module import fill, refuse_misfit
 from .of_ranks.pieces import PiecedTensor
 from .of_ranks.rank_replicas import VersionOfRanks
-from .of_ranks.rank_versions import RankVersions, identity_of_ranks
+from .of_ranks.rank_versions import RootVersions
 from .source import Anchor
-from .versions import Versions
 
 _Into: TypeAlias = str | os.PathLike[str] | torch.nn.Module
 # The number of attempts of a pull while versions that it reads are being replaced.
@@ -67,8 +67,9 @@ class Subscriber:
     def __init__(self, root: places.Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
         place = places.written_at(root)
         model = None if base is None else BaseModel(places.local_place(base).absolute())
-        self._versions, self._ranks = Versions(place.storage(), model), RankVersions(place)
-        self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
+        self._root = RootVersions(place, model)
+        self._versions = self._root.of_rank(0, 0)  # of a whole model
+        self._sizes: dict[int, int] = {}  # of the world that has published it, by version; 0 for a whole model
         self._held: list[MemoryReplica] = []  # the slices of each rank of the world that was pulled from last
         self._read: set[int] = set()  # the versions that the pull under way reads
         self._crew = new_crew()
@@ -114,8 +115,8 @@ class Subscriber:
         names = self._versions.storage.names("")
         if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
             raise NotAFolderError(f"{self._versions.root} is a file; give the folder with the versions")
-        self._sizes = self._ranks.sizes(names)
-        return sorted({*self._versions.numbers(names), *self._sizes})
+        self._sizes = self._root.sizes(names)
+        return [*self._sizes]
 
     def latest(self) -> int | None:
         """The newest version, or None.
@@ -222,37 +223,39 @@ class Subscriber:
         """Pull a version, and start again if versions that it read were replaced meanwhile."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
-            size = self._sizes.get(target)
+            size = self._sizes.get(target, 0)
             try:
-                if size is None:
-                    return target, self._pull(self._replica(into), target, into)
-                return target, self._take(into, self._of_ranks(target, size))
+                if size:
+                    if len(self._held) != size:
+                        self._held = [MemoryReplica(_allocate) for _ in range(size)]
+                    return target, self._take(into, VersionOfRanks(self._root, target, size, self._held))
+                return target, self._pull(into, target)
             except (CorruptCheckpointError, NotCommittedError) as error:
                 if not (has_more and self._were_replaced(target, size)):
                     raise
                 _log.info("%s; it was replaced meanwhile; pulling it again", error)
         raise AssertionError("the last try returns or raises")
 
-    def _of_ranks(self, number: int, size: int) -> VersionOfRanks:
-        """A version that a world of this size has published, to be read. Raises as `RankVersions.read_whole`."""
-        whole = self._ranks.read_whole(number, size)
-        if len(self._held) != size:
-            self._held = [MemoryReplica(_allocate) for _ in range(size)]
-        return VersionOfRanks(whole, self._ranks, self._held)
+    def _were_replaced(self, target: int, size: int) -> bool:
+        return self._root.were_replaced(target, size) if size else self._versions.were_replaced(self._read)
 
-    def _were_replaced(self, target: int, size: int | None) -> bool:
-        if size is not None:
-            return self._ranks.were_replaced(target, size)
-        return self._versions.were_replaced(self._read)
-
-    def _pull(self, replica: Replica, target: int, into: object) -> PullResult:
+    def _pull(self, into: _Into, target: int) -> PullResult:
+        """Bring a folder, or the memory of a module, to a version of a whole model."""
         self._read = {target}
-        with replica.locked():
-            result = update_replica(replica, self._versions, target, self._crew, before_apply=self._note_versions)
-            if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                adapter = self._versions.read_or_base(target, fresh=False).adapter
-                tensors = {name: PiecedTensor.of(replica.tensor(name)) for name in replica.tensors}
-                fill(into, tensors, adapter, self._describe(target), self._crew)
+        update = partial(
+            update_replica, versions=self._versions, target=target, crew=self._crew, before_apply=self._note_versions
+        )
+        if not isinstance(into, torch.nn.Module):
+            folder, base = self._folder(into), self._versions.base
+            if base is not None and folder.folder == base.folder.resolve():
+                raise ValueError(f"{into} is the base itself, which must not change; pull into another folder")
+            with folder.locked():
+                return update(folder)
+        replica = self._modules.setdefault(into, MemoryReplica(_allocate))
+        result = update(replica, before_seed=partial(_refuse_other_module, into))
+        adapter = self._versions.read_or_base(target, fresh=False).adapter
+        tensors = {name: PiecedTensor.of(replica.tensor(name)) for name in replica.tensors}
+        fill(into, tensors, adapter, self._describe(target), self._crew)
         return result
 
     def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
@@ -289,11 +292,8 @@ class Subscriber:
 
     def _identity(self, version: int) -> str:
         """The identity of a version's weights, from the cache if the version is known; empty if it cannot be read."""
-        size = self._sizes.get(version)
         try:
-            if size is None:
-                return self._versions.read(version).identity
-            return identity_of_ranks(index.identity for index in self._ranks.indices(version, size))
+            return self._root.identity(version)
         except CheckpointError:
             return ""
 
@@ -347,27 +347,10 @@ class Subscriber:
     def _folder(into: str | os.PathLike[str]) -> FolderReplica:
         return FolderReplica(Path(places.local_place(into)).absolute())
 
-    def _replica(self, into: _Into) -> Replica:
-        if not isinstance(into, torch.nn.Module):
-            folder = self._folder(into)
-            base = self._versions.base
-            if base is not None and folder.folder == base.folder.resolve():
-                raise ValueError(f"{into} is the base itself, which must not change; pull into another folder")
-            return folder
-        module = into
-        replica = self._modules.get(module)
-        if replica is None:
-            # A weak reference: the replica lives as long as the module, and must not keep it alive.
-            reference = weakref.ref(module)
 
-            def check_model(anchor: Anchor) -> None:
-                live = reference()
-                if live is not None:
-                    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in anchor.tensors.items()}
-                    refuse_misfit(live, kinds, anchor.source.index.adapter, anchor.source.path)
-
-            replica = self._modules[module] = MemoryReplica(_allocate, check_model)
-        return replica
+def _refuse_other_module(module: torch.nn.Module, anchor: Anchor) -> None:
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in anchor.tensors.items()}
+    refuse_misfit(module, kinds, anchor.source.index.adapter, anchor.source.path)
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ from ..delta import folder_of, version_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .live_weights import new_crew, update_replica
-from .of_ranks.rank_versions import RankVersions, folder_of_rank, worlds_in
+from .of_ranks.rank_replicas import VersionOfRanks
+from .of_ranks.rank_versions import RootVersions, folder_of_rank, worlds_in
 from .versions import Versions
 
 
@@ -56,9 +57,8 @@ def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = 
         raise first
     if not reports:
         raise missing[-1]
-    report = reports[0]
-    if len(reports) > 1:
-        of_versions = reports[1]
+    report, *others_there = reports
+    for of_versions in others_there:
         report = replace(
             report,
             num_archives=report.num_archives + of_versions.num_archives,
@@ -67,7 +67,7 @@ def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = 
             notes=report.notes + of_versions.notes,
             versions=of_versions.versions,
         )
-    elif not report.versions:
+    if not report.versions:
         report = replace(report, notes=(*report.notes, "no version there is sound"))
     return report
 
@@ -93,7 +93,7 @@ def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None) -> Ve
 def has_versions(names: Iterable[str]) -> bool:
     """Whether these names at a root are those of versions, or of the ranks that publish some."""
     listed = list(names)
-    return any(version_of(name) is not None for name in listed) or bool(worlds_in(listed))
+    return any(version_of(name) is not None for name in listed) or len(worlds_in(listed)) > 1
 
 
 class VersionCheck(NamedTuple):
@@ -137,35 +137,35 @@ def check_versions(
     `base` is the folder of a base model that is not published. Raises NotCommittedError if no version is whole,
     StorageUnavailableError and StorageFullError.
     """
-    whole = RankVersions(place).sizes()
+    whole = RootVersions(place).sizes().keys()
     checks: list[VersionCheck] = []
     with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
         for check in _checks_of(place, Path(scratch), base=base):
             checks.append(check)
             on_check(check)
     found = {check.version for check in checks}
-    existing = {check.version for check in checks if not check.folder or check.version in whole}
+    existing = found & whole
     damaged = {check.version for check in checks if check.error is not None}
     if not (existing or damaged):
         root = place.storage().locate("")
         raise NotCommittedError(f"{root}: no version there is sound", path=root, step=None)
-    incomplete = found - existing - damaged - RankVersions(place).sizes().keys()  # some are completed meanwhile
+    incomplete = found - existing - damaged - RootVersions(place).sizes().keys()  # some are completed meanwhile
     numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, incomplete))
     return CheckedVersions(checks, *numbers)
 
 
 def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[VersionCheck]:
-    base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
-    names = ranks.storage.names("")
+    root, crew = RootVersions(place, None if base is None else BaseModel(base)), new_crew()
+    names = root.storage.names("")
     try:
-        yield from _checks_at("", Versions(ranks.storage, base_model), scratch / "versions", crew)
         for size, begun in sorted(worlds_in(names).items()):
             for rank in sorted(begun):
                 folder = folder_of_rank(rank, size)
-                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, crew)
-        for version, size in ranks.sizes(names).items():
+                yield from _checks_at(folder, root.of_rank(rank, size), scratch / (folder or "versions"), crew)
+        for version, size in root.sizes(names).items():
             try:
-                ranks.read_whole(version, size)
+                if size:
+                    VersionOfRanks(root, version, size)  # which raises
             except (CorruptCheckpointError, NotCommittedError) as error:
                 yield VersionCheck(version, "", "damaged", 0, error)
     finally:

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,6 @@ from ..delta import (
     checksum,
     folder_of,
     is_attempt,
-    number_of,
     parse,
     version_of,
 )
@@ -39,7 +38,7 @@ from .source import VersionSource, WeightsState
 _OWNER: Final = "publisher.json"
 # Of scratch folders on a disk.
 UNFINISHED_VERSION: Final = "weight_v"
-# In a store, each publisher (by its token) lists here the folders that it is about to fill or to delete.
+# Earlier releases listed here the folders in a store that they were about to fill or to delete.
 _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 # A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the
 # root and sees another mark than before discards what it has cached.
@@ -47,10 +46,9 @@ _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 
 
 class _CachedIndex(NamedTuple):
-    """A cached index, its version in the storage, and the identity of its file on a disk."""
+    """A cached index, and the identity of its file on a disk."""
 
     parsed: VersionIndex
-    version: str
     stamp: object
 
 
@@ -98,11 +96,7 @@ class Versions:
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
         seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
-        bare = {
-            number
-            for number in asked.values()
-            if number not in seen and self._version_without_index(number) is not None
-        }
+        bare = {number for number in {*asked.values()} - seen if self._version_without_index(number) is not None}
         return sorted(known | seen | bare)
 
     def _version_without_index(self, number: int) -> VersionIndex | None:
@@ -157,7 +151,7 @@ class Versions:
             shown = self.storage.locate(path)
             raise CorruptCheckpointError(f"{shown}: {error}; fetch or publish it again", path=shown) from error
         with self._lock:
-            self._known[number] = _CachedIndex(index, version, stamp)
+            self._known[number] = _CachedIndex(index, stamp)
         return index
 
     def bytes_of(self, number: int) -> bytes:
@@ -185,7 +179,7 @@ class Versions:
                 version = self.storage.read(f"{folder_of(number)}/{INDEX}")[1]
             except FileNotFoundError:
                 return True
-            if known is None or known.version != version:
+            if known is None or known.parsed.stamp != version:
                 return True
         return False
 
@@ -241,12 +235,16 @@ class Versions:
 
     def is_complete(self, number: int) -> bool:
         """Whether a version exists, and all versions that it is built on."""
-        existing, current = self.numbers(), number
-        while current in existing and (index := self._read_if_sound(current)):
-            if index.base is None:
-                return True
-            current = index.base
-        return False
+        existing = self.numbers()
+        return all(at in existing and index is not None for at, index in self._built_on(number))
+
+    def _built_on(self, number: int) -> Iterator[tuple[int, VersionIndex | None]]:
+        """A version, and those that it is built on, down to an anchor, or to an index that cannot be read: None."""
+        at: int | None = number
+        while at is not None:
+            index = self._read_if_sound(at)
+            yield at, index
+            at = None if index is None else index.base
 
     def is_ours(self, number: int) -> bool:
         """Whether a Publisher has made this version, as far as its index tells."""
@@ -269,21 +267,18 @@ class Versions:
         """These versions, and all versions in their chains, as far as indices can be read."""
         needed: set[int] = set()
         for number in kept:
-            current: int | None = number
-            while current is not None and current not in needed:
-                needed.add(current)
-                index = self._read_if_sound(current)
-                current = None if index is None else index.base
+            for at, _ in self._built_on(number):
+                if at in needed:
+                    break
+                needed.add(at)
         return needed
 
-    def delete(self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None) -> None:
+    def delete(self, numbers: Sequence[int], check: Callable[[], None]) -> None:
         """Delete versions, the newest first, since older ones are their bases.
 
         On a disk a folder vanishes at once; in a store its index goes first, so that nobody takes the rest for a
-        version. `check` raises if the publisher with this token may not delete any more.
+        version. `check` raises if the publisher may not delete any more.
         """
-        if numbers:
-            self.begin(*numbers, token=token)
         for number in sorted(numbers, reverse=True):
             with self._lock:
                 self._known.pop(number, None)
@@ -305,36 +300,27 @@ class Versions:
             os.replace(root / name, scratch.folder)
             disk.sync_folder(root)
 
-    def begin(self, *numbers: int, token: str) -> None:
-        """Record that the folders of these versions are worthless without an index, before one of them has none.
-
-        On a disk there are no such folders: they are renamed into place, and out of it.
-        """
-        if self.storage.remote:
-            record = json.dumps({"versions": sorted(numbers)}).encode() + b"\n"
-            self.storage.replace(f"unfinished.{token}.json", record)
-
     def delete_unfinished(self) -> None:
-        """Delete what publishers have begun and not finished. Only the owner of the root may do this.
+        """Delete the attempts in a store that no index names. Only the owner of the root may do this.
 
-        In the folder of a complete version these are the files of other attempts, which a publisher wrote late. The
-        records stay for a day, since a publisher that was overtaken may wake and write more.
+        They are of publishers that were killed or overtaken, or of versions whose deletion was interrupted. On a disk
+        there are none: folders are renamed into place, and out of it.
         """
         if not self.storage.remote:
             return
         existing = set(self.numbers())
-        records = list(filter(_UNFINISHED.fullmatch, self.storage.names("")))
-        for name in records:
-            try:
-                begun: tuple[int, ...] = fields.items(fields.parsed(self.storage.read(name)[0])["versions"], number_of)
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                begun = ()  # unreadable
-            for number in begun:
-                if number not in existing:
-                    self.storage.delete_all(folder_of(number))
-                elif self.is_ours(number):
-                    self._delete_other_attempts(number)
-        self.storage.sweep("", records, delete=True, decided=True)
+        try:
+            paths = self.storage.sizes("")
+        except CorruptCheckpointError:  # somebody has put an object there whose name is no path
+            return
+        for folder, attempt in sorted({(*path.split("/"), "")[:2] for path in paths}):
+            number = version_of(folder)
+            if number is None or not is_attempt(attempt):
+                continue
+            index = self._read_if_sound(number)
+            if number not in existing or (index is not None and index.identity and index.attempt != attempt):
+                self.discard(number, attempt)
+        self.storage.sweep("", [*filter(_UNFINISHED.fullmatch, paths)], delete=True, decided=True)
 
     def clear(self, number: int) -> bool:
         """Whether nothing is in the folder of a version that does not exist, once late files are deleted.
@@ -358,14 +344,8 @@ class Versions:
         else:
             self._remove_folder(Path(self.root), folder_of(number))
 
-    def _delete_other_attempts(self, number: int) -> None:
-        own = self.read(number).attempt
-        for name in self.storage.names(folder_of(number)):
-            if is_attempt(name) and name != own:
-                self.storage.delete_all(f"{folder_of(number)}/{name}")
-
     def discard(self, number: int, attempt: str) -> None:
-        """Delete the files of a failed attempt in a store."""
+        """Delete the files of an attempt in a store."""
         self.storage.delete_all(f"{folder_of(number)}/{attempt}")
 
 
@@ -409,8 +389,8 @@ class Ownership:
         By number, each with the digest of its index, or of no bytes if it has none.
         """
         owner = _owner_of(self._storage)
-        if owner is not None and "unsealed" in owner:
-            return _texts(owner["unsealed"])
+        if owner is not None and owner.unsealed is not None:
+            return owner.unsealed
         unsealed: dict[str, str] = {}
         versions = Versions(self._storage)
         for number in versions.numbers():
@@ -440,8 +420,8 @@ class Ownership:
 
 def token_of_owner(storage: Storage) -> str:
     """The token of the publisher that has this root; empty if none has."""
-    token = (_owner_of(storage) or {}).get("token")
-    return token if isinstance(token, str) and fields.is_unicode(token) else ""
+    owner = _owner_of(storage)
+    return "" if owner is None else owner.token
 
 
 def _admits(storage: Storage, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
@@ -452,21 +432,25 @@ def _admits(storage: Storage, number: int, data: bytes, index: VersionIndex | No
     owner = _owner_of(storage)
     if owner is None:
         return True
-    if "unsealed" not in owner:  # of an earlier release, whose indices have an identity instead
+    if owner.unsealed is None:
         return index is not None and bool(index.identity)
-    return _texts(owner["unsealed"]).get(str(number)) == checksum(data)
+    return owner.unsealed.get(str(number)) == checksum(data)
 
 
-def _owner_of(storage: Storage) -> dict[str, object] | None:
-    """The note of the publisher that has taken the root; None if none has."""
+class _OwnerNote(NamedTuple):
+    """The note of a publisher. `unsealed` is None in one of an earlier release, whose indices have an identity."""
+
+    token: str
+    unsealed: dict[str, str] | None
+
+
+def _owner_of(storage: Storage) -> _OwnerNote | None:
+    """The note of the publisher that has taken the root; None if none has. One that cannot be read has nothing."""
     try:
-        note = fields.parsed(storage.read(_OWNER)[0])
+        note = fields.table(fields.parsed(storage.read(_OWNER)[0]))
+        unsealed = dict(fields.entries(note["unsealed"], fields.text)) if "unsealed" in note else None
+        return _OwnerNote(fields.text(note.get("token", "")), unsealed)
     except FileNotFoundError:
         return None
     except ValueError:
-        return {"unsealed": {}}
-    return note if isinstance(note, dict) else {"unsealed": {}}
-
-
-def _texts(value: object) -> dict[str, str]:
-    return value if isinstance(value, dict) and all(isinstance(t, str) for t in value.values()) else {}
+        return _OwnerNote("", {})

@@ -247,7 +247,7 @@ TARGETS = [
     Target("journal", parse_journal, (), "lines", seeds.journals, 3),
     Target("history lines", parse_history, (), "lines", seeds.histories, 5),
     Target("delta index", parse_delta_index, (ValueError,), "json", seeds.delta_indices, 8),
-    Target("loan notice", borrow._parsed, (), "words", seeds.loan_notices, 1, 1024),
+    Target("loan notice", partial(borrow._parsed, fds=[]), (), "words", seeds.loan_notices, 1, 1024),
     Target("lent table", parse_lent_table, (ValueError,), "json", seeds.lent_tables, 6),
     Target("DCP metadata", parse_dcp_metadata, (ValueError,), "pickle", seeds.dcp_metadata, 6),
     Target("DCP tensor", locate_dcp_tensor, (ValueError,), "pickle", seeds.dcp_tensors, 4),

@@ -107,20 +107,8 @@ def test_a_version_that_comes_after_the_root_was_taken_is_withdrawn(
 
 
 @pytest.mark.parametrize("store", [True], ids=["store"])
-@pytest.mark.parametrize(
-    "record", [b'{"versions": [1e999]}', b'{"versions": [-1, "x"]}', b"[" * 100_000, b"null"], ids=range(4)
-)
-def test_a_record_of_unfinished_versions_that_makes_no_sense_is_passed_over(place, record):
-    storage_at(place).replace("unfinished.0123456789abcdef.json", record)
-    with Publisher(place) as publisher:
-        publisher.publish(full(1), 1).result()
-    assert Subscriber(place).versions() == [1]
-
-
-@pytest.mark.parametrize("store", [True], ids=["store"])
 def test_files_that_a_killed_publisher_wrote_late_are_swept_and_in_nobodys_way(place, tmp_path):
     storage = storage_at(place)
-    storage.replace("unfinished.0123456789abcdef.json", b'{"versions": [2, 4]}\n')
 
     def write_late(version: int) -> None:
         storage.replace(f"weight_v{version:06d}/files.0123abcd/model.safetensors", b"late")

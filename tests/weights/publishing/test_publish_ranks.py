@@ -233,7 +233,7 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Wor
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(
-        rank_versions.RankVersions,
+        rank_versions.RootVersions,
         "were_replaced",
         lambda *_: False,  # what is read stays as it was
     )
@@ -292,6 +292,14 @@ def test_a_version_that_a_rank_deletes_while_it_is_looked_at_is_not_whole(worlds
 
     monkeypatch.setattr(LocalStorage, "existing", then_deleted)
     assert Subscriber(out).versions() == [2]
+
+
+def test_a_version_that_one_rank_has_published_alone_is_in_the_way_of_no_whole_model(tmp_path: Path):
+    with Publisher(tmp_path / "out" / "rank_00000_of_00002") as publisher:
+        publisher.publish(network(), 5).result()
+    with Publisher(tmp_path / "out") as publisher:
+        publisher.publish(network(), 3).result()
+    assert Subscriber(tmp_path / "out").versions() == [3]
 
 
 TWICE = """

@@ -279,7 +279,7 @@ def failing(number: int) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
-    [(mmap, "mmap", errno.ENODEV), (folders, "_header", errno.EIO), (fcntl, "flock", errno.ENOLCK)],
+    [(mmap, "mmap", errno.ENODEV), (folders.FolderReplica, "_header", errno.EIO), (fcntl, "flock", errno.ENOLCK)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_the_system_refuses_is_told_of_a_pulled_folder_and_nothing_changes(

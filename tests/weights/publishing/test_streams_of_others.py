@@ -269,7 +269,7 @@ def test_a_stream_that_was_begun_anew_is_not_mixed_with_the_one_before(by_us, st
 def test_what_is_known_by_the_very_index_is_not_proven_again(stream, base, tmp_path, monkeypatch):
     local, subscriber = tmp_path / "local", Subscriber(stream.root, base=base)
     subscriber.pull(local, 2)
-    monkeypatch.setattr("async_ckpt.weights.publishing.live_weights._leads_to", None)
+    monkeypatch.setattr("async_ckpt.weights.publishing.live_weights._Update._was_made", None)
     assert subscriber.pull(local, 2).num_versions == 0
     assert subscriber.pull(local, 3).base == 2
     subscriber.pull(tmp_path / "first", 0)

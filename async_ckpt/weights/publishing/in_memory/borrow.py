@@ -108,12 +108,6 @@ class PublisherMemory:
             return None
         return before[1]
 
-    def lends(self, token: str, version: int, start: str) -> bool:
-        """Whether all ranks lend this version, as published in the start of this name."""
-        with _loans(token) as loans:
-            is_agreed = _version_of(loans) is not None
-            return is_agreed and (loans[0].notice.version, loans[0].notice.start) == (version, start)
-
     @contextmanager
     def borrowed(self, token: str, version: int | None = None) -> Iterator[BorrowedVersion | None]:
         """The version that the publisher with this token lends, until the end of the block.
@@ -126,7 +120,7 @@ class PublisherMemory:
         )
         while True:
             with _loans(token) as loans:
-                newest = max((notice.version for notice, _ in loans), default=None)
+                newest = max((loan.version for loan in loans), default=None)
                 is_coming = bool(loans) and _version_of(loans) is None and version in (None, newest)
                 if not is_coming or timing.TIMEKEEPER.now() > deadline:
                     yield self._found(loans, version)
@@ -152,18 +146,14 @@ class PublisherMemory:
         self._maps = []
 
 
-class _LoanNotice(NamedTuple):
-    """A version, as it is told with its memory."""
+class _ReceivedLoan(NamedTuple):
+    """A version, as it is told with the descriptors of its memory."""
 
     version: int
     identity: str  # of the slices, if the model is spread over ranks
     digest: str  # of the table
     num_ranks: int  # over which the model is spread; 0 for a whole model
     start: str  # of all ranks; empty for a whole model
-
-
-class _ReceivedLoan(NamedTuple):
-    notice: _LoanNotice
     fds: list[int]
 
 
@@ -175,37 +165,37 @@ def _loans(token: str) -> Iterator[list[_ReceivedLoan]]:
     """
     with ExitStack() as stack:
         loans: list[_ReceivedLoan] = []
-        while token and len(loans) < (loans[0].notice.num_ranks or 1 if loans else 1):
-            loan = stack.enter_context(received(loan_of_rank(token, len(loans))))
-            notice = None if loan is None else _parsed(loan[0])
-            if loan is None or notice is None:
+        while token and len(loans) < (loans[0].num_ranks or 1 if loans else 1):
+            found = stack.enter_context(received(loan_of_rank(token, len(loans))))
+            loan = None if found is None else _parsed(*found)
+            if loan is None:
                 loans = []
                 break
-            loans.append(_ReceivedLoan(notice, loan[1]))
+            loans.append(loan)
         yield loans
 
 
 def _version_of(loans: Sequence[_ReceivedLoan]) -> tuple[int, str] | None:
     """The version that all of these are of, and the identity of its weights; None if they are of several, or none."""
-    if len({(notice.version, notice.num_ranks, notice.start) for notice, _ in loans}) != 1:
+    if len({(loan.version, loan.num_ranks, loan.start) for loan in loans}) != 1:
         return None
-    first = loans[0].notice
+    first = loans[0]
     if not first.num_ranks:
         return first.version, first.identity
-    return first.version, identity_of_ranks(notice.identity for notice, _ in loans)
+    return first.version, identity_of_ranks(loan.identity for loan in loans)
 
 
 def _mapped(loan: _ReceivedLoan, maps: shared_memory.ReadOnlyMaps) -> tuple[LentVersion, list[torch.Tensor]]:
     """The table of a loan, and the buffers that it tells of. Raises OSError, ValueError, IndexError."""
     table, buffers = shared_memory.map_shared(loan.fds[0]), maps.of(loan.fds[1:])
     data = hf_shards.view_of(table)
-    if checksum(data[: table_bytes(data)]) != loan.notice.digest:
+    if checksum(data[: table_bytes(data)]) != loan.digest:
         raise ValueError("its table is not the one that was published")
     return parse_lent(data, [len(buffer) for buffer in buffers]), buffers
 
 
-def _parsed(message: bytes) -> _LoanNotice | None:
+def _parsed(message: bytes, fds: list[int]) -> _ReceivedLoan | None:
     match message.decode(errors="replace").split(" "):
         case [version, identity, digest, num_ranks, start] if version.isdecimal() and num_ranks.isdecimal():
-            return _LoanNotice(int(version), identity, digest, int(num_ranks), start)
+            return _ReceivedLoan(int(version), identity, digest, int(num_ranks), start, fds)
     return None

@@ -19,14 +19,14 @@ from typing import Final
 
 import torch
 
-from ....plumbing import backends, device, kept_memory, leaf_names, limits, threads
+from ....plumbing import backends, kept_memory, leaf_names, limits, threads
 from ....plumbing import memory as host_memory
 from ...delta import checksum, identity_of
 from ...lent import LentTensor, LentVersion, dump_lent
 from ..difference import checksum_of
+from ..live_weights import copy_all, regions_in
 from .fd_passing import Giver, Handout
 
-_ALIGNMENT: Final = 64
 _MAX_LOANS: Final = 2
 # Each has a descriptor, of which a message can have 253.
 _MAX_BUFFERS: Final = 64
@@ -105,23 +105,15 @@ class MemoryOffer:
         return {**tensors, **(self._copied({name: tensors[name] for name in others}, crew) if others else {})}
 
     def _copied(self, tensors: Mapping[str, torch.Tensor], crew: threads.Crew) -> dict[str, torch.Tensor]:
-        begins, at = {}, 0
-        for name, tensor in tensors.items():
-            begins[name] = at
-            at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = kept_memory.host_memory().lend(at, max_bytes=self._max_bytes, shared=True)
-        if host_memory.shared_buffer_of(memory.data_ptr(), at) is None:
+        regions = regions_in({name: tensor.nbytes for name, tensor in tensors.items()}, self._allocate)
+        copy_all(tensors, regions, crew)
+        return {name: regions[name].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        memory = kept_memory.host_memory().lend(num_bytes, max_bytes=self._max_bytes, shared=True)
+        if host_memory.shared_buffer_of(memory.data_ptr(), num_bytes) is None:
             raise OSError("the system has no shared memory")
-
-        def copy(name: str) -> None:
-            for offset, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
-                memory[begins[name] + offset :][: block.numel()].copy_(block)
-
-        crew.run_all(partial(copy, name) for name in tensors)
-        return {
-            name: memory[begins[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for name, tensor in tensors.items()
-        }
+        return memory
 
     def withdraw(self) -> None:
         """Lend nothing until the next version. Readers that have one go on. From any thread."""

@@ -1,59 +1,75 @@
-"""The slices of all ranks in the memory of a reader, brought from version to version.
+"""A version that all ranks have published: its slices in the memory of a reader, and its tensors in pieces.
 
-In: a version that all ranks have published. Out: the values of its tensors, in pieces.
-Knows nothing of: folders, modules.
+In: the versions at a root. Out: the values of a version's tensors. Knows nothing of: folders, modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ....errors import CorruptCheckpointError
 from ....plumbing import threads
 from ..live_weights import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
-from .pieces import PiecedTensor
-from .rank_versions import RankVersions, WholeVersion
+from ..versions import Versions
+from .pieces import PiecedTensor, sliced_tensors
+from .rank_versions import RootVersions, identity_of_ranks
 
 
 class VersionOfRanks:
-    """A version that all ranks have published. Made by a `Subscriber`, and used in one pull.
+    """A version by the current indices of all ranks. Made by a `Subscriber`, and used in one pull.
 
-    `held` has the slices of each rank, as they were in the version that was read last.
+    `held` has the slices of each rank, as they were in the version that was read last. Raises NotCommittedError, and
+    CorruptCheckpointError, also for ranks of two starts, and for tensors that the slices do not cover.
     """
 
-    def __init__(self, whole: WholeVersion, ranks: RankVersions, held: list[MemoryReplica]) -> None:
-        self.number, self.identity, self.adapter = whole.number, whole.identity, whole.indices[0].adapter
-        self._whole, self._ranks, self._held = whole, ranks, held
-
-    @property
-    def kinds(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and the shape of each tensor."""
-        return {name: (tensor.dtype, tensor.shape) for name, tensor in self._whole.tensors.items()}
+    def __init__(self, root: RootVersions, number: int, size: int, held: Sequence[MemoryReplica] = ()) -> None:
+        self.number, self._held = number, held
+        self._ranks = [root.of_rank(rank, size) for rank in range(size)]
+        self._indices = indices = [versions.read(number, fresh=True) for versions in self._ranks]
+        try:
+            if len({index.slices.start for index in indices}) > 1:
+                raise ValueError("ranks have published it in two starts of the training")
+            self._sliced = sliced_tensors([index.slices.of_tensors for index in indices])
+        except ValueError as error:
+            path = root.storage.locate("")
+            raise CorruptCheckpointError(
+                f"{path}: version {number}: {error}; publish it from all ranks", path=path
+            ) from None
+        self.identity, self.adapter = identity_of_ranks(index.identity for index in indices), indices[0].adapter
+        self.kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in self._sliced.items()}
 
     def read(self, crew: threads.Crew) -> PullResult:
         """Bring the slices of all ranks to this version. Raises as `update_replica`."""
-        size, result = len(self._held), PullResult(None, 0, 0)
-        for rank, replica in enumerate(self._held):
-            versions = self._ranks.of_rank(rank, size)
+        result = PullResult(None, 0, 0)
+        for rank, (versions, replica) in enumerate(zip(self._ranks, self._held, strict=True)):
             more = update_replica(replica, versions, self.number, crew)
-            self._whole.compare(rank, replica.state.identity if replica.state else "", versions.root)
+            self._compare(rank, versions, replica.state.identity if replica.state else "")
             num_versions = max(result.num_versions, more.num_versions)
             result = PullResult(more.base, num_versions, result.num_bytes + more.num_bytes)
         return result
+
+    def _compare(self, rank: int, versions: Versions, identity: str) -> None:
+        """Raises CorruptCheckpointError if a rank's weights do not have the identity in its index."""
+        if identity != self._indices[rank].identity:
+            path = versions.root
+            raise CorruptCheckpointError(
+                f"{path}: version {self.number} was published again while it was read; pull it again", path=path
+            )
 
     @property
     def tensors(self) -> Mapping[str, PiecedTensor]:
         """The tensors, once the slices are at this version."""
         return {
             name: tensor.pieced(lambda rank, key: (self._held[rank].region(key), ""))
-            for name, tensor in self._whole.tensors.items()
+            for name, tensor in self._sliced.items()
         }
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """Config, tokenizer and the like, which rank 0 has published with the anchor that the version is built on."""
-        versions = self._ranks.of_rank(0, len(self._held))
+        versions = self._ranks[0]
         chain = versions.chain(self.number, None)
-        self._whole.compare(0, chain[-1].identity, versions.root)
+        self._compare(0, versions, chain[-1].identity)
         source = VersionSource(versions.storage, chain[0])
         return {name: bytes(source.read(name)) for name in source.other_files()}
