@@ -1,6 +1,6 @@
 """The other ranks, as one checkpointer knows them.
 
-In: calls of `save` and `restore`, alike on every rank. Out: joint saves with their names, divided states. Knows
+In: calls of `save` and `restore`, the same on every rank. Out: joint saves with their names, divided states. Knows
 nothing of: archives.
 """
 
@@ -26,31 +26,31 @@ from .world import World
 Differing: TypeAlias = Literal["keep", "fail"]
 
 
-# Said by a rank that was asked to leave.
+# The key of the message of a rank that was asked to leave.
 _LEAVING: Final = "leaving"
 
 
 @dataclass(slots=True)
 class KnownStates:
-    """The knowledge of this rank about the states of ranks, from commits. Changed on the loop's thread."""
+    """What this rank knows about the states of all ranks, from commits. Changed on the loop's thread."""
 
     texts: dict[str, str] = field(default_factory=dict)  # structures that rank 0 has read, by their digest
-    # Tables whose ranks hold everything, and the names of what each rank has for itself there.
+    # Tables whose ranks together hold everything, and the names of values that each of their ranks has for itself.
     covered: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    compared: set[str] = field(default_factory=set)  # structures in which what ranks hold alike was compared
+    compared: set[str] = field(default_factory=set)  # structures whose replicas have been compared
     committed: str = ""  # the structure of this rank's part in the last commit
 
     def note_committed(self, structure: str) -> None:
-        """This rank's part in a commit has this structure."""
+        """Note that this rank's part in a commit has this structure."""
         self.compared.add(structure)
         self.committed = structure
 
 
 class Ranks:
-    """The other ranks of one checkpointer, which creates it. From the thread that saves or restores.
+    """The other ranks of one checkpointer, which creates it. Used on the thread that saves or restores.
 
-    `meeting` has their words, `calls` their joint saves, `divider` the part that this rank writes, `known` what
-    commits have taught.
+    `meeting` has their messages, `calls` their joint saves, `divider` the part that this rank writes, `known` what is
+    known from commits.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Ranks:
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self.nodes: RunNodes | None = None  # of a run at several places
-        self._is_leaving = False  # rank 0 was told that some rank is to leave
-        # Those of one-off saves go with these.
+        self._is_leaving = False  # on rank 0: some rank was asked to leave
+        # The roots of one-off saves are dropped with their folders.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
 
     @property
@@ -84,10 +84,10 @@ class Ranks:
         return self.world.is_one
 
     def called(self, step: int | None, path: str = "") -> JointSave | None:
-        """`save` was called, to a path or with a step, or with something that is none; nothing is returned where there
-        is one rank.
+        """Register a call of `save`, to a path or with a step; None stands for an invalid step. Returns None if there
+        is only one rank.
 
-        Raises ValueError where the process group is another one by now.
+        Raises ValueError if the process group has changed.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone:
@@ -103,15 +103,17 @@ class Ranks:
         return joint
 
     def called_in_vain(self, error: BaseException) -> None:
-        """`save` was called with something that is no step: tell the other ranks, whose save by the same call fails."""
-        with suppress(ValueError):  # the group has changed: the caller raises
+        """Report to the other ranks that `save` was called with an invalid step, so that their saves by the same call
+        fail.
+        """
+        with suppress(ValueError):  # the group has changed, which the caller reports
             joint = self.called(None)
             if joint is not None:
                 self.failed(joint, error)
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
-        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
-        PeerFailedError.
+        """True if a save is made, and not skipped, on all ranks; `ask` decides this on rank 0. Raises the errors of
+        `ask`, and PeerFailedError.
         """
         if self.world.rank == 0:
             enters = ask()
@@ -123,14 +125,14 @@ class Ranks:
         return joint.life.now is not JointState.SKIPPED
 
     def failed(self, joint: JointSave, error: BaseException) -> None:
-        """The call has raised on this rank: the others learn why. Does not wait."""
+        """Report to the other ranks why the call has raised on this one. Does not wait."""
         self.calls.fail(joint, Cause(self.world.rank, in_words(error)))
         self.meeting.does_not_meet()
 
     @contextmanager
     def meeting_ahead(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
-        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of
-        all ranks look, so that no save has to.
+        """Before the first save: yields a function that takes the captured state, and waits until rank 0 knows the
+        structures of all ranks, so that no save has to wait for them.
         """
         self.meeting.refuse_if_changed()
         try:
@@ -141,22 +143,22 @@ class Ranks:
             raise
 
     def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
-        """The knowledge of the root that a save goes to."""
-        if joint.path and place not in self._roots:  # the folder of a one-off save is claimed by each of its attempts
+        """What is known about the root that a save goes to."""
+        if joint.path and place not in self._roots:  # each attempt claims the folder of a one-off save anew
             key, token = f"save/{joint.attempt}", f"{self.meeting.token()}.{joint.attempt}"
             words, folder = self.meeting.words(), place.folder(joint.step or 0)
             self._roots[place] = SharedRoot(place.storage, key, self.world, token, words, folder=folder)
         return self._roots[place] if joint.path else self.root_of(place, joint.place)
 
     def root_of(self, place: AttemptPlace, number: int) -> SharedRoot:
-        """The knowledge of the run's place of this number."""
+        """What is known about the place of the run with this number."""
         if place not in self._roots:
             token, words = self.meeting.token(), self.meeting.words()
             self._roots[place] = SharedRoot(place.storage, f"root/{number}", self.world, token, words)
         return self._roots[place]
 
     def meet_nodes(self) -> None:
-        """Find out, at the first call of all ranks, at which places each node has a folder of its own.
+        """Find out, at the first call of all ranks, at which places each node has its own folder.
 
         Raises PeerFailedError, StorageUnavailableError.
         """
@@ -164,20 +166,20 @@ class Ranks:
             self.nodes.meet(self.root_of)
 
     def hang_up(self) -> None:
-        """Much was read from other nodes, and nothing is for a while."""
+        """Close connections to other nodes, after much was read from them; nothing will be read for a while."""
         if self.nodes is not None:
             self.nodes.hang_up()
 
     def close(self) -> None:
-        """No call is made any more, and no other node is answered."""
+        """Make no more calls, and stop answering other nodes."""
         self.calls.close()
         if self.nodes is not None:
             self.nodes.close()
 
     def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
+        """Return rank 0's result of `ask` on all ranks, which must ask about the same steps.
 
-        Raises PeerFailedError on the others where it raises on rank 0.
+        Raises PeerFailedError on the other ranks if `ask` raises on rank 0.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone:
@@ -185,9 +187,9 @@ class Ranks:
         return self.meeting.answers_of_rank_0(what, step, ask)
 
     def is_leaving(self, *, asked: bool) -> bool:
-        """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.
+        """True if this rank was asked to leave, which it then reports to rank 0; on rank 0, True if any rank was.
 
-        Raises ValueError where the process group is another one by now.
+        Raises ValueError if the process group has changed.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone or self._is_leaving:
@@ -199,6 +201,6 @@ class Ranks:
         return asked or self._is_leaving
 
     def reader(self) -> tuple[int, int] | None:
-        """The reading rank and the number of ranks; None for a rank alone. Raises ValueError as `called`."""
+        """The reading rank and the number of ranks; None for a single rank. Raises ValueError as `called` does."""
         self.meeting.refuse_if_changed()
         return None if self.is_alone else (self.world.rank, self.world.size)

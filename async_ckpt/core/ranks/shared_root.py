@@ -1,11 +1,10 @@
-"""The test that all ranks share a root, and not a folder that each node has for itself.
+"""The test that all ranks share a root, and that it is not a separate folder on each node.
 
-In: a root, on each rank. Out: what is known of that. Knows nothing of: saves.
+In: a root, on each rank. Out: whether it is shared, as far as known. Knows nothing of: saves.
 
-Rank 0 puts a file there ahead of its first archive, and then says by the store of the ranks that it has. A rank that
-does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if
-there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0
-has.
+Rank 0 puts a file there before its first archive, and then announces it in the store of the ranks. A rank that does not
+find the file after the announcement tries to put one with the same name: a storage refuses that at once if the file
+exists, even if its listings do not show it yet. If the storage accepts the file, this is another root than rank 0's.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from .world import World
 
 
 class SharedRoot:
-    """One root of one checkpointer, as this rank knows it. Blocking calls, from any thread."""
+    """One root of one checkpointer, as this rank knows it. Its methods block, and may be called from any thread."""
 
     def __init__(self, storage: Storage, key: str, world: World, token: str, words: Words, *, folder: str = "") -> None:
-        """`key` is the name of the root for all ranks, and `token` that of the claim, which lies in `folder`."""
+        """`key` identifies the root on all ranks. The claim is a file in `folder`; `token` is part of its name."""
         self._storage, self._key, self._world, self._words = storage, key, world, words
         self._claim = f"{folder}/world.{token}.json" if folder else f"world.{token}.json"
         self._folder, self._nonce = folder, secrets.token_hex(8)
         self._is_claimed = self._is_seen = False
-        # On another rank: rank 0 has said that it has put there what proves the root the same.
+        # On another rank: rank 0 has announced that its claim is there.
         self.is_named = False
-        self.is_shared = False  # by all ranks: each has had a part in a commit there
-        self.lead = 0  # the rank that was the first to put the file which this one sees
-        self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
+        self.is_shared = False  # all ranks have taken part in a commit there
+        self.lead = 0  # the rank that was the first to put the file which this rank sees
+        self.apart_rank: int | None = None  # a rank that does not see here what rank 0 has written
 
     @property
     def is_apart(self) -> bool:
@@ -46,15 +45,16 @@ class SharedRoot:
         return self._storage.locate(self._folder)
 
     def claim(self) -> None:
-        """On rank 0, before anything is written: say that this start of the ranks writes here."""
+        """On rank 0, before anything is written: claim the root for this start of the ranks."""
         if not self._is_claimed:
-            with suppress(FileExistsError):  # a put may arrive though it was answered with an error
+            with suppress(FileExistsError):  # a put may have arrived although it returned an error
                 self._put_claim()
             self._is_claimed = True
             self._say("claimed")
 
     def sees(self) -> bool | None:
-        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known.
+        """On another rank: True if this is the root that rank 0 writes to, False if it is not, None if that is not
+        known yet.
 
         Raises CorruptCheckpointError.
         """
@@ -69,39 +69,40 @@ class SharedRoot:
             try:
                 self._put_claim()
             except FileExistsError:
-                return None  # it is shown soon
-            if self._heard("withdrawn") is not None:  # rank 0 has given the save up, as its decision tells
+                return None  # the claim will be visible soon
+            if self._heard("withdrawn") is not None:  # rank 0 has given the save up, as its decision reports
                 self._delete_claim()
                 return None
             self.lead = self._world.rank
             return False
         self.lead, self._is_seen = rank, rank == 0
-        return self._is_seen  # else it is this rank's own, or that of another one on this node
+        return self._is_seen  # otherwise the claim is by this rank, or by another rank on this node
 
     def note_apart(self) -> None:
-        """Note that each node has a folder of its own here, and that this is known to all ranks."""
+        """Note that each node has its own folder here, and that all ranks know this."""
         self._is_seen = self.is_shared = True
 
     def say_apart(self) -> None:
-        """On another rank: say that this is not the root that rank 0 writes to."""
+        """On another rank: announce that this is not the root that rank 0 writes to."""
         self.apart_rank = self._world.rank
         self._say("apart")
 
     def withdraw(self) -> None:
-        """Delete the claim of one attempt. A rank that still looks for it is told first, or it would take the root for
-        another one than that of rank 0.
+        """Delete the claim of one attempt. First announce this: a rank that still looks for the claim would otherwise
+        take the root for a different one.
         """
         self._say("withdrawn")
         self._delete_claim()
 
     def found_apart(self) -> bool:
-        """True if some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
+        """True if some rank has announced that it sees another root than rank 0. Asks only until the answer is known.
+        """
         if not (self.is_shared or self.is_apart):
             self.apart_rank = self._heard("apart")
         return self.is_apart
 
     def _rank_of_claim(self) -> int:
-        """Raises CorruptCheckpointError for a file that is no claim."""
+        """The rank that has put the claim. Raises CorruptCheckpointError for a file that is not a claim."""
         try:
             return count(table(parsed(self._storage.read(self._claim)[0]))["rank"])
         except (ValueError, KeyError) as error:
@@ -123,6 +124,6 @@ class SharedRoot:
         quietly(lambda: self._words.say(f"{self._key}/{what}", str(self._world.rank)))
 
     def _heard(self, what: str) -> int | None:
-        """The rank that has said so."""
+        """The rank that has made this announcement, if any."""
         word = quietly(lambda: self._words.said(f"{self._key}/{what}"))
         return None if word is None else int(word)
