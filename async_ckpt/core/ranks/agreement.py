@@ -105,8 +105,7 @@ class Agreement(Rendezvous):
             self._root.claim()
 
     async def has_room(self) -> None:
-        """On another rank: if rank 0 must make room, wait until it has deleted steps. Raises PeerFailedError.
-        """
+        """On another rank: wait until rank 0 has deleted steps, if it must make room. Raises PeerFailedError."""
         while self._joint.makes_room and not self.decides:
             self._raise_if_failed(self._joint.heard)
             if why := self._lost_rank_0():
@@ -159,9 +158,7 @@ class Agreement(Rendezvous):
         return await self._all_receipts(receipt) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
-        """The details that rank 0 needs: the structure, from its first rank, if rank 0 may not know it; and digests of
-        replicas.
-        """
+        """The details that rank 0 needs: the structure, if this rank is to describe it, and digests of replicas."""
         structure, details = part.structure, {}
         mates = self._joint.table.classes.get(structure.digest, ())
         if structure.digest != self._ranks.known.committed and (not mates or mates[0] == self.rank):
@@ -225,7 +222,7 @@ class Agreement(Rendezvous):
     # --- the decision, on another rank ------------------------------------------------------------------------
 
     async def hear(self) -> Manifest | None:
-        """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError if rank 0 refuses, or is
+        """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError if rank 0 refuses or is
         silent.
         """
         if self.decides:
@@ -240,7 +237,7 @@ class Agreement(Rendezvous):
         found = await self._manifest_there()
         if found is None:
             raise PeerFailedError(
-                f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
+                f"{joint.what}: {silence}. It may be committed: check which steps are committed once "
                 f"{self._root.where if decision else 'rank 0'} is back",
                 rank=0,
                 undecided=True,
@@ -297,8 +294,7 @@ class Agreement(Rendezvous):
         self._say(Decision("committed", manifest=manifest.dump().decode()))
 
     def afterwards(self) -> None:
-        """On rank 0, once nobody waits any more: delete the reports of the ranks, which takes time if there are many.
-        """
+        """On rank 0, once nobody waits any more: delete the reports of the ranks, which takes time for many ranks."""
         self._calls.forget(self._joint)
         with suppress(CheckpointError, OSError):  # they are deleted with the step
             if self._has_details:
@@ -307,9 +303,7 @@ class Agreement(Rendezvous):
                 self._root.withdraw()
 
     def refuse(self, error: BaseException) -> bool:
-        """Give the save up on this rank. Returns True if its archive may be deleted, since nobody can commit it any
-        more. Blocks.
-        """
+        """Give the save up on this rank. Returns True if nobody can commit its archive any more. Blocks."""
         joint = self._joint
         if self.decides:
             return self._refuse_for_all(error)

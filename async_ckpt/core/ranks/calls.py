@@ -150,9 +150,7 @@ class JointSave:
 
     @property
     def shares_by(self) -> str:
-        """The digest of the table that determines this rank's share; NO_TABLE if its structure is in no class, so that
-        it takes no share.
-        """
+        """The digest of the table that determines this rank's share; NO_TABLE if this rank takes no share."""
         is_in_class = self.part is not None and self.part.structure.digest in self.table.classes
         return self.table.digest if is_in_class else NO_TABLE
 
@@ -308,9 +306,7 @@ class Calls:
         self._soon(partial(self._tell, {"room": joint.attempt}))
 
     def say_copy(self, place: int, step: int, why: str | None = None) -> None:
-        """On rank 0: announce that the step was copied to the place of this number, or `why` it could not be copied.
-        From any thread.
-        """
+        """On rank 0: announce that the step was copied to a place, or `why` it could not be. From any thread."""
         if not (self._meeting.world.is_one or self._meeting.world.rank):
             self._tell({"copied": step, "place": place, "why": why})
 
@@ -337,9 +333,7 @@ class Calls:
         self._watches.discard(asyncio.current_task())
 
     def last_word(self, rank: int, store: Any) -> Cause | None:
-        """On rank 0: why the last call of `rank` has failed there, if the rank has left a message. Asks `store`, and so
-        blocks.
-        """
+        """On rank 0: why the last call of `rank` failed there, if it has left a message. Asks `store`: blocks."""
         key = f"{self._start.prefix}/why/{rank}"
         return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
@@ -362,9 +356,7 @@ class Calls:
             self._match()
 
     def _match(self) -> None:
-        """Match words to calls: the first word and call with the same step belong together; those before them remain
-        without a partner.
-        """
+        """Match each word to the first call with the same step. Words and calls before these have no partner."""
         while True:
             with self._lock:
                 word, joint = self._next_pair()
@@ -521,9 +513,7 @@ class Calls:
         return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, **said})
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
-        """Note that a save is decided. `table` is the table that holds from then on; None keeps the table before this
-        save. From any thread.
-        """
+        """Note a decision. `table` holds from then on; with None, the table before this save. From any thread."""
         self._soon(partial(self._decide, joint, state, table))
 
     def _decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
@@ -550,8 +540,7 @@ class Calls:
 
 
 def _are_alike(word: Word, joint: JointSave) -> bool:
-    """True if a word and a call belong together. A call with an invalid step matches the next one, whatever its step.
-    """
+    """True if a word and a call belong together. A call with an invalid step matches whatever comes next."""
     return word["step"] == joint.step or None in (word["step"], joint.step)
 
 

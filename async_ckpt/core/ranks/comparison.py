@@ -142,14 +142,11 @@ class Comparison:
                 raise CheckpointError(
                     f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
                     "on how to split replicated tensors, "
-                    "so that some bytes would be missing; please report this, with what is different in "
-                    "their calls and states"
+                    "so that some bytes would be missing; please report this, and how their calls and states differ"
                 )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
-        """Check that replicas of a tensor are equal on all ranks. Raises UnsupportedStateError, naming a tensor that
-        differs.
-        """
+        """Check that replicas of a tensor are equal on all ranks. Raises UnsupportedStateError, naming the tensor."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
         copies: dict[int, Any] = {}
         distinct: dict[str, Receipt] = {}  # the lowest rank of those with equal digests

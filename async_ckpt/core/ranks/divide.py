@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlannedPart(NamedTuple):
-    """The captured state with the part that this rank writes, the facts for its archive, and its part in a joint save.
-    """
+    """The captured state with the part that this rank writes, the facts for its archive, and its `OwnPart`."""
 
     captured: Capture
     facts: RankFacts | None = None
@@ -63,9 +62,7 @@ class Divider:
         return self._states
 
     def meet(self, captured: Capture, per_rank: tuple[str, ...]) -> None:
-        """Before the first save: wait until rank 0 knows the structures of all ranks, so that no save has to wait for
-        them.
-        """
+        """Before the first save: wait until rank 0 knows the structures of all ranks, so that no save has to wait."""
         states, meeting = self._ranked(), self._meeting
         if states is not None and not (meeting.world.is_one or meeting.has_met):
             meeting.token()

@@ -37,9 +37,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Heartbeat(NamedTuple):
-    """The last heartbeat of a rank: a number and the names of its open calls, when it was first read, and how often it
-    has been read.
-    """
+    """The last heartbeat of a rank: a number and its open calls, when it was first read, and how often it was read."""
 
     text: str
     since: float
@@ -90,7 +88,7 @@ class Heartbeats:
         return reasons
 
     def not_called(self, ranks: Iterable[int], call: str) -> list[int]:
-        """Those of `ranks` that are alive and have not made `call`, according to their heartbeats."""
+        """The given ranks that are alive and have not made `call`, according to their heartbeats."""
         heard = self._heard
         return [rank for rank in ranks if rank in heard and call not in heard[rank].text.split()[1:]]
 
@@ -125,9 +123,7 @@ class Heartbeats:
 
 
 def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store: Any) -> dict[int, str]:
-    """Write this rank's heartbeat, and read those of `wanted`. A key that may be missing is checked first, since `get`
-    would wait for it.
-    """
+    """Write this rank's heartbeat, and read those of `wanted`. `get` would wait for a missing key, so `check` first."""
     store.set(f"{prefix}/{rank}", text)
     keys = {one: f"{prefix}/{one}" for one in wanted}
     there = keys if store.check([*keys.values()]) else {one: key for one, key in keys.items() if store.check([key])}

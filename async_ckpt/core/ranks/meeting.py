@@ -37,9 +37,7 @@ _KEPT: Final = 1000
 def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
-    """Wait for a future that depends on a message of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too
-    long.
-    """
+    """Wait for a future that depends on rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
     begin = monotonic()
 
     def goes_on() -> None:
@@ -93,8 +91,8 @@ class Meeting:
         given: the rank of this process and the number of ranks, as given by the user; None for those of the process
             group.
         store: for ranks without a process group, the store to which all of them are connected.
-        topic: a topic that is the same on all ranks, however many meetings each has opened before. By default, all ranks
-            must open theirs in the same order.
+        topic: a topic that is the same on all ranks, however many meetings each has opened before. By default, all
+            ranks must open theirs in the same order.
         advice: what to do if a rank does not come.
         is_of_paths: calls are matched by paths, which have no order, and not by steps.
     """
@@ -172,9 +170,7 @@ class Meeting:
         return self._token
 
     def wait_for_rank_0(self, future: Future[Any], what: str, where: str = "save()") -> None:
-        """Wait for a future that depends on a message of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too
-        long.
-        """
+        """Wait for a future that depends on rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
         wait = Wait(f"in {where}", ENDS_THE_CALL)
         wait_for_rank_0(
             self.start, future, what, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), f". {self.advised}"
@@ -210,8 +206,7 @@ class Meeting:
         return Table.unpacked(json.loads(text)).classes
 
     def does_not_meet(self) -> None:
-        """Tell rank 0 not to wait for this rank's structure, since the call raised before the structure was known.
-        """
+        """Tell rank 0 not to wait for this rank's structure: the call raised before it was known."""
         if self.has_met or self.world.is_one:
             return
         self.has_met, rank = True, self.world.rank

@@ -159,8 +159,7 @@ class RunNodes:
             run.root.read_from(disk)
 
     def _leave_out_broken(self, run: Run, nodes: AllNodes) -> None:
-        """Leave out the newest steps that are not whole, for example because a node was replaced, unless another place
-        has them.
+        """Leave out the newest steps that are not whole, unless another place has them. A node may have been replaced.
         """
         for step in reversed(run.root.relist().steps):
             path, folder = run.root.manifest_path(step), run.folder(step)
@@ -270,9 +269,7 @@ def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
 
 
 def _manifests(nodes: AllNodes, path: str) -> list[tuple[int, Manifest]]:
-    """The distinct manifests of one step that nodes have, the latest start first; within a start, replacing manifests
-    come first.
-    """
+    """The distinct manifests of one step that nodes have: the latest start first, replacing before replaced."""
     found: dict[str, tuple[int, Manifest]] = {}
     for rank in nodes.having(path):
         with suppress(CheckpointError, FileNotFoundError):

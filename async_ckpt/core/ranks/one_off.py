@@ -74,8 +74,7 @@ class OneOffFolder:
         replaces: tuple[Manifest, str] | None,
         times: SaveTimes | None,
     ) -> Manifest:
-        """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer was faster.
-        """
+        """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer won."""
         manifest = Manifest(STEP, attempt, world_size, wall_time(), (), ranks=ranks, times=times)
         try:
             return put_in_place(self.storage, self._named(MANIFEST), manifest, replaces)
@@ -93,9 +92,7 @@ class OneOffFolder:
             self.storage.delete(self._named(name))
 
     def clear(self, replaced: Manifest | None) -> None:
-        """After a commit: delete the replaced archives, and the leftovers of ranks that were killed more than a day
-        ago.
-        """
+        """After a commit: delete the replaced archives, and leftovers of ranks that were killed over a day ago."""
         self.storage.delete_many([self._named(name) for name in (replaced.own_names if replaced else ())])
         manifest = self._manifest()
         if manifest is None:
@@ -112,8 +109,7 @@ class OneOffFolder:
 
 
 def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] | None:
-    """The manifest at a path, and its version; None if there is no manifest. A damaged manifest may be replaced, too.
-    """
+    """The manifest at a path, and its version; None if there is none. A damaged manifest may be replaced, too."""
     try:
         data, version = storage.read(path)
     except FileNotFoundError:

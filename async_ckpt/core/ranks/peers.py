@@ -32,7 +32,7 @@ _LEAVING: Final = "leaving"
 
 @dataclass(slots=True)
 class KnownStates:
-    """What this rank knows about the states of all ranks, from commits. Changed on the loop's thread."""
+    """The knowledge of this rank about the states of all ranks, from commits. Changed on the loop's thread."""
 
     texts: dict[str, str] = field(default_factory=dict)  # structures that rank 0 has read, by their digest
     # Tables whose ranks together hold everything, and the names of values that each of their ranks has for itself.
@@ -103,8 +103,8 @@ class Ranks:
         return joint
 
     def called_in_vain(self, error: BaseException) -> None:
-        """Report to the other ranks that `save` was called with an invalid step, so that their saves by the same call
-        fail.
+        """Report to the other ranks that `save` was called with an invalid step, which fails their saves by the same
+        call.
         """
         with suppress(ValueError):  # the group has changed, which the caller reports
             joint = self.called(None)
@@ -143,7 +143,7 @@ class Ranks:
             raise
 
     def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
-        """What is known about the root that a save goes to."""
+        """The knowledge about the root that a save goes to."""
         if joint.path and place not in self._roots:  # each attempt claims the folder of a one-off save anew
             key, token = f"save/{joint.attempt}", f"{self.meeting.token()}.{joint.attempt}"
             words, folder = self.meeting.words(), place.folder(joint.step or 0)
@@ -151,7 +151,7 @@ class Ranks:
         return self._roots[place] if joint.path else self.root_of(place, joint.place)
 
     def root_of(self, place: AttemptPlace, number: int) -> SharedRoot:
-        """What is known about the place of the run with this number."""
+        """The knowledge about the place of the run with this number."""
         if place not in self._roots:
             token, words = self.meeting.token(), self.meeting.words()
             self._roots[place] = SharedRoot(place.storage, f"root/{number}", self.world, token, words)

@@ -97,9 +97,7 @@ class Rendezvous:
         return self._calls.key_of(self._joint.attempt)
 
     def wait_named(self, check: Check) -> str:
-        """Wait for the name of the call, and return it. Blocks. `check` is called only in this wait. Raises as `named`
-        does.
-        """
+        """Wait for the name of the call, and return it. Blocks. Only this wait calls `check`. Raises as `named`."""
         _waited(self._until_named(check))
         return self.attempt
 

@@ -95,8 +95,7 @@ class SharedRoot:
         self._delete_claim()
 
     def found_apart(self) -> bool:
-        """True if some rank has announced that it sees another root than rank 0. Asks only until the answer is known.
-        """
+        """True if some rank has announced that it sees another root than rank 0. Asks only until this is known."""
         if not (self.is_shared or self.is_apart):
             self.apart_rank = self._heard("apart")
         return self.is_apart

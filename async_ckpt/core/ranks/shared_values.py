@@ -27,8 +27,7 @@ _GAP_BYTES: Final = MIB  # small tensors with a smaller gap are read at once
 
 
 class SharedValues:
-    """The shared values in one save of this rank. `note` is called from any thread, once for each block of the archive.
-    """
+    """The shared values in one save of this rank. `note` is called from any thread, once for each block."""
 
     def __init__(
         self,
@@ -137,8 +136,7 @@ class Values(NamedTuple):
 
 
 def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collection[str]) -> Values:
-    """The values in one rank's archive: tensors of up to `small_bytes`, and plain values, except those in `per_rank`.
-    """
+    """The plain values, and tensors of up to `small_bytes`, in one rank's archive, except those in `per_rank`."""
     excluded = frozenset(per_rank)
     with storage.open(path) as reader:
         try:

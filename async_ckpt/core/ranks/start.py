@@ -35,8 +35,8 @@ _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
 # Rank 0 also reads the hellos of this many ranks beyond its own number, and refuses them.
 _BEYOND: Final = 16
-# How long a rank lingers when it closes, or exits: rank 0 for ranks that have not come yet, another rank to report why
-# it has failed.
+# How long a rank stays when it closes or exits: rank 0 for ranks that have not come yet, another rank to report its
+# failure.
 LINGER_SECONDS: Final = 5.0
 
 
@@ -106,7 +106,7 @@ class WorldStart:
 
         def look(store: Any) -> str:
             if store.get(hello).decode() != self._hello:
-                return f"{self.nonce} - another process says that it is rank {self.rank}, too"
+                return f"{self.nonce} - another process claims to be rank {self.rank}, too"
             return store.get(welcome).decode() if store.check([welcome]) else "- - -"
 
         is_said = False
@@ -204,8 +204,8 @@ def _forget_starts() -> None:
 
 
 def answer_the_last() -> None:
-    """As the interpreter exits: give late ranks the time to read rank 0's messages, and this rank's last message the
-    time to reach rank 0.
+    """As the interpreter exits: give late ranks time to read rank 0's messages, and rank 0 time to get this rank's
+    last.
     """
     starts = list(_starts.values())
     last = [start.all_here if start.rank == 0 else start.leaving for start in starts]

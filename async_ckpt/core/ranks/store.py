@@ -35,8 +35,7 @@ class Connection:
     """The connection to one store, owned by a start of the ranks. Any thread may ask; one thread calls the store."""
 
     def __init__(self, store: Any) -> None:
-        """`store` is not kept alive, since its server would then outlive a destroyed process group; its users keep it.
-        """
+        """`store` is not kept alive, or its server would outlive a destroyed process group. Its users keep it."""
         self._given, self.address = weakref.ref(store), _address_of(store)
         # Older versions of torch cannot clone a client, so their calls may have to wait for a call of the training.
         self._copies = self.address is not None and hasattr(store, "clone")
@@ -142,9 +141,7 @@ class Words:
         self._answer(lambda store: store.set(f"{self._prefix}/{key}", word))
 
     def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
-        """The messages with these keys, once all are there. `wait` is called with the seconds to wait between looks,
-        and may raise.
-        """
+        """The messages with these keys, once all are there. `wait` gets the seconds between looks, and may raise."""
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while (words := self._said(keys, wait)) is None:
             wait(next(pauses))
@@ -160,7 +157,7 @@ class Words:
         return None if words is None else words[0]
 
     def said_of(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that are there already."""
+        """The given keys that are there already."""
 
         def look(store: Any) -> list[str]:
             return [key for key in keys if store.check([f"{self._prefix}/{key}"])]

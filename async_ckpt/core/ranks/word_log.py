@@ -86,9 +86,7 @@ class WordLog:
         return self._connection.ask(say)
 
     def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
-        """From now on, call `hearer` on the loop's thread with each word about a topic. Words that were read already
-        come first.
-        """
+        """Call `hearer` on the loop's thread with each word about a topic, beginning with words read already."""
 
         def begin() -> None:
             self._hearers[topic] = hearer

@@ -108,8 +108,8 @@ def _check_environment() -> None:
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:
-    """Warn that every rank writes the same file, so that only the last one's remains. The text is always the same, so
-    Python shows it once.
+    """Warn that all ranks write the same file, so that only the last one's remains. Python shows the constant text
+    once.
     """
     rank, world_size = ranks()
     if rank:

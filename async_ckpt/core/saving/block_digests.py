@@ -43,8 +43,7 @@ class BlockDigests:
         self._readers = readers
 
     def note(self, offset: int, data: memoryview) -> None:
-        """Digest `data`, which is in the file from `offset` on: whole blocks, or up to the end of the digested bytes.
-        """
+        """Digest `data`, which begins at `offset` of the file: whole blocks, or up to the end of the digested bytes."""
         for begin in range(0, len(data), BLOCK_BYTES):
             number, block = (offset + begin) // BLOCK_BYTES, data[begin : begin + BLOCK_BYTES]
             for reader in self._readers:
@@ -101,9 +100,7 @@ class GroupDigests:
                 extent.note(number * BLOCK_BYTES, block)
 
     def result(self, of_blocks: bytes | bytearray) -> dict[str, GroupDigest]:
-        """The digest of each group that has bytes, once all blocks are noted. `of_blocks` are the digests of the
-        blocks.
-        """
+        """The digest of each group that has bytes, once all blocks are noted; `of_blocks` are the blocks' digests."""
         result = {}
         for name, extents in self._groups.items():
             if any(extent.length for extent in extents):

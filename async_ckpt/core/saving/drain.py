@@ -87,8 +87,7 @@ class FilledSegment(NamedTuple):
 
 
 class Lane:
-    """The queue of one archive's segments for one sink. The drain creates it and guards its state by the drain's lock.
-    """
+    """The queue of one archive's segments for one sink. The drain creates it, and guards it by the drain's lock."""
 
     def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None, *, follows: bool) -> None:
         self.sink = sink
@@ -242,9 +241,7 @@ class Drain:
         self._settle()
 
     def relieve(self, starving: bool) -> bool:
-        """Free memory if possible: first the segments that are kept only for retries, then, if `starving`, a lane that
-        follows.
-        """
+        """Free memory: first segments that are kept only for retries, then, if `starving`, the lane that follows."""
         with self._lock:
             lanes = list(self._lanes)
         if any(lane.sink.relieve() for lane in lanes):
@@ -298,8 +295,7 @@ class Drain:
 
     def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
-            # A hanging write holds its memory until it returns, so a lane that follows may hold only a part of the
-            # pool.
+            # A hanging write holds its memory until it returns, so a lane that follows may hold only part of the pool.
             if not lane.queue or (lane.follows and lane.num_writing >= max(1, self.max_segments // 4)):
                 return None
             lane.num_writing += 1

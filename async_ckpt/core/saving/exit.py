@@ -31,8 +31,7 @@ EXIT_STATUS_INTERRUPTED: Final = 130
 
 
 def drain_at_exit() -> None:
-    """Wait for every save under way, give up those that exceed their `exit_timeout`, and report lost saves on stderr.
-    """
+    """Wait for every save under way, give up those that exceed `exit_timeout`, and report lost saves on stderr."""
     loop = existing_loop()
     if loop is None:
         flush_all(waits.LISTENERS_SECONDS)
@@ -113,9 +112,7 @@ _exit_code: Any = None
 
 
 def note_exit_status() -> None:
-    """Record the argument of `sys.exit` from now on: Python does not pass it to exit hooks, and the user's status must
-    stand.
-    """
+    """Record the argument of `sys.exit`: Python does not pass it to exit hooks, and the user's status must stand."""
     if getattr(sys.exit, "_notes_status", False):
         return
     really_exit = sys.exit

@@ -63,8 +63,7 @@ class SaveHandle(Future[SaveReport]):
         super().add_done_callback(lambda _: self._end())
 
     def _end(self) -> None:
-        """Replace the progress callback by its last value, so that a kept handle does not keep its save's plan alive.
-        """
+        """Replace the progress callback by its last value, so that a kept handle does not keep its save's plan."""
         last = self._progress()
         self._progress = lambda: last
         self._run_callbacks_soon()

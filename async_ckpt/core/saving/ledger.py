@@ -96,8 +96,7 @@ class Ledger:
         progress: bool = False,
         roots: tuple[str, ...] = (),
     ) -> None:
-        """Takes arguments and roots of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does.
-        """
+        """Raises TypeError, ValueError, and ImportError as `Bars` does, for arguments of the checkpointer."""
         self.exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
         self._bars = Bars() if flag("progress", progress) else None
@@ -173,9 +172,7 @@ class Ledger:
         return None
 
     async def _keep(self, promise: Future[int], handle: SaveHandle, report: SaveReport) -> None:
-        """Resolve the handle of a save that is committed at a volatile place, once a place that is not volatile has the
-        step.
-        """
+        """Resolve the handle of a save that is committed at a volatile place, once a lasting place has the step."""
         try:
             await asyncio.wrap_future(promise)
         except Exception as error:

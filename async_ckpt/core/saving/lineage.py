@@ -79,8 +79,7 @@ class Lineage:
         self.tensors = UnchangedTensors()
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._lock = threading.Lock()
-        # Identifies the last restore from a step below the newest commit, until a commit follows it. Under _lock; read
-        # without it.
+        # The last restore from a step below the newest commit, until a commit follows. Under _lock; read without it.
         self.rolled_back: object | None = None
         self.damaged: Collection[int] = ()  # under _lock: the newer steps, if that restore found all of them damaged
         self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
@@ -102,8 +101,7 @@ class Lineage:
 
     @property
     def retire(self) -> bool:
-        """True if a commit takes newer steps out of the run: because the user allows it, or because they are damaged.
-        """
+        """True if a commit takes newer steps out of the run: the user allows it, or they are damaged."""
         return self._may_retire or bool(self.damaged)
 
     def restored(
@@ -135,9 +133,7 @@ class Lineage:
                 loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Note an event, which is written with the next save. A mark is also reported to listeners. With several ranks,
-        only rank 0 does this.
-        """
+        """Note an event, which is written with the next save, and report a mark to listeners. Only rank 0 does this."""
         if self._ranks.world.rank == 0:
             if kind == "mark":
                 tell("mark", self._ledger.roots, {facts["mark"]: 1})
@@ -210,8 +206,7 @@ class GroupOutline(NamedTuple):
     has_objects: bool
 
     def differences(self, other: GroupOutline) -> list[str]:
-        """The names of what differs, or cannot be compared. An empty list means the same memory without a write to it.
-        """
+        """The names of what differs, or cannot be compared. Empty: the same memory, without a write to it."""
         if self.has_objects or other.has_objects:
             return ["objects that are not plain data"]
         ours = [(spec.path, spec.dtype, spec.shape) for spec in self.specs]
@@ -229,9 +224,7 @@ class GroupOutline(NamedTuple):
 
 @dataclass(slots=True)
 class SavedGroup:
-    """A group as it was last written: the archives that have it, the outline of that state, and the run of the
-    archives.
-    """
+    """A group as it was last written: the archives that have it, the outline of that state, and their run."""
 
     step: int
     borrowed: tuple[GroupLocation, ...]
@@ -267,9 +260,7 @@ class StepCall(NamedTuple):
 
 @dataclass(slots=True)
 class StepContents:
-    """The contents of one step that is being saved: the call, and what it borrows. The request completes it while the
-    save is planned.
-    """
+    """The contents of one step that is being saved: the call, and what it borrows. Filled in by the planning."""
 
     call: StepCall
     number: int = 0  # in the order of the calls; from `UnchangedGroups.begin`
@@ -390,9 +381,7 @@ class UnchangedGroups:
         return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
 
     def forget(self, step: int | None) -> None:
-        """Stop lending groups of a step that turned out to be gone. With several ranks, do nothing: other ranks may
-        count on them.
-        """
+        """Stop lending groups of a step that is gone; with several ranks, keep them: other ranks may rely on them."""
         with self._lock:
             if all(known.since == _FIRST for known in self._known):
                 self._known = [

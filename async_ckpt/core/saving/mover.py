@@ -82,9 +82,7 @@ class MovingProcess:
         return None
 
     def check(self, step: int, num_bytes: int) -> None:
-        """While this process copies `step`: raise StorageUnavailableError if another process has begun to move to the
-        place.
-        """
+        """While this process copies `step`: raise StorageUnavailableError if another process moves to the place now."""
 
     def found(self, step: int) -> None:
         """Note that the place's newest step was moved by another process, or before this process started."""
@@ -126,8 +124,7 @@ class Arrivals:
         self._is_over = False  # nothing is copied to the place any more
 
     def want(self, step: int) -> None:
-        """Note that a nearer place now has `step`, its newest. Whatever the place has of that step and above is
-        outdated.
+        """Note that a nearer place now has `step`, its newest. The same step and later ones at the place are outdated.
         """
         with self._lock:
             self.wanted = step
@@ -147,9 +144,7 @@ class Arrivals:
             return here is not None and here != self._newest
 
     def arrived(self, step: int, num_wants: int | None = None) -> None:
-        """Note that the place has this step, its newest. `num_wants`: how many wants this takes into account; by
-        default all.
-        """
+        """Note that the place has this step, its newest. `num_wants`: how many wants this answers; by default all."""
         with self._lock:
             known = self._num_wants if num_wants is None else num_wants
             is_newest = known == self._num_wants
@@ -161,9 +156,7 @@ class Arrivals:
             self._tell(step)
 
     def copied(self, error: CheckpointError | None) -> None:
-        """Note the end of a copy. After an error, the waits that are not patient fail; after a conflict, all waits
-        fail.
-        """
+        """Note the end of a copy. After an error, impatient waits fail; after a conflict, all waits fail."""
         with self._lock:
             is_news = str(error) != str(self.error)
             self.error, self._num_failed = error, self.num_seen
@@ -268,8 +261,7 @@ class PassingCopy:
         self._is_whole = False
 
     def end(self, *, is_whole: bool) -> None:
-        """Note that the save writes no more. Remove the object unless it is whole. The mover finds a whole one. Blocks.
-        """
+        """Note that the save writes no more, and remove the object unless it is whole. Blocks."""
         try:
             if not is_whole:
                 self.sink.abort()
@@ -466,9 +458,7 @@ class Mover:
         return not self.arrivals.has(step) and self.run.takes(step)
 
     def follow(self, step: int, name: str, create: Callable[[Storage, str], Sink]) -> PassingCopy | None:
-        """Begin a copy that a save writes itself, if the place can take one; otherwise return None. Raises the errors
-        of `create`.
-        """
+        """Begin a copy that a save writes itself; None if the place cannot take one. Raises the errors of `create`."""
         with self._following:
             if not self.may_follow(step):
                 return None
@@ -500,9 +490,7 @@ class Mover:
             await asyncio.wait([asyncio.wrap_future(self.worker.ended)], timeout=_LOOK_AT_END_SECONDS)
 
     def is_going_on(self, *, must_answer: bool = False) -> bool:
-        """True if the end must be waited for: it has begun, copies make progress, and the place answers if it
-        `must_answer`.
-        """
+        """True if the end must be waited for: copies make progress, and the place answers if it `must_answer`."""
         is_away = must_answer and monotonic() > self._answered_at + waits.ANSWER_SECONDS
         return self.worker.is_ending and not (self.worker.ended.done() or is_away or self._is_still())
 

@@ -40,8 +40,7 @@ from .signals import Signals, signals_of
 Deadline = Moment | Callable[[], float | None]
 
 MARGIN_SECONDS: Final = 30.0
-# The longest of this many steps is expected next: enough to include an evaluation, few enough to forget the
-# compilation.
+# The longest of this many steps is expected next: enough to include an evaluation, few enough to forget compilation.
 _NUM_STEPS: Final = 100
 # Saves that begin between two calls of `should_save`: more than any training makes.
 _NUM_STARTS: Final = 64
@@ -130,8 +129,8 @@ class SaveStart(NamedTuple):
 
 
 class ProcessGoodput:
-    """What the time of this process since `opened` was spent on. A policy creates it, reports each save and restore to
-    it, and guards it by the policy's lock.
+    """The goodput of this process since `opened`. A policy creates it, reports each save and restore to it, and guards
+    it by the policy's lock.
 
     `stall_seconds` returns the seconds for which saves have stalled the training so far.
     """
@@ -218,8 +217,7 @@ class _DeadlineRule:
         self._has_tried = False  # a save began while the deadline was near
 
     def seconds_left(self) -> float | None:
-        """Call the user's function, so do not call this under a lock. None if there is no deadline, or it is not known.
-        """
+        """The user's countdown. Must not be called under a lock. None if there is no deadline, or it is not known."""
         try:
             left = self._ask() if self._ask else None
             known = None if left is None or math.isnan(left) else left
@@ -326,7 +324,7 @@ class SavePolicy:
         return self._durations.interval is not None
 
     def spent(self) -> Goodput:
-        """What the time of this process was spent on."""
+        """The goodput of this process."""
         with self._lock:
             self._take_starts()
             return self._time.spent(self._clock())
@@ -344,7 +342,7 @@ class SavePolicy:
             return step
 
     def facts(self) -> dict[str, Any]:
-        """The facts for the next event in the history: the seconds lost by slower steps since the last event, and the
+        """The facts for the next event in the history: the seconds lost by slower steps since the last, and the
         interval.
         """
         with self._lock:

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 class SaveRequest(ABC):
-    """The state that a caller wants to save, and its target. A saver calls its methods on the caller's thread, in the
-    order below.
-    """
+    """The state that a caller wants to save, and its target. A saver calls it on the caller's thread, top down."""
 
     step: int | None = None
     guard: Any = None
@@ -44,8 +42,7 @@ class SaveRequest(ABC):
     _state: Any
 
     def skipped(self) -> str:
-        """Note in the history that the save was skipped because others are under way. Returns the path for the report.
-        """
+        """Note in the history that the save was skipped: others are under way. Returns the path for the report."""
         return ""
 
     @abstractmethod
@@ -67,9 +64,7 @@ class SaveRequest(ABC):
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError unless `driver` is a mapping, and ValueError for entries without a name, or whose name the state
-    already has.
-    """
+    """Raises TypeError unless `driver` is a mapping, and ValueError for entries without a name or with a used one."""
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
@@ -106,9 +101,7 @@ class FileRequest(SaveRequest):
 
 
 class FolderRequest(SaveRequest):
-    """A state that is sharded over ranks, to be saved as a folder at a path. All ranks must create it in the same
-    order.
-    """
+    """A state that is sharded over ranks, to be saved as a folder at a path. All ranks create it in the same order."""
 
     def __init__(
         self,
@@ -147,8 +140,7 @@ class StepRequest(SaveRequest):
         select: Select,
         mean: WeightMean | None,
     ) -> None:
-        """`is_own_guard`: the guard was passed to this call, and not to the checkpointer. A save with `select` has no
-        `mean`.
+        """`is_own_guard`: the guard was passed to this call, not to the checkpointer. With `select`, `mean` is unused.
         """
         self.step = step
         self.guard, self.select = guard, select
@@ -181,7 +173,7 @@ class StepRequest(SaveRequest):
         if self.mean is not None:
             check_entries(state, self.mean.groups, "Ema(groups=…)")
             if self.mean.group in {*state, *(driver or ())}:
-                raise ValueError(f"ema= adds the entry {self.mean.group!r} to the state, which has one; rename that")
+                raise ValueError(f"ema= adds the entry {self.mean.group!r} to the state, which has one; rename it")
             if not {*unchanged}.isdisjoint(self.mean.groups):
                 raise ValueError(f"ema= averages {', '.join(self.mean.groups)}; leave that out of unchanged=")
             if not {*own}.isdisjoint(self.mean.groups):

@@ -84,9 +84,7 @@ class Save(ABC):
 
     @abstractmethod
     async def run(self, turn: Future[None] | None) -> SaveReport:
-        """Make the save durable and, once the previous save is settled (`turn`), visible. Raises the error if that
-        fails.
-        """
+        """Make the save durable and, once the previous save is settled (`turn`), visible. Raises on failure."""
 
     @abstractmethod
     def failed(self, error: BaseException) -> None:
@@ -155,9 +153,7 @@ class Save(ABC):
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None, *, promises: bool = True) -> None:
-    """Wait until all saves have finished, and with `promises` until all handles are done. Raises TimeoutError after
-    `timeout` seconds.
-    """
+    """Wait until all saves have finished, and with `promises` all handles are done. Raises TimeoutError."""
 
     def left() -> list[SaveHandle]:
         return [save.handle for save in saves if not (save.has_ended if promises else save.finished.done())]

@@ -114,8 +114,7 @@ class Saver:
                 save.snapshot.after = request.copy
             begin = partial(self._begin_state, save, slot, plan.device)
             del plan  # so that only the snapshot keeps the tensors alive
-            # A call that defers its copies is so short that opening the archive meanwhile would only take the GIL from
-            # it.
+            # A call that defers its copies is so short that opening the archive meanwhile would only cost it the GIL.
             is_short = save.snapshot.defers
             if not is_short:
                 get_loop().soon(begin)
@@ -272,9 +271,7 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> Attempt:
-        """An attempt that streams files to a target. Its snapshot begins before the attempt. Takes seconds for 100,000
-        files.
-        """
+        """An attempt that streams files to a target, after its snapshot has begun. Takes seconds for 100,000 files."""
         from ..staging.file_segments import SourceFiles  # a training saves no files
 
         loop, size = get_loop(), self.pool.segment_bytes

@@ -48,7 +48,7 @@ def _number_of(given: str | int) -> int:
         raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}')
     number = signal.Signals.__members__.get(given) if isinstance(given, str) else int(given)
     if number is None or number not in signal.valid_signals():
-        raise ValueError(f'this system has no signal {given!r}; the names are as in "SIGTERM"')
+        raise ValueError(f'this system has no signal {given!r}; names are such as "SIGTERM"')
     if _name_of(number) in _NOT_DEFERRABLE:
         raise ValueError(f"{_name_of(number)} ends the process at once; name a signal that can be handled")
     return int(number)

@@ -233,9 +233,7 @@ class Attempt:
         return self._lane is not None and self._lane.num_writing > 0 and self._lane.pace is None
 
     async def agree(self) -> None:
-        """Wait for the other ranks: the deciding rank until all have written their parts, another rank for the
-        decision.
-        """
+        """Wait for the ranks' agreement: on the deciding rank for all reports, on another rank for the decision."""
         await self.target.agree(self._archive, self._times())
 
     async def commit(self) -> None:
@@ -433,13 +431,11 @@ class Target:
         return size.create(self.storage, self._name)
 
     def follow(self, size: ObjectSize) -> PassingCopy | None:  # noqa: ARG002
-        """Begin a copy of the object at the next place, if that place can take it. A failure there ends only the copy.
-        """
+        """Begin a copy of the object at the next place, if that place can take it. A failure ends only the copy."""
         return None
 
     def check(self) -> None:
-        """Make the checks that need requests over a network, while segments are written. Raises if the save is refused.
-        """
+        """Make the checks that need requests over a network, while segments are written. Raises to refuse the save."""
 
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
         """Report to the other ranks that the object is durable, after these `times`. Then wait: on the deciding rank
@@ -470,9 +466,7 @@ class Target:
         return False
 
     def discard(self) -> None:
-        """Remove a durable object that could not be committed, unless it is the checkpoint after all. Remove its copy,
-        too.
-        """
+        """Remove a durable object, and its copy, that could not be committed, unless it is the checkpoint after all."""
 
     def tidy(self) -> None:
         """Remove the temporary files that the save has put beside the checkpoint. The handle waits for this."""
@@ -481,10 +475,7 @@ class Target:
         """Apply retention. The checkpoint stands, whatever happens here."""
 
     def failed(self, error: BaseException, seconds: float) -> None:
-        """Note in the history that the save has failed after this many seconds, without a trace. Nobody waits for this.
-        """
+        """Note in the history that the save has failed after `seconds`, without a trace. Nobody waits for this."""
 
     def hangs(self, quiet: Future[None]) -> None:
-        """Note that the save has failed while calls to this place are still running; they have returned when `quiet`
-        resolves.
-        """
+        """Note that the save has failed while calls to this place still run. `quiet` resolves when they return."""

@@ -57,9 +57,7 @@ class _Appearance(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A tensor of a save that may be taken over. `sample` is empty for a tensor on a device, where a sample would cost
-    a wait.
-    """
+    """A tensor of a save that may be taken over. `sample` is empty on a device, where a sample would cost a wait."""
 
     number: int
     key: _Key
@@ -261,8 +259,7 @@ def _candidates(captured: Capture, frozen: set[int]) -> Iterator[_Candidate]:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """The digest of some bytes in the middle. A write to weights that bypasses the counter usually changes most bytes.
-    """
+    """The digest of some bytes in the middle. A write that bypasses the counter usually changes most bytes."""
     num_bytes = min(tensor.nbytes, _SAMPLE_BYTES)
     return block_digest(memoryview(ctypes.string_at(tensor.data_ptr() + (tensor.nbytes - num_bytes) // 2, num_bytes)))
 
@@ -273,9 +270,7 @@ def _group(path: Path) -> str:
 
 
 def still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
-    """True if a root still has the archives that it lends. A store is not asked here, on the caller's thread, but at
-    the commit.
-    """
+    """True if a root still has the archives that it lends. True for a store, which is asked only at the commit."""
     if run.storage.remote:
         return True
     try:
@@ -306,9 +301,7 @@ def _digest(alias: Alias, extent: Extent) -> bytes:
 
 
 def _copies(alias: Alias, begin: int, length: int) -> Iterator[memoryview]:
-    """The bytes of a tensor on the host, in copies small enough to stay in the processor's caches until they are
-    digested.
-    """
+    """The bytes of a tensor on the host, in copies that stay in the processor's caches until they are digested."""
     if not hasattr(_scratch, "buffer"):
         _scratch.buffer = bytearray(_COPY_BYTES)
     view = memoryview(_scratch.buffer)

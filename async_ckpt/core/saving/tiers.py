@@ -66,8 +66,7 @@ class Tiers:
         in_flight: Callable[[Run], Collection[int]],
         ranks: Ranks,
     ) -> None:
-        """`in_flight` lists the steps at a place that retention must not delete. With several `ranks`, rank 0 copies.
-        """
+        """`in_flight` lists the steps that retention must not delete at a place. With several ranks, rank 0 copies."""
         self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
         self._lock = threading.Lock()
         self._out: dict[Run, _Out] = {}  # places that are skipped; under _lock
@@ -87,9 +86,7 @@ class Tiers:
     # --- the place of a save ----------------------------------------------------------------------------------
 
     def choose(self) -> int:
-        """The number of the place that the next save goes to: the first that answers and has room. Makes no request
-        over a network.
-        """
+        """The number of the place for the next save: the first that answers and has room. Sends no network request."""
         if len(self.runs) == 1:
             return 0
         full: list[int] = []
@@ -250,9 +247,7 @@ class Tiers:
 
     @property
     def is_safe(self) -> bool:
-        """True if a place that is not volatile has the newest step, as far as known, or if there is no such place
-        behind.
-        """
+        """True if a lasting place has the newest step, as far as known, or if there is no lasting place behind."""
         behind = [mover for mover in self.movers if not mover.run.is_volatile]
         return not (self._near.is_volatile and behind) or any(mover.arrivals.missing() is None for mover in behind)
 
@@ -347,8 +342,8 @@ class Tiers:
 
 
 class _Training(MovingProcess):
-    """The process that saves the steps. Up to the first place that is not volatile, it alone moves them, since its
-    handles wait for that.
+    """The process that saves the steps. It alone moves them up to the first lasting place, as its handles wait for
+    that.
     """
 
     def __init__(

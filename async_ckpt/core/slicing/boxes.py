@@ -15,9 +15,7 @@ from .slices import Ints
 
 
 class Cover(NamedTuple):
-    """The result of `cover`: `taken` are parts of boxes, each with the number of its box; `missing` are the parts in no
-    box.
-    """
+    """The result of `cover`: `taken` are parts of boxes, each with its box's number; `missing` is in no box."""
 
     taken: list[tuple[int, Box]]
     missing: list[Box]

@@ -35,8 +35,7 @@ _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
 
 
 class LocalShards(NamedTuple):
-    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. A `Slicer` creates it.
-    """
+    """The slices of one tensor on this rank, with a plain tensor for each rectangle. A `Slicer` creates it."""
 
     slices: Slices
     parts: tuple[torch.Tensor, ...]
@@ -253,9 +252,7 @@ class Slicer:
         return LocalShards(slices, (value,) if slices.rectangles else ())
 
     def local_tensor(self, tensor: Any, *, name: str) -> torch.Tensor:
-        """The local tensor of a DTensor, after waiting for the collective that produces it, if there is one. Raises as
-        `slice` does.
-        """
+        """The local tensor of a DTensor, after the collective that produces it, if any. Raises as `slice` does."""
         return self._local_of(tensor, name)[1]
 
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
@@ -343,8 +340,8 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         if first.dim == second.dim and strided.runs > 1 and not _is_cut_from_the_left(spec, mesh, strided):
             raise refused(
                 name,
-                f"with this version of torch {list(spec.placements)} may have been cut from either end of "
-                "the mesh, and nothing says from which; install torch 2.12 or newer",
+                f"with this version of torch {list(spec.placements)} may mean cuts from either end of the mesh; "
+                "install torch 2.12 or newer",
             )
     return cuts
 

@@ -36,9 +36,7 @@ MODULUS: Final = 2**61 - 1
 
 
 class Holding(NamedTuple):
-    """A rank's slices of one tensor, and the ranks with the same slices: its `replicas()`, or a wider set if one is
-    known.
-    """
+    """A rank's slices of one tensor, and the ranks with the same: its `replicas()`, or a wider set if known."""
 
     slices: Slices
     item_bytes: int
@@ -68,8 +66,7 @@ class ReplicatedBytes(NamedTuple):
                 yield piece.name, part
 
     def writers(self, name: str, shares: int) -> Iterator[tuple[int, Rectangle]]:
-        """The numbers of the ranks, in a set of `shares` ranks, that write a part of a tensor, each with its rectangle.
-        """
+        """The numbers of the ranks, of a set of `shares` ranks, that write parts of a tensor, with their rectangles."""
         for piece in self.pieces:
             if piece.name == name:
                 begin = max(0, piece.at * shares // self.num_bytes - 1)
@@ -148,8 +145,8 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
 
 
 class SliceCache(Generic[T]):
-    """A function of slices that depends only on their mesh, cuts and coordinate, cached: most tensors of a state have
-    the same.
+    """A function of slices that depends only on their mesh, cuts and coordinate. Cached, since most tensors share
+    these.
     """
 
     def __init__(self, ask: Callable[[Slices], T]) -> None:
@@ -182,9 +179,7 @@ def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None =
 
 
 def _under_root(slices: Slices, rank: int, root: Mesh | None) -> Mesh | None:
-    """The ranks of the root mesh that hold the same slices of a tensor, if the tensor's mesh is a part of the root
-    mesh.
-    """
+    """The ranks of the root mesh that hold the same slices, if the tensor's mesh is a part of the root mesh."""
     mesh = slices.mesh
     coordinate = None if root is None else root.coordinate_of(rank)
     if root is None or coordinate is None or mesh is None or slices.cuts is None:

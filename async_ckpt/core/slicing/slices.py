@@ -73,9 +73,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, shape: Iterable[int], ranks: Iterable[int]) -> Mesh:
-        """The mesh of these ranks, in row-major order. Raises ValueError if the number of ranks does not match the
-        shape.
-        """
+        """The mesh of these ranks, in row-major order. Raises ValueError unless the shape has a place for each."""
         shape, listed = tuple(shape), tuple(ranks)
         if not listed or len(listed) != prod(shape):
             raise ValueError(f"a mesh of shape {shape} does not have {len(listed)} ranks")
@@ -126,9 +124,9 @@ class Mesh(NamedTuple):
 def check_mesh(mesh: Mesh, num_ranks: int) -> None:
     """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
     if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} must have 1 to {num_ranks} places")
     if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has ranks or strides that do not fit it")
 
 
 class Replicas(NamedTuple):
