@@ -159,8 +159,7 @@ class RunNodes:
             run.root.read_from(disk)
 
     def _leave_out_broken(self, run: Run, nodes: AllNodes) -> None:
-        """Leave out the newest steps that are not whole, unless another place has them. A node may have been replaced.
-        """
+        """Leave out the newest steps that are not whole, unless another place has them: a node may be new."""
         for step in reversed(run.root.relist().steps):
             path, folder = run.root.manifest_path(step), run.folder(step)
             found = _manifests(nodes, path)

@@ -124,8 +124,7 @@ class Arrivals:
         self._is_over = False  # nothing is copied to the place any more
 
     def want(self, step: int) -> None:
-        """Note that a nearer place now has `step`, its newest. The same step and later ones at the place are outdated.
-        """
+        """Note that a nearer place now has `step`, its newest. The same and later steps at this place are outdated."""
         with self._lock:
             self.wanted = step
             self._num_wants += 1

@@ -140,8 +140,7 @@ class StepRequest(SaveRequest):
         select: Select,
         mean: WeightMean | None,
     ) -> None:
-        """`is_own_guard`: the guard was passed to this call, not to the checkpointer. With `select`, `mean` is unused.
-        """
+        """`is_own_guard`: the guard was passed to this call, not to the checkpointer. `select` excludes `mean`."""
         self.step = step
         self.guard, self.select = guard, select
         self.joint: JointSave | None = ranks.called(step)

@@ -227,7 +227,7 @@ class Tiers:
 
     def promise(self, run: Run, step: int) -> Future[int] | None:
         """The arrival of a step, committed at `run`, at the first place that is not volatile. None if `run` is that
-        place, or if all places are volatile.
+        place, or if no place behind it is lasting.
 
         The future fails once a copy has been tried without success, which takes as long as a failing save there; the
         step may still arrive later.
