@@ -291,8 +291,8 @@ class HostCopy:
     """A copy of ordinary tensors (with their own dense memory, on the CPU or CUDA) on the host.
 
     `tensors` are the copies, in order, with the same shapes, strides, offsets and sharing. Their bytes are there when
-    `completion` has resolved. A function that is called with copies, a held snapshot or a stager creates it, calls
-    `begin` on the caller's thread, and `release` when it no longer needs the copies.
+    `completion` has resolved. A held snapshot, a save of copies or a DCP stager creates it, calls `begin` on the
+    caller's thread, and `release` when it no longer needs the copies.
     """
 
     def __init__(
