@@ -96,7 +96,7 @@ class AttemptPlace(Protocol):
 class OwnPart(NamedTuple):
     """This rank's part in a joint save, as planned by `Divider.divided`."""
 
-    structure: Structure  # of this rank's state
+    structure: Structure  # describes this rank's state
     per_rank: tuple[str, ...]  # names of values that each rank has for itself
     shared: SharedValues  # values that should be equal on all ranks
     balance: int  # a checksum of what this rank writes, see `slicing.shares.balance`
@@ -111,7 +111,7 @@ class JointSave:
     """
 
     step: int | None  # for a one-off save, a number made from its path; None for a call with an invalid step
-    path: str = ""  # of a one-off save
+    path: str = ""  # set for a one-off save
     life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
     # resolves when the save has a name, has failed before that, or is skipped
     begun: Future[None] = field(default_factory=running_future)
@@ -168,7 +168,7 @@ class Calls:
         self._lock = threading.Lock()  # also guards what `plan` reads
         self._words: deque[Word] = deque()  # words without a call
         self._entries: deque[JointSave] = deque()  # calls without a word
-        self._undecided: dict[str, tuple[JointSave, float]] = {}  # by attempt: the save, and when it began
+        self._undecided: dict[str, tuple[JointSave, float]] = {}  # the save and when it began, by attempt
         self._num_words = 0  # words about calls that were heard
         self._is_closed = False  # rank 0 makes no more calls
         # the last word and call that failed together, since they had two paths

@@ -43,7 +43,7 @@ class Divider:
     ) -> None:
         self._meeting, self._compared, self._check_replicas = meeting, compared, check_replicas
         self.root_mesh = None if mesh is None else mesh_of(mesh)
-        self._per_rank: tuple[str, ...] = ()  # of the state with which ranks met before the first save
+        self._per_rank: tuple[str, ...] = ()  # names in the state with which ranks met before the first save
         self._states: StateDivider | None = None
 
     @property
@@ -111,7 +111,7 @@ class Divider:
         )
         copies = None
         if self._check_replicas or structure.digest not in self._compared:
-            for completion in captured.completions:  # of held snapshots, whose bytes are there only afterwards
+            for completion in captured.completions:  # held snapshots have their bytes only afterwards
                 completion.result()
             copies = _digests(states.copies(captured))
         part = OwnPart(structure, own, shared, share.balance, copies)

@@ -114,9 +114,9 @@ class Meeting:
         self._words: Words | None = None
         self._token: str | None = None
         self._restores = itertools.count()
-        self._num_asked: dict[str, int] = {}  # by question; the most recent question is at the end
+        self._num_asked: dict[str, int] = {}  # keyed by question; the most recent question is at the end
         self.has_met = False
-        self.table = EMPTY  # that holds before the first decision
+        self.table = EMPTY  # the table that holds before the first decision
 
     @property
     def world(self) -> World:

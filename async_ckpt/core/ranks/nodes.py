@@ -53,7 +53,7 @@ class RunNodes:
     def __init__(self, meeting: Meeting, roots: Roots, send: SendArchive) -> None:
         self._meeting, self._runs, self._send = meeting, roots.runs, send
         self._has_met = False
-        self._failure: CheckpointError | None = None  # of the meeting, which is not repeated
+        self._failure: CheckpointError | None = None  # why the meeting failed; it is not repeated
         self._key = b""  # proves to other nodes that a request comes from this start
         self._server: NodeServer | None = None
 

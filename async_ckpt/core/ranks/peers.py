@@ -70,7 +70,7 @@ class Ranks:
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self.nodes: RunNodes | None = None  # of a run at several places
+        self.nodes: RunNodes | None = None  # set for a run at several places
         self._is_leaving = False  # on rank 0: some rank was asked to leave
         # The roots of one-off saves are dropped with their folders.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()

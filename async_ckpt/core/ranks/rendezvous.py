@@ -40,7 +40,7 @@ Check = Callable[[], None]
 # ranks do not look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.01
 LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder or the store of the ranks, and at an object store
-# By all ranks that wait for the same object: S3 answers about this many requests a second below one prefix.
+# The limit for all ranks that wait for the same object: S3 answers about this many requests a second below one prefix.
 _MAX_LOOKS_PER_SECOND: Final = 5500
 # The pause between checks for missing and lost ranks.
 _LOOK_AROUND_SECONDS: Final = 2.0
@@ -373,7 +373,7 @@ class Channel:
         """`topic` and `is_of_paths` must be the same on all ranks; `advice` is what to do if a rank does not come."""
         self.meeting = Meeting(topic=topic, advice=advice, is_of_paths=is_of_paths)
         self._calls = Calls(self.meeting, 1, lambda _: None)
-        self._own_token = os.urandom(8).hex()  # of a process without other ranks
+        self._own_token = os.urandom(8).hex()  # used by a process without other ranks
 
     @classmethod
     def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
@@ -426,7 +426,7 @@ class Channel:
         return RankCall(self.meeting, self._calls, joint)
 
 
-_of_group: dict[str, Channel] = {}  # by topic
+_of_group: dict[str, Channel] = {}  # keyed by topic
 
 
 @in_forked_child

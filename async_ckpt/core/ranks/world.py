@@ -17,7 +17,7 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    store: Any = None  # of torch.distributed; None for a single process
+    store: Any = None  # a store of torch.distributed; None for a single process
     has_group: bool = False  # even a single process may have tensors that are sharded over a group
     is_given: bool = False  # the user has given the rank and size
 

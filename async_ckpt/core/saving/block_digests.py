@@ -135,7 +135,7 @@ class MovedExtent:
         self._shift = offset_before - extent.offset
         self._lock = threading.Lock()
         self._digests: dict[int, bytes] = {}
-        self._halves: dict[int, bytes] = {}  # of blocks whose other half is missing; under _lock
+        self._halves: dict[int, bytes] = {}  # blocks whose other half is missing; under _lock
 
     def note(self, offset: int, block: memoryview) -> None:
         """Digest the part of this extent in `block`, which is in the file from `offset` on."""

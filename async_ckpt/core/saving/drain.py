@@ -56,7 +56,7 @@ class Writers:
             )
         self._max_bandwidth = max_bandwidth
         self._places: set[str] = set()  # places with threads of their own
-        self._paces: dict[str, Pace] = {}  # by place
+        self._paces: dict[str, Pace] = {}  # the pace of each place
 
     def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
         """The `submit` of the threads that write to a place, and its pace. `alone`: the save has no other place."""

@@ -141,7 +141,7 @@ class FiniteChecks:
 
     def __init__(self, rule: NonFinite) -> None:
         self._rule, self._numbers = rule, itertools.count()
-        self._floats: _Floats | None = None  # of the last plan; replaced as a whole
+        self._floats: _Floats | None = None  # the last plan's; replaced as a whole
 
     def of(self, layout: Layout) -> FiniteCheck | None:
         """The check of the next save; None if that save is not checked."""

@@ -55,7 +55,7 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.places: Tiers | None = None  # of a run with several places
+        self.places: Tiers | None = None  # set if the run has several places
         # resolves when one place has it, or the save has failed; `result` may wait for further places
         self.committed: Future[SaveReport] = running_future()
         self.looked_at = False  # the outcome was retrieved; a race costs at most one superfluous warning

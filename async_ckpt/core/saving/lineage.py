@@ -82,7 +82,7 @@ class Lineage:
         # The last restore from a step below the newest commit, until a commit follows. Under _lock; read without it.
         self.rolled_back: object | None = None
         self.damaged: Collection[int] = ()  # under _lock: the newer steps, if that restore found all of them damaged
-        self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
+        self._digests: dict[str, bytes] = {}  # the last commit's digests, by group; under _lock
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
         """The groups of a commit whose bytes equal those in the previous commit, borrowed groups included.
@@ -265,7 +265,7 @@ class StepContents:
     call: StepCall
     number: int = 0  # in the order of the calls; from `UnchangedGroups.begin`
     borrowed: tuple[GroupLocation, ...] = ()
-    outline: StateOutline | None = None  # of the groups that are written, if later steps may borrow them
+    outline: StateOutline | None = None  # outlines the groups that are written, if later steps may borrow them
     over: TakenOver | None = None  # tensors of written groups that are taken over from earlier steps
 
     @property

@@ -51,7 +51,7 @@ class Planner:
 
     def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
         self._pool, self._max_in_flight = pool, max_in_flight
-        self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
+        self._plan: TensorPlan | None = None  # the last save's plan; replaced as a whole
         self._groups: Groups = {}  # the extents of each group in the last archive that had it; replaced as a whole
 
     def lay_out(

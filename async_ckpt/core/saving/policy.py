@@ -262,14 +262,14 @@ class SavePolicy:
         # Saves that `should_save` has not looked at yet. It may never be called, so only the newest are kept.
         self._starts: deque[SaveStart] = deque(maxlen=_NUM_STARTS)
         self._lock = threading.Lock()
-        self._saved_step: int | None = None  # of the newest save or restore; under _lock, like all fields below
+        self._saved_step: int | None = None  # the newest step saved or restored; under _lock, like all fields below
         self._saved_at = clock()
         self._asked_step: int | None = None
         self._asked_at = 0.0
         self._answer = False
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
         self._opened_at = self._told_at = clock()
-        self._told_step: int | None = None  # of the newest event in the history, or of the restore
+        self._told_step: int | None = None  # the step of the newest event in the history, or the restored step
         self._told_slower = 0.0
         self._time = ProcessGoodput(self._opened_at, stall_seconds)
         self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)

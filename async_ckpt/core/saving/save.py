@@ -60,7 +60,7 @@ class Save(ABC):
     """One save of any kind: of a state, of files, or by a function of the user's. Subclasses implement it."""
 
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
-    written_bytes: int | None = None  # by this process, if the report also counts the bytes of other ranks
+    written_bytes: int | None = None  # written by this process, if the report also counts the bytes of other ranks
 
     def __init__(
         self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress], spans: Spans

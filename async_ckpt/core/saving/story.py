@@ -446,7 +446,7 @@ class Target:
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         """Report to the other ranks that the save has failed.
 
-        Returns False if the save may be committed all the same, so that its object must stay.
+        Returns False if the save may be committed anyway, so that its object must stay.
         """
         return True
 

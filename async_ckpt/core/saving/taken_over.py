@@ -111,10 +111,10 @@ class TakenOver:
         self.taken: list[_Taken] = []
         self.lenders: dict[tuple[str, str], int] = {}  # the number of each archive, by folder and name
         self.locations: dict[tuple[str, int], GroupLocation] = {}
-        self.whole_groups: frozenset[str] = frozenset()  # groups of which nothing is written
-        self.written: dict[int, tuple[_Key, _Appearance, bytes, StorageWeakRef]] = {}  # by the number of the spec
-        self.digests = GroupDigests({})  # of the written tensors, once they are laid out
-        self.of_blocks = bytearray()  # of the archive; filled by the drain
+        self.whole_groups: frozenset[str] = frozenset()  # groups without anything to write
+        self.written: dict[int, tuple[_Key, _Appearance, bytes, StorageWeakRef]] = {}  # keyed by the number of the spec
+        self.digests = GroupDigests({})  # for the written tensors, once they are laid out
+        self.of_blocks = bytearray()  # the digests of the archive's blocks; filled by the drain
         self._extents: dict[int, Extent] = {}
 
     def take(self, key: _Key, saved: _Saved, tensor: torch.Tensor) -> int:

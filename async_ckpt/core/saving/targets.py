@@ -156,8 +156,8 @@ class FolderTarget(JointTarget):
 
 
 class StepAdmission:
-    """Whether a step may be committed at its place. Only the deciding rank checks this: at once if no network is
-    involved, and otherwise again before the commit. A target creates it on the caller's thread, and calls it on others.
+    """The check that a step may be committed at its place. Only the deciding rank makes it: at once if no network is
+    involved, otherwise before the commit. A target creates it on the caller's thread, and calls it on others.
     """
 
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
@@ -228,7 +228,7 @@ class StepTarget(JointTarget):
         self._is_announced = False  # the tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._num_bytes = 0  # of the archive
+        self._num_bytes = 0  # the size of the archive
         self._passing: PassingCopy | None = None
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
 
@@ -287,7 +287,7 @@ class StepTarget(JointTarget):
                 broken=self._lineage.damaged,
                 is_part=self._agreement.has_others,
             )
-        except StorageUnavailableError as error:  # the save may fit all the same
+        except StorageUnavailableError as error:  # the save may still fit
             run.root.warn_once("room", f"{run.storage.locate('')}: Keep(free=…) could not delete steps: {error}")
         self._agreement.made_room()
 

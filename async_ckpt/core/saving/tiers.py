@@ -70,7 +70,7 @@ class Tiers:
         self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
         self._lock = threading.Lock()
         self._out: dict[Run, _Out] = {}  # places that are skipped; under _lock
-        self._num_bytes = 0  # of the last step that was committed
+        self._num_bytes = 0  # the size of the last committed step
         self._promised: tuple[int, int] | None = None  # the place and the step that the newest handle waits for
         # where the newest step is; whether this rank has committed
         self._near, self._has_committed = self.runs[0], False

@@ -86,7 +86,7 @@ class ShardLocator:
         self._values = dict[str, set[str]]()  # names of values that are not tensors, in layouts that list them
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest], self._values[digest] = _parsed(layout.structures[digest])
-        # For each tensor, its distinct shardings, and the structures that contain each.
+        # For each tensor: its distinct shardings, and the structures with each of these.
         self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
             for name, line in tensors.items():

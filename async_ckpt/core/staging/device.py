@@ -46,7 +46,7 @@ _UNCHECKED_BYTES: Final = 4 * MIB
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
-Aliases = Mapping[int, "Alias"]  # by the numbers of tensors
+Aliases = Mapping[int, "Alias"]  # keyed by the numbers of tensors
 
 
 class Device:

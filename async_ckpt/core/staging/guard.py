@@ -146,7 +146,7 @@ class StepBarrier:
     def __init__(self, optimizers: Optimizers, clock: Clock, trace: Trace) -> None:
         self._gates = [gate_of(optimizer) for optimizer in optimizers]
         self._clock, self._trace = clock, trace
-        self.seconds = 0.0  # for which steps have waited; known once the barrier is lifted
+        self.seconds = 0.0  # how long steps have waited; known once the barrier is lifted
         self._waiting_since: list[float] = []
         # Only `lift` takes the lock. A step waits without a lock: Ctrl-C may end the wait at any line, and a lock held
         # at that moment would stay locked. A waiter registers by one append, and puts the token that it takes from the
@@ -244,7 +244,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
     """
     if not optimizers or is_capturing():
         return {}
-    guarded: dict[int, torch.Tensor] = {}  # by address: the largest tensor that begins there
+    guarded: dict[int, torch.Tensor] = {}  # keyed by address: the largest tensor that begins there
     captured: set[int] = set()  # addresses that a graph may change
     for optimizer in optimizers:
         is_captured = any(group.get("capturable") for group in optimizer.param_groups)

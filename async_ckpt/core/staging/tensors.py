@@ -75,9 +75,9 @@ class SourceTensors:
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through their aliases
         self._storages: list[Any] = []  # kept until everything is copied
-        self._addresses: dict[int, int] = {}  # of storages on devices
+        self._addresses: dict[int, int] = {}  # addresses of storages on devices
         self._small = self._small_ones() if deferred and copies_small else ()
-        self._copies: torch.Tensor | None = None  # of the small tensors
+        self._copies: torch.Tensor | None = None  # copies of the small tensors
 
     def _small_ones(self) -> list[int]:
         """The numbers of small tensors on the host, such as the steps of AdamW. Deferred tensors are never small, and
