@@ -222,9 +222,7 @@ class Agreement(Rendezvous):
     # --- the decision, on another rank ------------------------------------------------------------------------
 
     async def hear(self) -> Manifest | None:
-        """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError if rank 0 refuses or is
-        silent.
-        """
+        """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError for a refusal or silence."""
         if self.decides:
             return None
         joint = self._joint
@@ -329,9 +327,7 @@ class Agreement(Rendezvous):
         return True
 
     def _learn_of_lost_answer(self, error: BaseException) -> None:
-        """On rank 0: the put of the manifest has failed, but may have arrived. In that case the other ranks go by the
-        commit, and so must this one.
-        """
+        """On rank 0: if a failed put has arrived, the other ranks go by the commit, and so must this rank."""
         joint, manifest = self._joint, None
         if isinstance(error, StorageUnavailableError) and not joint.is_committed:
             with suppress(CheckpointError, OSError):

@@ -203,8 +203,8 @@ class Calls:
         self._match()
 
     def plan(self, joint: JointSave) -> None:
-        """Choose the table that determines this rank's share, now that it is this call's turn. Rank 0 also announces
-        the call. On the caller's thread.
+        """Choose the table for this rank's share, in this call's turn. Rank 0 announces the call. On the caller's
+        thread.
         """
         if self._meeting.world.rank == 0:
             joint.number = next(self._numbers)

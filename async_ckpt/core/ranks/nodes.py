@@ -81,9 +81,7 @@ class RunNodes:
             raise
 
     def hang_up(self) -> None:
-        """Close the connections to other nodes, since each open one costs the other node a thread. The next request
-        opens a connection again.
-        """
+        """Close the connections to other nodes, which cost a thread there. The next request opens one again."""
         for run in self._runs:
             if isinstance(run.storage, AllNodes | OneOfNodes):
                 run.storage.close()

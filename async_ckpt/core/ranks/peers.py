@@ -103,18 +103,14 @@ class Ranks:
         return joint
 
     def called_in_vain(self, error: BaseException) -> None:
-        """Report to the other ranks that `save` was called with an invalid step, which fails their saves by the same
-        call.
-        """
+        """Report that `save` was called with an invalid step, so that the other ranks' saves by this call fail."""
         with suppress(ValueError):  # the group has changed, which the caller reports
             joint = self.called(None)
             if joint is not None:
                 self.failed(joint, error)
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
-        """True if a save is made, and not skipped, on all ranks; `ask` decides this on rank 0. Raises the errors of
-        `ask`, and PeerFailedError.
-        """
+        """True if all ranks make a save, False if they skip it; `ask` decides on rank 0. Raises PeerFailedError."""
         if self.world.rank == 0:
             enters = ask()
             if not enters:

@@ -409,9 +409,7 @@ class Channel:
         return made
 
     def fail(self, error: BaseException, step: int | None = None, path: str = "") -> None:
-        """Report to the other ranks that the call has raised on this rank before it could be made. Without a step, it
-        stands for the next call, whatever its step. Does not wait.
-        """
+        """Report that the call raised here before it could be made; without a step, the next call. Does not wait."""
         with suppress(ValueError):  # the process group has changed, which the caller reports
             self._entered(step, path).fail(error)
 

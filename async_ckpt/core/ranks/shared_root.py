@@ -88,9 +88,7 @@ class SharedRoot:
         self._say("apart")
 
     def withdraw(self) -> None:
-        """Delete the claim of one attempt. First announce this: a rank that still looks for the claim would otherwise
-        take the root for a different one.
-        """
+        """Withdraw the claim of one attempt. Ranks that still look for it must not take the root for another one."""
         self._say("withdrawn")
         self._delete_claim()
 

@@ -35,8 +35,7 @@ _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
 # Rank 0 also reads the hellos of this many ranks beyond its own number, and refuses them.
 _BEYOND: Final = 16
-# How long a rank stays when it closes or exits: rank 0 for ranks that have not come yet, another rank to report its
-# failure.
+# How long a rank lingers at close or exit: rank 0 for late ranks, another rank to report why it failed.
 LINGER_SECONDS: Final = 5.0
 
 
@@ -204,9 +203,7 @@ def _forget_starts() -> None:
 
 
 def answer_the_last() -> None:
-    """As the interpreter exits: give late ranks time to read rank 0's messages, and rank 0 time to get this rank's
-    last.
-    """
+    """As the interpreter exits: let late ranks read rank 0's messages, and send this rank's last message."""
     starts = list(_starts.values())
     last = [start.all_here if start.rank == 0 else start.leaving for start in starts]
     wait_for_all([future for future in last if future is not None], LINGER_SECONDS)

@@ -50,9 +50,7 @@ def longest_pause(num_ranks: int) -> float:
 
 
 class WordLog:
-    """The log of one start, written by rank 0 and read by the other ranks. A start creates it. What was read changes
-    only on the loop's thread.
-    """
+    """The log of one start, written by rank 0 and read by the others. What was read belongs to the loop's thread."""
 
     def __init__(self, connection: Connection, size: int, token: Future[str]) -> None:
         """`token` resolves with the token of the start."""
@@ -135,9 +133,7 @@ class WordLog:
             self._reading = None
 
     def _next_word(self, log: str, store: Any) -> tuple[int, str | None]:
-        """The number of the first unread word, and the word, if it is there. Deleted words are skipped: a rank so far
-        behind was left out, and relies on what is committed.
-        """
+        """The number of the first unread word, and the word if it is there. Deleted words are skipped."""
         number = self._num_read
         if not store.check([f"{log}/{number}"]):
             self._num_empty += 1

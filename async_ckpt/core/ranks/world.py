@@ -108,9 +108,7 @@ def _check_environment() -> None:
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:
-    """Warn that all ranks write the same file, so that only the last one's remains. Python shows the constant text
-    once.
-    """
+    """Warn that each rank replaces the file of the others. Python shows the constant text only once."""
     rank, world_size = ranks()
     if rank:
         warnings.warn(

@@ -69,9 +69,7 @@ def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
 
 
 def wait_in_training(ended: Future[None], handles: Sequence[SaveHandle] = ()) -> None:
-    """Wait, with log messages while waiting, for a save that consists of these parts. Counts as a look at the parts'
-    errors: the caller raises the error of the whole.
-    """
+    """Wait for a save that consists of these parts, and log now and then. The caller raises the parts' errors."""
     wait = Wait("in the training", ENDS_THE_WAIT)
     wait_for(ended, None, lambda: wait.goes_on(lambda: progress_of(handles)))
     for handle in handles:

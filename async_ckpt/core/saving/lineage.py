@@ -147,9 +147,7 @@ class Lineage:
                 self.rolled_back, self.damaged = None, ()
 
     def in_flight(self, run: Run) -> Collection[int]:
-        """The steps that retention must not touch at a place: steps being saved, steps that a save may borrow from, and
-        steps that further places will copy.
-        """
+        """The steps that retention must leave at a place: being saved, lending to saves, or still to be copied."""
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
         lenders = self.groups.lenders() | self.tensors.lenders()
         return {step for step in steps if step is not None} | lenders | self.tiers.held(run)

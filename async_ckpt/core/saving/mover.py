@@ -76,9 +76,7 @@ class MovingProcess:
         return False
 
     def other(self, step: int | None, num_bytes: int) -> Told | None:  # noqa: ARG002
-        """The announcement of another process that moves to the place; None if there is none. This process would move
-        `step`, and has copied `num_bytes` so far.
-        """
+        """The other process that moves to the place, if any. This one would move `step`, and has copied `num_bytes`."""
         return None
 
     def check(self, step: int, num_bytes: int) -> None:
@@ -178,9 +176,7 @@ class Arrivals:
         self._end(lambda one: not one.is_patient and one.since <= num_wants, fail)
 
     def fail_impatient(self, why: str, step: int | None = None) -> None:
-        """Fail the waits that are not patient: a copy makes no progress, or rank 0 could not copy `step`, its newest.
-        Does nothing if this rank knows of a newer step.
-        """
+        """Fail impatient waits: a copy makes no progress, or rank 0 could not copy `step` and no newer one is known."""
         if step is None or self.wanted is None or self.wanted <= step:
             self._fail(StorageUnavailableError(why, path=self.shown), self._num_wants)
 
@@ -282,9 +278,7 @@ class _Worker:
     def __init__(
         self, work: Callable[[], bool], rest: Callable[[], None], refused: Callable[[RuntimeError], None]
     ) -> None:
-        """`work` returns True if it must be repeated after a pause; otherwise `rest` follows. `refused` is called
-        instead if the system has no thread left.
-        """
+        """`work` returns True to be repeated after a pause; else `rest` follows. `refused`: no thread could be had."""
         self._work, self._rest, self._refused = work, rest, refused
         self._crew = Crew("move", 1, background=True)
         self._bell = threading.Event()  # set to end a pause

@@ -45,9 +45,7 @@ class SavePlan(NamedTuple):
 
 
 class Planner:
-    """The planner of one saver, which creates it. It reuses the plan of the last save if the tensors are the same.
-    Called from any thread.
-    """
+    """The planner of one saver, which creates it. Reuses the last plan if the tensors are the same. Any thread."""
 
     def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
         self._pool, self._max_in_flight = pool, max_in_flight

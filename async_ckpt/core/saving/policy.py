@@ -342,9 +342,7 @@ class SavePolicy:
             return step
 
     def facts(self) -> dict[str, Any]:
-        """The facts for the next event in the history: the seconds lost by slower steps since the last, and the
-        interval.
-        """
+        """The facts for the next event in the history: seconds lost by slower steps since the last one, interval."""
         with self._lock:
             slower, self._told_slower = self._time.slower_seconds - self._told_slower, self._time.slower_seconds
             interval = self._durations.interval

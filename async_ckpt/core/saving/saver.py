@@ -229,8 +229,8 @@ class Saver:
             optimizers, frozen = (), frozenset()
         deferred = deferrable(optimizers, captured.tensors)
         if plan.device is not None:
-            # Several threads allocate memory while the first copies are under way. A failure is ignored here: the copy
-            # that lacks memory raises.
+            # Several threads allocate memory while copies begin. A failure is ignored: the copy that lacks memory
+            # raises.
             self._reserve(drain.num_segments, plan.device, loop.copiers)
         source = SourceTensors(
             captured.specs,

@@ -99,9 +99,7 @@ class Tiers:
         return full[0] if full else 0
 
     def _answers(self, run: Run) -> bool:
-        """True if a place may take a save. A place that has failed is tried again: a folder at once, if its calls have
-        returned, a store after a minute.
-        """
+        """True if a place may take a save. A failed folder is tried again at once, a failed store after a minute."""
         with self._lock:
             out = self._out.get(run)
         if run.refusal:
@@ -264,9 +262,7 @@ class Tiers:
     # --- what is where ----------------------------------------------------------------------------------------
 
     def held(self, run: Run) -> set[int]:
-        """The steps that must stay at a place, since they are being copied, or since a place behind it would keep them
-        for good. The latter are held only while two more saves fit.
-        """
+        """The steps that must stay at a place: being copied, or kept for good behind it (while two more saves fit)."""
         held = {step for mover in self.movers if (step := mover.copier.step) is not None}
         behind = self.movers[self.runs.index(run) :]
         free = run.storage.free_bytes() if behind else None
@@ -342,9 +338,7 @@ class Tiers:
 
 
 class _Training(MovingProcess):
-    """The process that saves the steps. It alone moves them up to the first lasting place, as its handles wait for
-    that.
-    """
+    """The process that saves the steps. It alone moves them up to the first lasting place, since handles wait."""
 
     def __init__(
         self,

@@ -210,9 +210,7 @@ def _after(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
 
 @cache
 def _mean_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of a tensor's mean: float32, or a wider dtype, or that of integers unchanged; None for a dtype that
-    torch does not convert.
-    """
+    """The dtype of a mean: at least float32, unchanged for integers; None if torch does not convert this dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     try:

@@ -112,9 +112,7 @@ class ShardLocator:
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
     def naming(self, names: Iterable[str]) -> set[int]:
-        """Ranks whose archives together have a part of each of these names, for a layout that lists items: few ranks,
-        but not always the fewest.
-        """
+        """Few ranks (not always the fewest) whose archives together have these names, if the layout lists items."""
         left, ranks = {*names}, set[int]()
         named = {
             min(of): {*self._tensors[digest], *self._values[digest]} for digest, of in self._layout.classes.items()

@@ -145,9 +145,7 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
 
 
 class SliceCache(Generic[T]):
-    """A function of slices that depends only on their mesh, cuts and coordinate. Cached, since most tensors share
-    these.
-    """
+    """A cached function of slices that depends only on their mesh, cuts and coordinate: most tensors share these."""
 
     def __init__(self, ask: Callable[[Slices], T]) -> None:
         self._ask, self._answers = ask, dict[Any, T]()

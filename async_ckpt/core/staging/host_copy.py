@@ -390,8 +390,7 @@ def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage],
     copies = []
     with torch.inference_mode(False), torch.no_grad():
         for tensor, source in zip(tensors, of_each, strict=True):
-            # Copies of tensors with one storage share one again. Different storages may lie at the same address, and
-            # then do so again.
+            # Tensors of one storage share one again. Different storages may lie at the same address, and do so again.
             key = tensor.untyped_storage()._cdata
             storage = storages.get(key)
             if storage is None:

@@ -80,9 +80,7 @@ class SourceTensors:
         self._copies: torch.Tensor | None = None  # copies of the small tensors
 
     def _small_ones(self) -> list[int]:
-        """The numbers of small tensors on the host, such as the steps of AdamW. Deferred tensors are never small, and
-        frozen ones are excluded, since they may lack their bytes.
-        """
+        """The numbers of small tensors on the host, such as AdamW's steps. Frozen ones may lack their bytes yet."""
         small: list[int] = []
         left = _MAX_SMALL_BYTES
         for i, tensor in enumerate(self.tensors):
