@@ -49,8 +49,7 @@ class Connection:
         return self.address is not None
 
     def silence_since(self, begun: float) -> str:
-        """A message if the store has been silent for SILENCE_SECONDS since `begun`, although it was asked; else empty.
-        """
+        """A message if the store has been silent for SILENCE_SECONDS since `begun`, though asked; otherwise empty."""
         silent = monotonic() - max(begun, self.answered_at)
         return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
 

@@ -133,7 +133,7 @@ class WordLog:
             self._reading = None
 
     def _next_word(self, log: str, store: Any) -> tuple[int, str | None]:
-        """The number of the first unread word, and the word if it is there. Deleted words are skipped."""
+        """The number of the first unread word, and the word if it is there. A rank far behind skips deleted words."""
         number = self._num_read
         if not store.check([f"{log}/{number}"]):
             self._num_empty += 1

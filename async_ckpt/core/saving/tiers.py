@@ -338,7 +338,7 @@ class Tiers:
 
 
 class _Training(MovingProcess):
-    """The process that saves the steps. It alone moves them up to the first lasting place, since handles wait."""
+    """The process that saves the steps. It alone moves them up to the first lasting place: its handles wait for it."""
 
     def __init__(
         self,
