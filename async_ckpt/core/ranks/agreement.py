@@ -1,11 +1,11 @@
 """The agreement of all ranks that one save is committed at one root.
 
-In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the
-decision of rank 0, which alone makes one. Knows nothing of: what is in the archives.
+In: a durable archive of this rank, and the receipts of the others. Out: on rank 0, what the manifest must name; on the
+others, the decision, which only rank 0 makes. Knows nothing of: the contents of archives.
 
-The part of a rank in this rendezvous is a receipt: its archive is durable. Rank 0 says "committed" when the manifest
-is put and no later start was seen, and "failed" only if the manifest will never be put. A rank that hears nothing any
-more, since rank 0 or the store is gone, goes by the manifest, and without one does not know.
+A rank's part in this rendezvous is a receipt: its archive is durable. Rank 0 announces "committed" when the manifest is
+put and no later start was seen, and "failed" only if the manifest will never be put. A rank that no longer hears from
+rank 0 or the store looks for the manifest; without one it cannot know the decision.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .meeting import in_words
 from .peers import Ranks
 from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous
 
-# At a root that is away, when nothing is heard of rank 0.
+# How often to look for the manifest at a root that does not answer, once rank 0 is silent.
 _MANIFEST_LOOKS: Final = 10
-# Ranks whose findings are in a note.
+# How many ranks' findings a note lists.
 _RANKS_TOLD: Final = 4
 
 
@@ -47,36 +47,38 @@ class Agreement(Rendezvous):
     has_others = True
 
     def __init__(self, ranks: Ranks, joint: JointSave, places: Sequence[AttemptPlace]) -> None:
-        """`places` are those that rank 0 chooses from."""
+        """`places` are the places from which rank 0 chooses one."""
         super().__init__(ranks.meeting, ranks.calls, joint)
         self._ranks, self._places = ranks, places
-        self._is_committed_here = False  # as rank 0 knows
-        self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
-        self._has_details = False  # of this rank; on rank 0, of any
+        self._is_committed_here = False  # on rank 0: `committed` was called
+        # the table and structures that hold from the commit on
+        self._compared: tuple[Table, Mapping[str, str]] | None = None
+        self._has_details = False  # this rank has sent details; on rank 0, any rank has
         self.is_apart = False  # on rank 0: another rank has written its archive to another folder
-        self.found = ""  # on rank 0, what the ranks have found in the values that they have written
-        self.lent: Collection[tuple[str, int]] = ()  # on rank 0, of the archives of all ranks
-        self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
+        self.found = ""  # on rank 0: what the ranks have found in the values that they have written
+        # on rank 0: the (group, step) pairs that archives of any rank refer to
+        self.lent: Collection[tuple[str, int]] = ()
+        self.spread: Mapping[str, Any] = {}  # on rank 0: how much longer some ranks took than others
 
     @property
     def is_told(self) -> bool:
-        """True on another rank if rank 0 has said that the save is committed."""
+        """True on another rank if rank 0 has announced that the save is committed."""
         return self._joint.heard is not None and self._joint.heard.kind == "committed"
 
     @property
     def fails_elsewhere(self) -> bool:
-        """True if the place does not answer another rank, or has no room for it, as that rank has said."""
+        """True if another rank has reported that the place does not answer it, or has no room for it."""
         unable = (StorageUnavailableError.__name__, StorageFullError.__name__)
         return any(cause.rank != self.rank and cause.error.startswith(unable) for cause in self._joint.causes)
 
     @property
     def place(self) -> int:
-        """The number of the run's place that the save goes to; on another rank, once the attempt has its name."""
+        """The number of the place that the save goes to. On other ranks, valid once the attempt has its name."""
         return self._joint.place
 
     @property
     def follows(self) -> bool:
-        """Whether the next place gets a copy in the same pass; likewise."""
+        """True if the next place gets a copy at the same time. On other ranks, valid once the attempt has its name."""
         return self._joint.follows
 
     @property
@@ -88,9 +90,7 @@ class Agreement(Rendezvous):
         return Exchange(self._run.storage, self._run.folder(self._joint.step or 0), self._joint.attempt)
 
     async def has_room(self) -> None:
-        """On another rank: wait until rank 0 has deleted what must make room for this save, if it does. Raises
-        PeerFailedError.
-        """
+        """On another rank: wait until rank 0 has deleted steps, if it must make room. Raises PeerFailedError."""
         while self._joint.makes_room and not self.decides:
             self._raise_if_failed(self._joint.heard)
             if why := self._lost_rank_0():
@@ -98,7 +98,7 @@ class Agreement(Rendezvous):
             await self._bell()
 
     def made_room(self) -> None:
-        """On rank 0: the other ranks may write."""
+        """On rank 0: allow the other ranks to write."""
         self._calls.say_room(self._joint)
 
     async def agree(
@@ -108,10 +108,11 @@ class Agreement(Rendezvous):
         found: str = "",
         lent: Sequence[tuple[str, int]] = (),
     ) -> RankFiles | None:
-        """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
+        """Report that this rank's archive is durable, after these `times`. On rank 0, wait for the reports of all
+        ranks.
 
-        `found` tells what a check has found in its values, `lent` of which groups its archive refers to which steps.
-        Raises PeerFailedError.
+        `found` describes what a check has found in the values, `lent` lists the (group, step) pairs that the archive
+        refers to. Raises PeerFailedError.
         """
         joint = self._joint
         part = joint.part
@@ -139,7 +140,7 @@ class Agreement(Rendezvous):
         return await self._all_receipts(receipt) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
-        """Details for rank 0: a structure that it may not know, from its first rank, and digests of copies."""
+        """The details that rank 0 needs: the structure, if this rank is to describe it, and digests of replicas."""
         structure, details = part.structure, {}
         mates = self._joint.table.classes.get(structure.digest, ())
         if structure.digest != self._ranks.known.committed and (not mates or mates[0] == self.rank):
@@ -147,7 +148,7 @@ class Agreement(Rendezvous):
         return details if part.copies is None else {**details, "copies": part.copies}
 
     async def _all_receipts(self, own: Receipt) -> RankFiles:
-        """On rank 0: wait for the receipts of the others, and compare them. Raises as `agree`."""
+        """On rank 0: wait for the receipts of the other ranks, and compare them. Raises as `agree` does."""
         receipts = await self._gathered()
         ordered = [own, *(Receipt(*receipts[rank]) for rank in range(1, self.world_size))]
         self._has_details = any(receipt.has_details for receipt in ordered)
@@ -186,9 +187,7 @@ class Agreement(Rendezvous):
     # --- the decision, on another rank ------------------------------------------------------------------------
 
     async def hear(self) -> Manifest | None:
-        """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
-        says nothing.
-        """
+        """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError for a refusal or silence."""
         if self.decides:
             return None
         joint = self._joint
@@ -201,7 +200,7 @@ class Agreement(Rendezvous):
         found = await self._manifest_there()
         if found is None:
             raise PeerFailedError(
-                f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
+                f"{joint.what}: {silence}. It may be committed: check which steps are committed once "
                 f"{self._where if decision else 'rank 0'} is back",
                 rank=0,
                 undecided=True,
@@ -214,7 +213,7 @@ class Agreement(Rendezvous):
         return found
 
     async def _manifest_there(self) -> Manifest | None:
-        """The manifest at the root, as far as it answers."""
+        """The manifest at the root, if the root answers."""
         for _ in range(_MANIFEST_LOOKS):
             with suppress(StorageUnavailableError):
                 return await off_loop(self._exchange.manifest)
@@ -233,12 +232,12 @@ class Agreement(Rendezvous):
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """On rank 0, around putting the manifest: if that fails, nobody knows whether it is there."""
+        """On rank 0, around putting the manifest. If the put fails, nobody knows whether the manifest is there."""
         self._joint.maybe_put = True
         try:
             yield
         except StepExistsError:
-            self._joint.maybe_put = False  # it is another one's
+            self._joint.maybe_put = False  # another attempt's manifest is there
             raise
         except StorageFullError:
             if not self._run.storage.remote:
@@ -247,7 +246,7 @@ class Agreement(Rendezvous):
             raise
 
     def committed(self, manifest: Manifest) -> None:
-        """On rank 0: the manifest is there, and no later start was seen."""
+        """On rank 0: note that the manifest is there, and that no later start was seen."""
         assert self._compared is not None
         table, texts = self._compared
         self._is_committed_here = True
@@ -257,18 +256,18 @@ class Agreement(Rendezvous):
         self._say(Decision("committed", manifest=manifest.dump().decode()))
 
     def afterwards(self) -> None:
-        """On rank 0, when nobody waits any more: delete what ranks have said, which takes time where they are many."""
+        """On rank 0, once nobody waits any more: delete the reports of the ranks, which takes time for many ranks."""
         self._calls.forget(self._joint)
-        with suppress(CheckpointError, OSError):  # they go with the step
+        with suppress(CheckpointError, OSError):  # they are deleted with the step
             if self._has_details:
                 self._exchange.forget()
 
     def refuse(self, error: BaseException) -> bool:
-        """Give the save up on this rank. Whether its archive may be deleted: nobody can commit it any more. Blocks."""
+        """Give the save up on this rank. Returns True if nobody can commit its archive any more. Blocks."""
         joint = self._joint
         if self.decides:
             return self._refuse_for_all(error)
-        if not joint.attempt:  # there is no archive yet, and rank 0 is told once it makes the call
+        if not joint.attempt:  # there is no archive yet; rank 0 learns this when it makes the call
             self._calls.fail(joint, Cause(self.rank, in_words(error)))
         elif self._has_said_yes:
             if not (joint.is_decided or self._is_refused):
@@ -286,7 +285,7 @@ class Agreement(Rendezvous):
         joint = self._joint
         if joint.maybe_put:
             self._learn_of_lost_answer(error)
-            if not self._is_committed_here:  # the others need not wait
+            if not self._is_committed_here:  # so that the others need not wait
                 self._say(Decision("unknown"))
             return False  # nobody knows whether it is committed
         self._say(Decision("failed", tuple(joint.causes) or (Cause(0, in_words(error)),)))
@@ -295,9 +294,7 @@ class Agreement(Rendezvous):
         return True
 
     def _learn_of_lost_answer(self, error: BaseException) -> None:
-        """On rank 0: its put of the manifest has failed, but may have arrived. Then the other ranks know what follows
-        from the commit, and so must this one.
-        """
+        """On rank 0: if a failed put has arrived, the other ranks go by the commit, and so must this rank."""
         joint, manifest = self._joint, None
         if isinstance(error, StorageUnavailableError) and not joint.is_committed:
             with suppress(CheckpointError, OSError):

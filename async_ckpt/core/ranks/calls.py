@@ -1,12 +1,12 @@
-"""The calls of `save` that all ranks make alike, matched by rank 0's words.
+"""The calls of `save` that all ranks make together, matched by rank 0's words.
 
 In: calls, on every rank. Out: joint saves, each with one name on all ranks, and one decision. Knows nothing of:
 archives.
 
-Rank 0 says each of its calls as a word of the log: its step, and a random name for the attempt; and later what it has
-decided. Another rank enters its call before it looks at an argument, and matches words to calls by their steps, in
-order, never by a count. So a call that one rank has missed, has made alone, or has made with wrong arguments costs
-that call on all ranks, which learn why, and the next one works.
+Rank 0 announces each of its calls as a word of the log: its step, and a random name for the attempt. Later it announces
+its decision. Another rank registers its call before it looks at an argument, and matches words to calls by their steps,
+in order, never by a count. So if one rank misses a call, makes one alone, or makes one with wrong arguments, only that
+call fails, on all ranks, which learn why, and the next call works.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from ..state.division import Structure
     from .shared_values import SharedValues
 
-# Between the calls that delete these, others are made.
+# Keys are deleted in batches of this size, so that other calls of the store can be made between them.
 _FORGOTTEN_AT_ONCE: Final = 500
 
 
 class JointState(Enum):
-    """How far a joint save has come on this rank."""
+    """The progress of a joint save on this rank."""
 
     CALLED = "save() was called"
     BEGUN = "it has a name on all ranks"
@@ -64,7 +64,7 @@ _SUCCESSORS: Final = {
 }
 
 
-# Between looks whether rank 0, which copies a step, is lost.
+# The pause between two checks whether rank 0, which copies a step, is lost.
 _WATCH_SECONDS: Final = 2.0
 
 
@@ -72,7 +72,7 @@ class Decision(NamedTuple):
     """Rank 0's decision on an attempt.
 
     "committed": with the text of the manifest, so that ranks need not read it; "unknown": rank 0 does not know whether
-    it is.
+    the attempt is committed.
     """
 
     kind: Literal["committed", "failed", "unknown"]
@@ -94,38 +94,41 @@ class AttemptPlace(Protocol):
 
 
 class OwnPart(NamedTuple):
-    """This rank's part in a joint save, as `Divider.divided` plans it."""
+    """This rank's part in a joint save, as planned by `Divider.divided`."""
 
-    structure: Structure  # of its state
-    per_rank: tuple[str, ...]  # the names of what each rank has for itself
-    shared: SharedValues  # what all should have alike
-    balance: int  # of what this rank writes, see `slicing.shares`
-    # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
+    structure: Structure  # describes this rank's state
+    per_rank: tuple[str, ...]  # names of values that each rank has for itself
+    shared: SharedValues  # values that should be equal on all ranks
+    balance: int  # a checksum of what this rank writes, see `slicing.shares.balance`
+    # Digests of replicas, by the part of the tensor and its name; None where replicas were compared before.
     copies: dict[str, dict[str, str]] | None
 
 
 @dataclass(slots=True, eq=False)
 class JointSave:
-    """One save of all ranks, as this rank sees it. Created by `save`; from then on it changes on the loop's thread, but
-    for what the plan adds.
+    """One save of all ranks, as this rank sees it. Created by `save`; from then on only the loop's thread changes it,
+    except for the fields that planning adds.
     """
 
-    step: int | None  # of a one-off save, a number that is made of its path; None for a call whose step is none
-    path: str = ""  # of a one-off save
+    step: int | None  # for a one-off save, a number made from its path; None for a call with an invalid step
+    path: str = ""  # set for a one-off save
     life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
-    begun: Future[None] = field(default_factory=running_future)  # it has a name, or failed before that, or is skipped
-    number: int = -1  # among those of rank 0; on another rank, the one that it expects
-    newest_decided: int = -1  # the last of these that all ranks knew the decision of when this one began
+    # resolves when the save has a name, has failed before that, or is skipped
+    begun: Future[None] = field(default_factory=running_future)
+    number: int = -1  # in the order of rank 0's calls; on another rank, the expected number
+    newest_decided: int = -1  # the newest save whose decision all ranks knew when this one began
     attempt: str = ""  # its name, the same on all ranks
-    table: Table = EMPTY  # by which this rank shares
+    table: Table = EMPTY  # the table that determines this rank's share
     part: OwnPart | None = None  # once it is planned
-    place: int = 0  # the number of the run's place that it goes to; on another rank, once it has its name
-    follows: bool = False  # whether the next place gets a copy in the same pass; likewise
-    makes_room: bool = False  # rank 0 is to delete steps there before any rank writes; likewise
+    place: int = 0  # the number of the place that the save goes to; on another rank, valid once `begun` has resolved
+    # the next place gets a copy at the same time; on another rank, valid once `begun` has resolved
+    follows: bool = False
+    # rank 0 will delete steps there before any rank writes; on another rank, valid once `begun` has resolved
+    makes_room: bool = False
     causes: list[Cause] = field(default_factory=list)  # why it fails
     maybe_put: bool = False  # on rank 0: it has put the manifest, or may have
     heard: Decision | None = None
-    bell: asyncio.Event = field(default_factory=asyncio.Event)  # something was heard
+    bell: asyncio.Event = field(default_factory=asyncio.Event)  # set when a word about this save arrives
 
     def __post_init__(self) -> None:
         if self.path:
@@ -147,32 +150,33 @@ class JointSave:
 
     @property
     def shares_by(self) -> str:
-        """The table that this rank shares by; it takes no share where its structure is in no class."""
+        """The digest of the table that determines this rank's share; NO_TABLE if this rank takes no share."""
         is_in_class = self.part is not None and self.part.structure.digest in self.table.classes
         return self.table.digest if is_in_class else NO_TABLE
 
 
 class Calls:
-    """The calls of one checkpointer, as this rank makes them. Owned by the loop's thread, but for `plan`."""
+    """The calls of one checkpointer, as made by this rank. Owned by the loop's thread, except for `plan`."""
 
     def __init__(self, meeting: Meeting, max_in_flight: int, knows_committed: Callable[[str], None]) -> None:
-        """`knows_committed` is called with the structure of this rank's part in a save that is committed."""
+        """`knows_committed` is called with the structure of this rank's part in each committed save."""
         self._meeting, self._max_in_flight, self._knows_committed = meeting, max_in_flight, knows_committed
-        self._numbers = itertools.count()  # of rank 0
-        # That follow from the decision of the save of this number; an entry is set once.
+        self._numbers = itertools.count()  # used on rank 0
+        # The table that holds after the decision on the save of this number. An entry is set once.
         self._tables: dict[int, Table] = {}
-        # On another rank.
-        self._lock = threading.Lock()  # guards what `plan` reads, too
-        self._words: deque[Word] = deque()  # without a call
+        # The fields below are used on other ranks.
+        self._lock = threading.Lock()  # also guards what `plan` reads
+        self._words: deque[Word] = deque()  # words without a call
         self._entries: deque[JointSave] = deque()  # calls without a word
-        self._undecided: dict[str, tuple[JointSave, float]] = {}  # by attempt, and when it was begun
-        self._num_words = 0  # heard
-        self._is_closed = False  # rank 0 makes no call any more
-        self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
+        self._undecided: dict[str, tuple[JointSave, float]] = {}  # the save and when it began, by attempt
+        self._num_words = 0  # words about calls that were heard
+        self._is_closed = False  # rank 0 makes no more calls
+        # the last word and call that failed together, since they had two paths
+        self._failed_together: tuple[int | None, int | None] = None, None
         self._is_hearing = False
         self._watches: set[asyncio.Task[None] | None] = set()
-        # On another rank, with the number of a place and the step that rank 0 has committed, or copied, there; or could
-        # not copy there, and why.
+        # On other ranks: called with the number of a place, and the step that rank 0 has committed or copied there;
+        # `hear_copy` also gets the reason if rank 0 could not copy the step.
         self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
         self.hear_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
 
@@ -183,8 +187,9 @@ class Calls:
     # --- a call -----------------------------------------------------------------------------------------------
 
     def enter(self, joint: JointSave) -> None:
-        """The call was made. On the caller's thread, which may be interrupted at any line."""
-        topic = self._meeting.topic  # here, so that all ranks open theirs in the order of their first calls
+        """Register a call. On the caller's thread, which may be interrupted at any line."""
+        # opened here, so that all ranks open their topics in the order of their first calls
+        topic = self._meeting.topic
         if self._meeting.world.rank:
             self._soon(partial(self._enter, joint, topic))
 
@@ -198,8 +203,8 @@ class Calls:
         self._match()
 
     def plan(self, joint: JointSave) -> None:
-        """Choose, now that it is this call's turn, the table by which its rank shares. Rank 0 says the word. On the
-        caller's thread.
+        """Choose the table for this rank's share, in this call's turn. Rank 0 announces the call. On the caller's
+        thread.
         """
         if self._meeting.world.rank == 0:
             joint.number = next(self._numbers)
@@ -215,7 +220,7 @@ class Calls:
             self._soon(partial(self._say, joint))
 
     def _say(self, joint: JointSave) -> None:
-        """On rank 0: tell the other ranks of the call."""
+        """On rank 0: announce the call to the other ranks."""
         if joint.life.go(JointState.BEGUN):
             self._tell(self._word(joint))
             joint.begun.set_result(None)
@@ -229,7 +234,7 @@ class Calls:
         self._start.log.say(self._meeting.topic, word)
 
     def skip(self, joint: JointSave) -> None:
-        """On rank 0: no rank makes this save. On the caller's thread."""
+        """On rank 0: announce that no rank makes this save. On the caller's thread."""
         self._number_in_vain(joint)
         self._soon(partial(self._skip, joint))
 
@@ -239,7 +244,7 @@ class Calls:
             joint.begun.set_result(None)
 
     def fail(self, joint: JointSave, cause: Cause) -> None:
-        """The call has raised on this rank: all others learn why. Does not wait. On the caller's thread."""
+        """Report to all ranks why the call has raised on this one. Does not wait. On the caller's thread."""
         if self._meeting.world.rank == 0:
             self._number_in_vain(joint)
         self._soon(partial(self._fail, joint, cause))
@@ -261,19 +266,20 @@ class Calls:
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
-            # A word for rank 0, which may make the same call when this process has ended.
+            # A message for rank 0, which may make the same call after this process has ended.
             self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
             self._match()
 
     def _number_in_vain(self, joint: JointSave) -> None:
-        """On rank 0: the number of a call that commits nothing, and the table that follows, before the next call."""
+        """On rank 0: number a call that commits nothing, and set the table after it, before the next call."""
         if joint.number < 0:
             joint.number = next(self._numbers)
         self._tables.setdefault(joint.number, self._table_before(joint.number))
 
     def close(self) -> None:
-        """This rank makes no call any more: the others need not wait for one. On the thread that closes. Rank 0 waits
-        there for ranks that have not come yet, since it would not answer them once its process group is destroyed.
+        """Announce that this rank makes no more calls, so that the others need not wait for one. On the thread that
+        closes. Rank 0 waits there for ranks that have not come yet, since it cannot answer them once its process group
+        is destroyed.
         """
         if self._meeting.has_topic:
             self._soon(self._close)
@@ -289,25 +295,23 @@ class Calls:
             self._start.connection.ask(lambda store: store.set(key, ""))
 
     def closed(self, ranks: Sequence[int], store: Any) -> list[int]:
-        """On rank 0: those of these ranks that make no call any more. Asks this store."""
+        """On rank 0: those of `ranks` that make no more calls. Asks `store`, and so blocks."""
         return [rank for rank in ranks if store.check([self._closed_key(rank)])]
 
     def _closed_key(self, rank: int) -> str:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
     def say_room(self, joint: JointSave) -> None:
-        """On rank 0: there is room for a save. From any thread."""
+        """On rank 0: announce that there is room for a save. From any thread."""
         self._soon(partial(self._tell, {"room": joint.attempt}))
 
     def say_copy(self, place: int, step: int, why: str | None = None) -> None:
-        """The step was copied to the place of this number, or could not be, and `why`: rank 0 tells the others. From
-        any thread.
-        """
+        """On rank 0: announce that the step was copied to a place, or `why` it could not be. From any thread."""
         if not (self._meeting.world.is_one or self._meeting.world.rank):
             self._tell({"copied": step, "place": place, "why": why})
 
     def wait_for_arrival(self, arrived: Future[Any]) -> None:
-        """On another rank: read words until rank 0 has told of this arrival. From any thread.
+        """On another rank: read words until rank 0 has announced this arrival. From any thread.
 
         The future raises PeerFailedError if rank 0 is lost, or has closed its checkpointer.
         """
@@ -329,7 +333,7 @@ class Calls:
         self._watches.discard(asyncio.current_task())
 
     def last_word(self, rank: int, store: Any) -> Cause | None:
-        """On rank 0: why the last call of a rank has failed there, if it has left a word. Asks this store."""
+        """On rank 0: why the last call of `rank` failed there, if it has left a message. Asks `store`: blocks."""
         key = f"{self._start.prefix}/why/{rank}"
         return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
@@ -352,7 +356,7 @@ class Calls:
             self._match()
 
     def _match(self) -> None:
-        """Match words to calls: the first that have the same step, and those before them to none."""
+        """Match each word to the first call with the same step. Words and calls before these have no partner."""
         while True:
             with self._lock:
                 word, joint = self._next_pair()
@@ -385,9 +389,11 @@ class Calls:
                 self._end(joint, f"rank 0 saves {word['what']} by the same call; give all ranks the same arguments")
 
     def _next_pair(self) -> tuple[Word | None, JointSave | None]:
-        """The next word and call that belong together, or one of them that belongs to none; neither if that is not
-        known yet. Paths have no order: a word and a call of two paths fail together, and what was missed or made
-        alone is known when the other rank comes to the same path.
+        """The next word and call that belong together, or one of them alone if it has no partner; neither if that is
+        not known yet.
+
+        Paths have no order: a word and a call with different paths fail together. Which rank missed a call, or made one
+        alone, is known when the other rank comes to the same path.
         """
         for at, word in enumerate(self._words):
             for number, joint in enumerate(self._entries):
@@ -405,20 +411,20 @@ class Calls:
         return (None, joint) if joint.step == self._failed_together[0] else (word, joint)
 
     def _end(self, joint: JointSave, why: str) -> None:
-        """This call is over before it has begun."""
+        """Fail this call before it has begun."""
         if joint.life.go(JointState.REFUSED):
             self._start.log.wait_no_more(joint)
             joint.begun.set_exception(PeerFailedError(f"{joint.what} is not committed: {why}", rank=0))
             joint.bell.set()
 
     def _refuse(self, word: Word, why: str) -> None:
-        """This rank has no part in the call that rank 0 tells of."""
+        """Refuse rank 0's call, in which this rank has no part."""
         self._tables[word["number"]] = self._table_before(word["number"])
         if not (word.get("skipped") or word.get("causes")):
             self.refuse(word["attempt"], Cause(self._meeting.world.rank, why))
 
     def _begin(self, word: Word, joint: JointSave) -> None:
-        """This word is of this call."""
+        """Begin the call that matches this word."""
         number = word["number"]
         if word.get("skipped"):
             self._start.log.wait_no_more(joint)
@@ -442,7 +448,7 @@ class Calls:
             joint.begun.set_result(None)
 
     def _drop_old(self) -> None:
-        """Drop attempts that nobody learns of any more, since rank 0 has not decided in all that time."""
+        """Drop attempts that rank 0 has not decided for so long that no decision will come."""
         for attempt, (joint, since) in list(self._undecided.items()):
             if monotonic() - since > 2 * DECISION_SECONDS:
                 del self._undecided[attempt]
@@ -469,27 +475,27 @@ class Calls:
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
             if word["decision"] == "committed" and joint.step is not None and not joint.path:
-                self.hear_commit(joint.place, joint.step)  # ahead of the words that it was copied
+                self.hear_commit(joint.place, joint.step)  # before the words that it was copied
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------
 
     def refuse(self, attempt: str, cause: Cause) -> Future[None]:
-        """On another rank: tell rank 0 that an attempt fails, and why."""
+        """On another rank: report to rank 0 that an attempt fails, and why."""
         key, text = f"{self.key_of(attempt)}/no", json.dumps(cause)
         return self._start.connection.ask(lambda store: store.set(key, text))
 
     def refusal(self, attempt: str, store: Any) -> Cause | None:
-        """On rank 0: why another rank says that an attempt fails; None if none does. Asks this store."""
+        """On rank 0: why another rank refuses an attempt; None if none does. Asks `store`, and so blocks."""
         key = f"{self.key_of(attempt)}/no"
         return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
     def key_of(self, attempt: str) -> str:
-        """The prefix of what ranks say of an attempt."""
+        """The prefix of the keys of an attempt."""
         return f"{self._start.prefix}/{attempt}"
 
     def forget(self, joint: JointSave) -> None:
-        """On rank 0, once it is decided: delete what the other ranks have said of it."""
+        """On rank 0, after the decision: delete what the other ranks have written about the attempt."""
         prefix = self.key_of(joint.attempt)
         keys = [f"{prefix}/{rank}" for rank in range(1, self._meeting.world.size)]
         keys += [f"{prefix}/count", f"{prefix}/no"]
@@ -502,14 +508,12 @@ class Calls:
             self._start.connection.ask(partial(forget, keys[at : at + _FORGOTTEN_AT_ONCE]))
 
     def say_decision(self, joint: JointSave, decision: Decision) -> Future[None]:
-        """On rank 0: tell the other ranks. The future ends once the store has it."""
+        """On rank 0: announce the decision to the other ranks. The future ends once the store has it."""
         said = {"decision": decision.kind, "causes": decision.causes, "manifest": decision.manifest}
         return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, **said})
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
-        """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with.
-        From any thread.
-        """
+        """Note a decision. `table` holds from then on; with None, the table before this save. From any thread."""
         self._soon(partial(self._decide, joint, state, table))
 
     def _decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
@@ -524,19 +528,19 @@ class Calls:
         joint.bell.set()
 
     def _table_before(self, number: int) -> Table:
-        """The table by which ranks share the save of this number."""
+        """The table that determines the shares of the save of this number."""
         before = number - self._max_in_flight
         return self._meeting.table if before < 0 else self._tables.get(before, EMPTY)
 
     def _soon(self, call: Callable[[], None]) -> None:
         try:
             get_loop().soon(call)
-        except ClosedError:  # the interpreter exits
+        except ClosedError:  # the interpreter is exiting
             pass
 
 
 def _are_alike(word: Word, joint: JointSave) -> bool:
-    """Whether they are of one call: a call whose step is none is whichever comes next."""
+    """True if a word and a call belong together. A call with an invalid step matches whatever comes next."""
     return word["step"] == joint.step or None in (word["step"], joint.step)
 
 

@@ -1,7 +1,7 @@
-"""Rank 0's comparison of the receipts of all ranks, once they are in.
+"""Rank 0's comparison of the receipts of all ranks, once it has them all.
 
-In: receipts, in the order of ranks. Out: what the manifest is to name; or an error that says in what the ranks differ.
-Knows nothing of: who waits for whom.
+In: receipts, in the order of ranks. Out: what the manifest must name; or an error that says how the ranks differ. Knows
+nothing of: how ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from .calls import JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
-# Archives that rank 0 looks into where their ranks' values are not the same.
+# How many archives rank 0 reads where the values of ranks differ.
 _MAX_COMPARED: Final = 64
 
 _log = logging.getLogger("async_ckpt")
 
 
 class Comparison:
-    """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
+    """The comparison of one save at one root. `Agreement` creates it on rank 0. Its methods block."""
 
     def __init__(self, ranks: Ranks, joint: JointSave, exchange: Exchange) -> None:
         self._ranks, self._joint, self._exchange = ranks, joint, exchange
-        self._per_rank: tuple[str, ...] = ()  # as any of them say
+        self._per_rank: tuple[str, ...] = ()  # as named by any rank
 
     def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, Mapping[str, str], RankFiles]:
-        """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
+        """Check that the archives are of one state, and have all of it; then write the files that the manifest must
+        name.
 
-        Returns what is known of the ranks from then on, their structures, and what it is to name. Raises
-        PeerFailedError, UnsupportedStateError.
+        Returns the table that holds from then on, the structures of the ranks, and the files that the manifest must
+        name. Raises PeerFailedError, UnsupportedStateError.
         """
         known = self._ranks.known
         classes: dict[str, list[int]] = {}
         for receipt in receipts:
             classes.setdefault(receipt.structure, []).append(receipt.rank)
-        # Another save may be compared at this moment, which has arrived late at another root.
+        # A local dict, since another save, which arrived late at another root, may be compared at the same time.
         texts = {
             digest: known.texts.get(digest) or self._structure_text(receipts, mates)
             for digest, mates in classes.items()
@@ -83,14 +84,15 @@ class Comparison:
         return table, texts, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
-        """Check that ranks which share tensors all still have them, since each took its share counting on the others.
+        """Check that ranks which share tensors all still have them, since each wrote only its share and relied on the
+        others.
 
         Raises UnsupportedStateError.
         """
         for structure, mates in self._joint.table.classes.items():
             if not any(receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates):
                 continue
-            others: dict[str, int] = {}  # than that, and the lowest rank that has it
+            others: dict[str, int] = {}  # other structures, and the lowest rank that has each
             for rank in mates:
                 others.setdefault(receipts[rank].structure, rank)
             others.pop(structure, None)
@@ -105,8 +107,9 @@ class Comparison:
                     )
 
     def _check_balances(self, receipts: Sequence[Receipt]) -> None:
-        """Ranks that share must have written all of it between them. By the way in which they do, this is always so:
-        whatever has gone wrong there, a step with holes is not committed. Raises CheckpointError.
+        """Check that ranks which share tensors have together written all of them. The division of shares guarantees
+        this. The check ensures that a step with holes is never committed, even after an error in that division. Raises
+        CheckpointError.
         """
         for structure, mates in self._joint.table.classes.items():
             theirs = [receipts[rank] for rank in mates]
@@ -115,17 +118,14 @@ class Comparison:
                 raise CheckpointError(
                     f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
                     "on how to split replicated tensors, "
-                    "so that some bytes would be missing; please report this, with what is different in "
-                    "their calls and states"
+                    "so that some bytes would be missing; please report this, and how their calls and states differ"
                 )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
-        """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is
-        not.
-        """
+        """Check that replicas of a tensor are equal on all ranks. Raises UnsupportedStateError, naming the tensor."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
         copies: dict[int, Any] = {}
-        distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
+        distinct: dict[str, Receipt] = {}  # the lowest rank of those with equal digests
         for receipt in receipts:
             distinct.setdefault(receipt.copies, receipt)
 
@@ -148,11 +148,12 @@ class Comparison:
                         )
 
     def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
-        """The table that follows from the values and small tensors of the ranks: the names that differ, of which
-        there is one warning, and those that only ranks of some structures have. Archives are looked into only where
-        something has changed in that.
+        """The table that follows from the values and small tensors of the ranks: the names that differ, with one
+        warning, and the names that only ranks of some structures have. Archives are read only if something has changed
+        in these values.
 
-        Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
+        Raises UnsupportedStateError if differences are not allowed, or if only some ranks with the same tensors have an
+        entry.
         """
         joint, exchange = self._joint, self._exchange
         known = joint.table.differing
@@ -187,7 +188,7 @@ class Comparison:
         return Table(classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there})
 
     def _tell_of(self, names: Sequence[str]) -> None:
-        """Warn of names that are not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""
+        """Warn of names that differ between ranks. Raises UnsupportedStateError if differences are not allowed."""
         exchange = self._exchange
         if names and not self._ranks.may_differ:
             raise UnsupportedStateError(
@@ -212,5 +213,5 @@ class Comparison:
 
 
 def _tensors(text: str) -> set[str]:
-    """The lines of a structure that tell of tensors."""
+    """The lines of a structure that describe tensors."""
     return {line for line in text.splitlines() if json.loads(line)[1] in DTYPES}

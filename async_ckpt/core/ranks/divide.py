@@ -1,6 +1,6 @@
-"""The part of a state that this rank writes, where several hold it together.
+"""The part of a state that this rank writes, where several ranks hold it together.
 
-In: captured states. Out: captured states with the part to write, and what the other ranks are told of it. Knows
+In: captured states. Out: captured states with the part to write, and the facts about it for the other ranks. Knows
 nothing of: archives.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlannedPart(NamedTuple):
-    """The captured state with what this rank writes of it, the facts for its archive, and its part in a joint save."""
+    """The captured state with the part that this rank writes, the facts for its archive, and its `OwnPart`."""
 
     captured: Capture
     facts: RankFacts | None = None
@@ -32,10 +32,10 @@ class PlannedPart(NamedTuple):
 
 
 class Divider:
-    """Divides the states of one checkpointer. On the thread that saves.
+    """Divides the states of one checkpointer. Used on the thread that saves.
 
-    `compared` are structures in which what ranks hold alike was compared before; with `check_replicas` it is at each
-    save.
+    `compared` are structures whose replicas have been compared in an earlier save; with `check_replicas`, every save
+    compares them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Divider:
     ) -> None:
         self._meeting, self._compared, self._check_replicas = meeting, compared, check_replicas
         self.root_mesh = None if mesh is None else mesh_of(mesh)
-        self._per_rank: tuple[str, ...] = ()  # of the state by which ranks met ahead of the first save
+        self._per_rank: tuple[str, ...] = ()  # names in the state with which ranks met before the first save
         self._states: StateDivider | None = None
 
     @property
@@ -53,7 +53,7 @@ class Divider:
         return None if states is None else states.slicer
 
     def _ranked(self) -> StateDivider | None:
-        """None without a process group: then no tensor is a shard."""
+        """The divider; None without a process group: then no tensor is a shard."""
         world = self._meeting.world
         if self._states is None and (world.has_group or not world.is_one):
             from ..state.division import StateDivider  # a process that saves alone divides nothing
@@ -62,7 +62,7 @@ class Divider:
         return self._states
 
     def meet(self, captured: Capture, per_rank: tuple[str, ...]) -> None:
-        """Ahead of the first save: wait until rank 0 knows how the states of all ranks look, so that no save has to."""
+        """Before the first save: wait until rank 0 knows the structures of all ranks, so that no save has to wait."""
         states, meeting = self._ranked(), self._meeting
         if states is not None and not (meeting.world.is_one or meeting.has_met):
             meeting.token()
@@ -77,19 +77,19 @@ class Divider:
         per_rank: Collection[str] = (),
         borrowed: Mapping[str, int] | None = None,
     ) -> PlannedPart:
-        """Plan the part of a state that this rank writes, and have the joint save take it. The first save waits until
-        rank 0 knows the structures of all ranks.
+        """Plan the part of a state that this rank writes, and set it in the joint save. The first save waits until rank
+        0 knows the structures of all ranks.
 
         Args:
             captured: all that this rank holds.
-            joint: the save; without it, nothing is written yet, and the part is the one that would be.
-            per_rank: the names of what each rank has for itself.
+            joint: the save; None to plan a future save, for which nothing is set.
+            per_rank: the names of values that each rank has for itself.
             borrowed: groups that are not saved again, and the steps that have them.
         """
         states = self._ranked()
         if states is None:
             return PlannedPart(captured)
-        from .shared_values import SharedValues  # a process that saves alone has none
+        from .shared_values import SharedValues  # a process that saves alone shares no values
 
         if joint is None:
             known, own = self._meeting.table.classes, self._own_in(captured)
@@ -111,7 +111,7 @@ class Divider:
         )
         copies = None
         if self._check_replicas or structure.digest not in self._compared:
-            for completion in captured.completions:  # of snapshots: before that, their bytes are not there
+            for completion in captured.completions:  # held snapshots have their bytes only afterwards
                 completion.result()
             copies = _digests(states.copies(captured))
         part = OwnPart(structure, own, shared, share.balance, copies)
@@ -119,12 +119,12 @@ class Divider:
         return PlannedPart(share.captured, share.ranks, part)
 
     def _own_in(self, captured: Capture) -> tuple[str, ...]:
-        """The names that each rank has for itself in a state that is not saved yet."""
+        """The names of values that each rank has for itself, in a state that is not saved yet."""
         return tuple(sorted({*self._per_rank, *captured.per_rank}))
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """Digests of the local bytes of each tensor, by the part of it and its name. Takes its time."""
+    """Digests of the local bytes of each tensor, by the part of the tensor and its name. Takes long."""
     digests: dict[str, dict[str, str]] = {}
     for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))

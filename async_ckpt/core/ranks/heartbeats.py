@@ -1,13 +1,13 @@
 """Heartbeats: which ranks of one start have ended, or are silent.
 
-In: the store of the ranks, and the prefix of their start. Out: for a rank that is asked for, why it is taken for lost.
-Knows nothing of: saves.
+In: the store of the ranks, and the prefix of their start. Out: for the ranks in question, why they count as lost. Knows
+nothing of: saves.
 
-Every few seconds each process says a number that rises, and its open calls. A process on the same machine that is gone
-is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank
-that was busy, or stopped, is a rank again with its next heartbeat. A store without a server has no heartbeats, since
-a FileStore grows with each of them: there, and before the first heartbeat, a rank is known by what it said when ranks
-met.
+Every few seconds each process writes a rising number, and its open calls. If a process on the same machine has ended,
+its rank is lost at once. Any other rank is lost after two minutes of silence, counted only while the store answers. A
+rank that was busy, or stopped, counts as alive again with its next heartbeat. A store without a server has no
+heartbeats, since a FileStore grows with each of them. There, and before the first heartbeat, a rank is judged only by
+the process that it named when ranks met.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ from ..host.waits import SILENCE_SECONDS, growing_pauses
 from ..timing import monotonic
 from .store import Connection
 
-# Between two heartbeats, and how many ranks of a start give one in a second.
+# The seconds between two heartbeats, and how many heartbeats per second all ranks of a start give together.
 _INTERVAL_SECONDS: Final = 5.0
 _BEATS_PER_SECOND: Final = 2000
-# From the end of a process until nothing can come any more of what it has said.
+# From the end of a process until all its messages must have arrived.
 _LAST_WORDS_SECONDS: Final = 1.5
-_SAID_SECONDS: Final = 30.0  # a silence of which the log tells
+_SAID_SECONDS: Final = 30.0  # the log reports silences longer than this
 
 _log = logging.getLogger("async_ckpt")
 
 
 class Heartbeat(NamedTuple):
-    """The last heartbeat of a rank: a number and the names of its open calls, since when it is known, and how often it
-    was read.
-    """
+    """The last heartbeat of a rank: a number and its open calls, when it was first read, and how often it was read."""
 
     text: str
     since: float
@@ -47,34 +45,34 @@ class Heartbeat(NamedTuple):
 
 
 class Heartbeats:
-    """The heartbeats that this process gives and hears. A start of the ranks creates it, and any thread may ask."""
+    """The heartbeats that this process sends and reads. A start of the ranks creates it; any thread may call it."""
 
     def __init__(self, connection: Connection, rank: int, size: int, open_calls: Callable[[], Iterable[str]]) -> None:
-        """`open_calls` are those of this rank."""
+        """`open_calls` returns the open calls of this rank."""
         self.interval = max(_INTERVAL_SECONDS, size / _BEATS_PER_SECOND)
         self._connection, self._rank, self._open_calls = connection, rank, open_calls
-        self._processes: dict[int, str] = {}  # as ranks have said when they met; entries are set once
-        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below
-        self._asked: Mapping[int, float] = {}  # ranks, and when somebody has asked for them last
-        self._said: frozenset[int] = frozenset()  # ranks of whose silence the log has told
-        self._ended: Mapping[int, float] = {}  # ranks whose processes have ended, and since when that is known
+        self._processes: dict[int, str] = {}  # as named by the ranks when they met; entries are set once
+        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all fields below
+        self._asked: Mapping[int, float] = {}  # when each rank was last asked about
+        self._said: frozenset[int] = frozenset()  # ranks whose silence has been logged
+        self._ended: Mapping[int, float] = {}  # ranks whose processes have ended, and when that was noticed
 
     def begin(self, prefix: str) -> None:
-        """Give heartbeats below this prefix from now on, if the store is one for them."""
+        """Send heartbeats below this prefix from now on, if the store has a server."""
         if self._connection.has_server:
             get_loop().begin(self._live(f"{prefix}/heartbeat"))
 
     def note(self, rank: int, process: str) -> None:
-        """The process of a rank, as `own_process` of that rank has it."""
+        """Note the process of a rank, as returned by `own_process` there."""
         self._processes[rank] = process
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Why some of these ranks are lost, by their numbers. Nobody is silent while the store does not answer."""
+        """The lost ones of these ranks, with the reason. No rank counts as silent while the store does not answer."""
         now, wanted = monotonic(), list(ranks)
         self._asked = {**self._asked, **dict.fromkeys(wanted, now)}
         ended = {rank: why for rank in wanted if (why := _ended(self._processes.get(rank, "")))}
         self._ended = {**dict.fromkeys(ended, now), **self._ended}
-        # What it has said last is heard before.
+        # A lost rank is reported only after its last messages were read.
         reasons = {rank: why for rank, why in ended.items() if now - self._ended[rank] > _LAST_WORDS_SECONDS}
         answered, heard = self._connection.answered_at, self._heard
         if now - answered > 3 * self.interval:
@@ -90,7 +88,7 @@ class Heartbeats:
         return reasons
 
     def not_called(self, ranks: Iterable[int], call: str) -> list[int]:
-        """The ranks, among these, that live and have not made an open call, as far as they have said."""
+        """The given ranks that are alive and have not made `call`, according to their heartbeats."""
         heard = self._heard
         return [rank for rank in ranks if rank in heard and call not in heard[rank].text.split()[1:]]
 
@@ -105,7 +103,7 @@ class Heartbeats:
             exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:
                 heard = await asyncio.wrap_future(self._connection.ask(exchanged))
-            except RuntimeError:  # the store is gone, for now at least
+            except RuntimeError:  # the store is gone, at least for now
                 await asyncio.sleep(next(pauses))
             else:
                 was_deaf, was_heard = monotonic() - was_heard > 3 * self.interval, monotonic()
@@ -125,7 +123,7 @@ class Heartbeats:
 
 
 def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store: Any) -> dict[int, str]:
-    """Give this rank's heartbeat, and read those of others. No key is got that may be missing: that would wait."""
+    """Write this rank's heartbeat, and read those of `wanted`. `get` would wait for a missing key, so `check` first."""
     store.set(f"{prefix}/{rank}", text)
     keys = {one: f"{prefix}/{one}" for one in wanted}
     there = keys if store.check([*keys.values()]) else {one: key for one, key in keys.items() if store.check([key])}
@@ -134,5 +132,5 @@ def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store
 
 
 def _ended(process: str) -> str:
-    """Why a process is lost, if it was of this machine and has ended; else an empty text."""
+    """Why a process is lost, if it ran on this machine and has ended; otherwise an empty text."""
     return f"its process, {process.split()[1]} on the same machine, has ended" if has_ended(process) else ""

@@ -1,10 +1,10 @@
-"""The words of the ranks of one checkpointer to each other, by the store of their process group.
+"""The messages of the ranks of one checkpointer to each other, through the store of their process group.
 
-In: words, by what they are about. Out: the words of other ranks. Knows nothing of: saves, archives.
+In: messages, by what they are about. Out: the messages of other ranks. Knows nothing of: saves, archives.
 
-Before its first save rank 0 says which ranks have states alike. A word is said once; a rank waits for the words of
-others until a deadline, and a rank that stays silent until then counts as dead. A rank that must first wait for
-something itself sends keep-alives.
+Before its first save rank 0 announces which ranks have equal structures. A message is written once; a rank waits for
+the messages of others until a deadline, and a rank that stays silent until then counts as dead. A rank that must first
+wait for something itself sends keep-alives.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .start import WorldStart, start_of
 from .store import Words, quietly
 from .world import World, refuse_if_changed, world_of
 
-# Seconds between two calls of `look_around`.
+# The seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
-# Questions whose answers stay in the store: no rank is so many steps behind another.
+# How many questions keep their answers in the store: no rank is that many steps behind another.
 _KEPT: Final = 1000
 
 
 def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
-    """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
+    """Wait for a future that depends on rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
     begin = monotonic()
 
     def goes_on() -> None:
@@ -51,31 +51,31 @@ def wait_for_rank_0(
 
 
 class Talk:
-    """The words of one restore, which all ranks call in the same order. From the thread that restores."""
+    """The messages of one restore, which all ranks call in the same order. Used on the thread that restores."""
 
     def __init__(self, meeting: Meeting, prefix: str) -> None:
         self.rank, self.size = meeting.world.rank, meeting.world.size
         self._meeting, self._prefix = meeting, prefix
-        self._signed = monotonic()  # when this rank has last said that it takes time
-        self._num_signs = 0  # that this rank has given, or heard
+        self._signed = monotonic()  # when this rank last sent a keep-alive
+        self._num_signs = 0  # the keep-alives that this rank has sent, or read
 
     def say(self, key: str, word: str) -> None:
-        """To all ranks; each key once."""
+        """Send a message to all ranks. Each key may be used once."""
         self._meeting.words().say(f"{self._prefix}/{key}", word)
 
     def hear(self, keys: Sequence[str], what: str) -> list[str]:
-        """The words of these keys, once they are said. Raises PeerFailedError if that takes too long."""
+        """The messages with these keys, once they are there. Raises PeerFailedError if that takes too long."""
         return self._meeting.hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
 
     def take_time(self) -> None:
-        """On rank 0, now and then: the others are to wait longer for its next word."""
+        """On rank 0, now and then: send a keep-alive, so that the others wait longer for its next message."""
         if monotonic() - self._signed > SIGN_SECONDS:
             self._signed = monotonic()
             self.say(self._sign(), "")
             self._num_signs += 1
 
     def _has_signed(self) -> bool:
-        """True if rank 0 has said once more that it takes time."""
+        """True if rank 0 has sent another keep-alive."""
         is_said = self.rank != 0 and self._meeting.words().said(f"{self._prefix}/{self._sign()}") is not None
         self._num_signs += is_said
         return is_said
@@ -85,16 +85,16 @@ class Talk:
 
 
 class Meeting:
-    """The words of one checkpointer. On the thread that saves or restores.
+    """The messages of one checkpointer. Used on the thread that saves or restores.
 
     Args:
-        given: the number of this rank and how many there are, as the user gave them; None for those of the process
+        given: the rank of this process and the number of ranks, as given by the user; None for those of the process
             group.
-        store: of ranks without a process group, the store that all of them are connected to.
-        topic: of words that all ranks have, whichever meetings each of them has opened before; by default all ranks
-            open theirs in the same order.
+        store: for ranks without a process group, the store to which all of them are connected.
+        topic: a topic that is the same on all ranks, however many meetings each has opened before. By default, all
+            ranks must open theirs in the same order.
         advice: what to do if a rank does not come.
-        is_of_paths: calls are known by paths, which have no order, and not by steps.
+        is_of_paths: calls are matched by paths, which have no order, and not by steps.
     """
 
     def __init__(
@@ -114,42 +114,42 @@ class Meeting:
         self._words: Words | None = None
         self._token: str | None = None
         self._restores = itertools.count()
-        self._num_asked: dict[str, int] = {}  # by what was asked about; the last is at the end
+        self._num_asked: dict[str, int] = {}  # keyed by question; the most recent question is at the end
         self.has_met = False
-        self.table = EMPTY  # of the ranks before the first decision
+        self.table = EMPTY  # the table that holds before the first decision
 
     @property
     def world(self) -> World:
-        """Fixed when it is first asked for, which is at the first save or restore."""
+        """The world, fixed when it is first read: at the first save or restore."""
         if self._world is None:
             self._world = world_of()
         return self._world
 
     @property
     def start(self) -> WorldStart:
-        """The start of these ranks. Only where there are several."""
+        """The start of these ranks. Exists only if there are several."""
         return start_of(self.world)
 
     def refuse_if_changed(self) -> None:
-        """Raises ValueError where the process group is another one by now."""
+        """Raises ValueError if the process group has changed."""
         refuse_if_changed(self.world)
 
     @property
     def has_topic(self) -> bool:
-        """True once something was said, or is about to be, to other ranks."""
+        """True once messages have been sent to other ranks, or are about to be."""
         return bool(self._topic)
 
     @property
     def topic(self) -> str:
-        """The topic of this meeting among all that are said at this start, the same on all ranks."""
+        """The topic of this meeting, unique in this start, and the same on all ranks."""
         start = self.start
-        with self._opening:  # the thread that saves and the loop's may be the first ones
+        with self._opening:  # the thread that saves and the loop's thread may race for it
             if not self._topic:
                 self._topic = str(next(start.openings))
         return self._topic
 
     def words(self) -> Words:
-        """The words of this meeting, on all ranks. Waits for rank 0, as `token`."""
+        """The messages of this meeting, on all ranks. Waits for rank 0 as `token` does."""
         if self._words is None:
             self.token()
             self._words = Words(self.start.connection, f"{self.start.prefix}/{self.topic}")
@@ -158,7 +158,7 @@ class Meeting:
     # --- the first save -----------------------------------------------------------------------------------
 
     def token(self, where: str = "save()") -> str:
-        """The name of this meeting: the same on all ranks, and of no other start. Waits for rank 0.
+        """The name of this meeting: the same on all ranks, and different for every start. Waits for rank 0.
 
         Raises PeerFailedError.
         """
@@ -170,7 +170,7 @@ class Meeting:
         return self._token
 
     def wait_for_rank_0(self, future: Future[Any], what: str, where: str = "save()") -> None:
-        """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
+        """Wait for a future that depends on rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
         wait = Wait(f"in {where}", ENDS_THE_CALL)
         wait_for_rank_0(
             self.start, future, what, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), f". {self.advised}"
@@ -182,7 +182,7 @@ class Meeting:
         return f"{self.advice[0].upper()}{self.advice[1:]}"
 
     def meet(self, structure: str, where: str) -> Table:
-        """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
+        """Send the structure of this rank's state to rank 0, and return which ranks have equal structures."""
         self.has_met = True
         self.table = Table(self._classes(structure, where))
         return self.table
@@ -194,7 +194,7 @@ class Meeting:
             keys, what = [f"structure/{n}" for n in range(size)], "the first save of the other ranks"
             try:
                 structures = self.hear(keys, what, where)
-            except BaseException:  # the others need not wait: each writes all that it holds
+            except BaseException:  # the others need not wait: each writes everything that it holds
                 quietly(lambda: words.say("classes", json.dumps(EMPTY.packed())))
                 raise
             classes: dict[str, list[int]] = {}
@@ -206,9 +206,7 @@ class Meeting:
         return Table.unpacked(json.loads(text)).classes
 
     def does_not_meet(self) -> None:
-        """Tell rank 0 not to wait for the structure of this rank's state, since the call has raised before it was
-        known.
-        """
+        """Tell rank 0 not to wait for this rank's structure: the call raised before it was known."""
         if self.has_met or self.world.is_one:
             return
         self.has_met, rank = True, self.world.rank
@@ -219,11 +217,11 @@ class Meeting:
     # --- rank 0's answers ---------------------------------------------------------------------------------
 
     def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return on all ranks what `ask`, which is JSON, returns on rank 0. All ranks ask the same questions about a
-        step in the same order. A question is known by that and by how often it was asked before: ranks go on to
-        understand each other though one of them has failed before it could ask.
+        """Return on all ranks what `ask` returns on rank 0, as JSON. All ranks ask the same questions about a step in
+        the same order. A question is identified by its subject, and by how often it was asked before, so ranks still
+        understand each other after one of them has failed before asking.
 
-        Raises PeerFailedError on the others where `ask` raises on rank 0, and where rank 0 says nothing in time.
+        Raises PeerFailedError on the other ranks if `ask` raises on rank 0, or rank 0 does not answer in time.
         """
         about, decides = f"answer/{what}/{step}", self.world.rank == 0
         number = self._num_asked.pop(about, 0)
@@ -251,7 +249,7 @@ class Meeting:
     # --- waiting ------------------------------------------------------------------------------------------
 
     def talk(self) -> Talk | None:
-        """The words of one restore; None for a rank alone. Waits for rank 0."""
+        """The messages of one restore; None for a single rank. Waits for rank 0."""
         if self.world.is_one:
             return None
         self.token("restore()")
@@ -264,8 +262,8 @@ class Meeting:
         where: str = "save()",
         takes_time: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        """The words of these keys, once all of them are said. `takes_time`: the rank that is to say them has told
-        just now that this takes longer.
+        """The messages with these keys, once all of them are there. `takes_time` returns True if the rank that is to
+        write them has just sent a keep-alive.
         """
         wait = Wait(f"in {where}", ENDS_THE_CALL)
         begin = looked = monotonic()
@@ -307,7 +305,7 @@ class Meeting:
         return [key for key in keys if key not in said]
 
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
-        """The other ranks that are to say these words: most are rank 0's."""
+        """The other ranks that are to write these messages; most messages are rank 0's."""
         whose = {
             int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0
             for key in keys
@@ -317,5 +315,5 @@ class Meeting:
 
 
 def in_words(error: BaseException) -> str:
-    """The text by which the other ranks are told of an error."""
+    """The text of an error, as sent to other ranks."""
     return f"{type(error).__name__}: {error}"[:2000]

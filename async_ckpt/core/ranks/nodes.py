@@ -1,11 +1,12 @@
-"""The places of a run at which nodes have folders of their own: which they are, and who answers for each node.
+"""The places of a run at which each node has its own folder, and the rank that answers for each node.
 
-In: the runs at the places, on each rank. Out: storages of all nodes together, where ranks see different folders.
-Knows nothing of: saves.
+In: the runs at the places, on each rank. Out: storages of all nodes together, where ranks see different folders. Knows
+nothing of: saves.
 
 All ranks meet once, at their first save or restore. Rank 0 puts a file at each place on disk. A rank that does not see
-that file puts one of the same name; of the ranks of a node one is first, and answers for the node from then on. The
-nodes of one run have a mark in common, by which a folder is known that another run has left.
+that file puts one with the same name. On each node one rank is the first to do so, and answers for the node from then
+on. The folders of all nodes of a run contain the same mark, which distinguishes them from folders that another run has
+left.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class RunNodes:
     def __init__(self, meeting: Meeting, roots: Roots, send: SendArchive) -> None:
         self._meeting, self._runs, self._send = meeting, roots.runs, send
         self._has_met = False
-        self._failure: CheckpointError | None = None  # of the meeting, which no other follows
-        self._key = b""  # by which nodes prove to each other that they are of this start
+        self._failure: CheckpointError | None = None  # why the meeting failed; it is not repeated
+        self._key = b""  # proves to other nodes that a request comes from this start
         self._server: NodeServer | None = None
 
     def meet(self) -> None:
-        """Find out, once, which places each node has for itself. All ranks call this, and wait for each other.
+        """Find out, once, at which places each node has its own folder. All ranks call this, and wait for each other.
 
-        Raises PeerFailedError, and StorageUnavailableError where this place has the checkpoints of another run.
+        Raises PeerFailedError, and StorageUnavailableError if this place has the checkpoints of another run.
         """
         world = self._meeting.world
         if self._failure is not None:
@@ -79,13 +80,13 @@ class RunNodes:
             raise
 
     def hang_up(self) -> None:
-        """Close the connections to other nodes, which answer each with a thread; the next question opens one again."""
+        """Close the connections to other nodes, which cost a thread there. The next request opens one again."""
         for run in self._runs:
             if isinstance(run.storage, AllNodes | OneOfNodes):
                 run.storage.close()
 
     def close(self) -> None:
-        """End the answers to other nodes. Nothing is read from them any more."""
+        """Stop answering other nodes, and reading from them."""
         self.hang_up()
         if self._server is not None:
             self._server.close()
@@ -118,7 +119,7 @@ class RunNodes:
             quietly(lambda: words.say("nodes/all", json.dumps(told)))
 
     def _leads(self, number: int, others: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The ranks that answer for the other nodes at a place; none where all ranks see the same folder."""
+        """The ranks that answer for the other nodes at a place; empty if all ranks see the same folder."""
         found = {rank: one["leads"].get(str(number)) for rank, one in others.items()}
         unable = [rank for rank, lead in found.items() if lead is None]
         if unable:
@@ -132,10 +133,10 @@ class RunNodes:
         _log.warning("%s", run.refusal)
 
     def _look(self, number: int, peers: Mapping[int, Peer]) -> None:
-        """Have rank 0 see the folders of all nodes at a place, without steps that are not whole, and without the nodes
-        that hold another run, where nothing is read or changed.
+        """Have rank 0 see the folders of all nodes at a place, except for steps that are not whole, and for nodes that
+        hold another run. Their folders are neither read nor changed.
 
-        Raises StorageUnavailableError if this node is one of those.
+        Raises StorageUnavailableError if this node holds another run.
         """
         run = self._runs[number]
         strangers, mark = _strangers(run, peers) if peers else ((), "")
@@ -153,7 +154,7 @@ class RunNodes:
             run.root.read_from(disk)
 
     def _leave_out_broken(self, run: Run, nodes: AllNodes) -> None:
-        """Leave out the newest steps that are not whole, as where a node was replaced, unless another place has one."""
+        """Leave out the newest steps that are not whole, unless another place has them: a node may be new."""
         for step in reversed(run.root.relist().steps):
             path, folder = run.root.manifest_path(step), run.folder(step)
             found = _manifests(nodes, path)
@@ -190,7 +191,7 @@ class RunNodes:
             raise PeerFailedError(f"rank 0 cannot use a place of the run: {told['error']}", rank=0)
         for n, ranks in ((int(n), ranks) for n, ranks in told["leads"].items()):
             others = {other: told["others"][str(other)] for other in (0, *ranks)}
-            peers = {  # the node of rank 0 is the one that it calls its own
+            peers = {  # the node of rank 0 is the one that rank 0 calls HERE
                 other or HERE: self._peer(about, f"own/{n}", other)
                 for other, about in others.items()
                 if other != leads[n]
@@ -236,7 +237,7 @@ class RunNodes:
     # --- both -------------------------------------------------------------------------------------------------
 
     def _serve(self, numbers: Collection[int]) -> None:
-        """Answer for the folders of this node, and on rank 0 for those of all nodes."""
+        """Answer requests for the folders of this node, and on rank 0 for the folders of all nodes."""
         folders: dict[str, Storage] = {}
         for n in numbers:
             storage = self._runs[n].storage
@@ -254,15 +255,15 @@ class RunNodes:
         return {"hosts": own_hosts(self._meeting.start.connection.address), "port": self._server.port}
 
     def _peer(self, about: Mapping[str, Any], folder: str, rank: int) -> Peer:
-        """The folder of this name that a rank answers for, by what that rank has said about itself."""
+        """The folder of this name that a rank answers for, from that rank's own description."""
         hosts, store = [str(host) for host in about["hosts"]], self._meeting.start.connection.address
         if rank == 0 and store is not None:
-            hosts.append(store[0])  # mostly on its node
+            hosts.append(store[0])  # usually on the node of rank 0
         return Peer(hosts, int(about["port"]), folder, self._key, f"rank {rank} on {hosts[0]}")
 
 
 def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
-    """The nodes whose folders have the steps of another run, and the mark of this one."""
+    """The nodes whose folders have the steps of another run, and the mark of this run."""
     existing = {HERE: run.storage.existing} | {rank: partial(peer.ask, "existing") for rank, peer in peers.items()}
     names = {HERE: run.storage.names("")} | {rank: peer.ask("names", "") for rank, peer in peers.items()}
     marks = Counter(name for listed in names.values() for name in listed if re.fullmatch(_MARK, name))
@@ -270,14 +271,14 @@ def _strangers(run: Run, peers: Mapping[int, Peer]) -> tuple[list[int], str]:
     strangers = []
     for rank, listed in names.items():
         steps = [step for step in map(run.root.step_of, listed) if step >= 0]
-        is_known = mark in listed if mark else rank == HERE  # without a mark, it was one node until now
+        is_known = mark in listed if mark else rank == HERE  # without a mark, there was only one node so far
         if not is_known and existing[rank]([run.root.manifest_path(step) for step in steps]):
             strangers.append(rank)
     return strangers, mark or f".async_ckpt-nodes-{secrets.token_hex(8)}"
 
 
 def _manifests(nodes: AllNodes, path: str) -> list[tuple[int, Manifest]]:
-    """The manifests of one step that nodes have, each once: of the latest start first, and what replaces another."""
+    """The distinct manifests of one step that nodes have: the latest start first, replacing before replaced."""
     found: dict[str, tuple[int, Manifest]] = {}
     for rank in nodes.having(path):
         with suppress(CheckpointError, FileNotFoundError):
@@ -287,6 +288,6 @@ def _manifests(nodes: AllNodes, path: str) -> list[tuple[int, Manifest]]:
 
 
 def _has(run: Run, manifest: Manifest) -> bool:
-    """Whether a place has just this commit."""
+    """True if a place has exactly this commit."""
     there = run.committed(manifest.step)
     return there is not None and there.attempt == manifest.attempt

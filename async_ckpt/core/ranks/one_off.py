@@ -1,6 +1,6 @@
 """The folder of a one-off save of several ranks: one step that belongs to no run.
 
-In: a place, and archives that are durable there. Out: a manifest beside them. Knows nothing of: who agrees on it.
+In: a place, and archives that are durable there. Out: a manifest beside them. Knows nothing of: how ranks agree.
 
     <path>/rank_00000.<attempt>.tar, archives.<attempt>.bin, layout.<attempt>.json    as in the folder of a step
     <path>/manifest.json                                                              written last
@@ -29,7 +29,7 @@ class OneOffFolder:
     """The folder of one save. A request creates it for each save; a delivery calls it on helper threads."""
 
     def __init__(self, storage: Storage, name: str) -> None:
-        """`storage` has the folder of this name. Raises ValueError for the root of the storage."""
+        """`storage` contains the folder `name`. Raises ValueError for the root of the storage."""
         if not name.strip("/"):
             raise ValueError(f"{storage.locate('')} is the root of its storage; give the path of a folder in it")
         self.storage, self._name = storage, name
@@ -45,10 +45,12 @@ class OneOffFolder:
         return f"{self._name}/{name}"
 
     def look_again(self, manifest: Manifest) -> None:
-        """Do nothing: a folder of its own has no starts."""
+        """Do nothing: this folder has no starts."""
 
     def check(self) -> tuple[Manifest, str] | None:
-        """The manifest that a save here replaces, and its version. Raises ValueError for a run, and a step of one."""
+        """The manifest that a save here replaces, and its version; None if there is none. Raises ValueError for a run,
+        and for a step of a run.
+        """
         if self.storage.exists(self._named(JOURNAL)):
             raise ValueError(f"{self.path} is a run; save a step with an AsyncCheckpointer, or give another path")
         replaced = self._manifest()
@@ -72,9 +74,7 @@ class OneOffFolder:
         replaces: tuple[Manifest, str] | None,
         times: SaveTimes | None,
     ) -> Manifest:
-        """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer has been
-        faster.
-        """
+        """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer won."""
         manifest = Manifest(STEP, attempt, world_size, wall_time(), (), ranks=ranks, times=times)
         try:
             return put_in_place(self.storage, self._named(MANIFEST), manifest, replaces)
@@ -85,14 +85,14 @@ class OneOffFolder:
             ) from error
 
     def discard(self, attempt: str, rank: int) -> None:
-        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
+        """Delete the archive of an attempt that was not committed, unless the manifest names it after all."""
         name = archive_name(rank, attempt)
         manifest = self._manifest()
         if manifest is None or name not in manifest[0].own_names:
             self.storage.delete(self._named(name))
 
     def clear(self, replaced: Manifest | None) -> None:
-        """After a commit: delete what it replaces, and the leftovers of ranks that were killed more than a day ago."""
+        """After a commit: delete the replaced archives, and leftovers of ranks that were killed over a day ago."""
         self.storage.delete_many([self._named(name) for name in (replaced.own_names if replaced else ())])
         manifest = self._manifest()
         if manifest is None:
@@ -109,7 +109,7 @@ class OneOffFolder:
 
 
 def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] | None:
-    """The manifest at a path, and its version; None if there is none. A damaged one may be replaced, too."""
+    """The manifest at a path, and its version; None if there is none. A damaged manifest may be replaced, too."""
     try:
         data, version = storage.read(path)
     except FileNotFoundError:
@@ -121,9 +121,9 @@ def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] 
 
 
 def put_in_place(storage: Storage, path: str, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest:
-    """Put a manifest in the place of the one that it `replaces`, and return it with the attempts of those before it.
+    """Put a manifest in the place of the one that it `replaces`, and return it with the attempts of all earlier ones.
 
-    Raises FileExistsError if another one is there by now.
+    Raises FileExistsError if there is another manifest by now.
     """
     if replaces is None:
         storage.put_new(path, manifest.dump())

@@ -1,6 +1,6 @@
 """The other ranks, as one checkpointer knows them.
 
-In: calls of `save` and `restore`, alike on every rank. Out: joint saves with their names, divided states. Knows
+In: calls of `save` and `restore`, the same on every rank. Out: joint saves with their names, divided states. Knows
 nothing of: archives.
 """
 
@@ -24,31 +24,31 @@ from .world import World
 Differing: TypeAlias = Literal["keep", "fail"]
 
 
-# Said by a rank that was asked to leave.
+# The key of the message of a rank that was asked to leave.
 _LEAVING: Final = "leaving"
 
 
 @dataclass(slots=True)
 class KnownStates:
-    """The knowledge of this rank about the states of ranks, from commits. Changed on the loop's thread."""
+    """The knowledge of this rank about the states of all ranks, from commits. Changed on the loop's thread."""
 
     texts: dict[str, str] = field(default_factory=dict)  # structures that rank 0 has read, by their digest
-    # Tables whose ranks hold everything, and the names of what each rank has for itself there.
+    # Tables whose ranks together hold everything, and the names of values that each of their ranks has for itself.
     covered: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    compared: set[str] = field(default_factory=set)  # structures in which what ranks hold alike was compared
+    compared: set[str] = field(default_factory=set)  # structures whose replicas have been compared
     committed: str = ""  # the structure of this rank's part in the last commit
 
     def note_committed(self, structure: str) -> None:
-        """This rank's part in a commit has this structure."""
+        """Note that this rank's part in a commit has this structure."""
         self.compared.add(structure)
         self.committed = structure
 
 
 class Ranks:
-    """The other ranks of one checkpointer, which creates it. From the thread that saves or restores.
+    """The other ranks of one checkpointer, which creates it. Used on the thread that saves or restores.
 
-    `meeting` has their words, `calls` their joint saves, `divider` the part that this rank writes, `known` what
-    commits have taught.
+    `meeting` has their messages, `calls` their joint saves, `divider` the part that this rank writes, `known` what is
+    known from commits.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Ranks:
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self.nodes: RunNodes | None = None  # of a run at several places
-        self._is_leaving = False  # rank 0 was told that some rank is to leave
+        self.nodes: RunNodes | None = None  # set for a run at several places
+        self._is_leaving = False  # on rank 0: some rank was asked to leave
 
     @property
     def world(self) -> World:
@@ -80,10 +80,10 @@ class Ranks:
         return self.world.is_one
 
     def called(self, step: int | None, path: str = "") -> JointSave | None:
-        """`save` was called, to a path or with a step, or with something that is none; nothing is returned where there
-        is one rank.
+        """Register a call of `save`, to a path or with a step; None stands for an invalid step. Returns None if there
+        is only one rank.
 
-        Raises ValueError where the process group is another one by now.
+        Raises ValueError if the process group has changed.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone:
@@ -99,16 +99,14 @@ class Ranks:
         return joint
 
     def called_in_vain(self, error: BaseException) -> None:
-        """`save` was called with something that is no step: tell the other ranks, whose save by the same call fails."""
-        with suppress(ValueError):  # the group has changed: the caller raises
+        """Report that `save` was called with an invalid step, so that the other ranks' saves by this call fail."""
+        with suppress(ValueError):  # the group has changed, which the caller reports
             joint = self.called(None)
             if joint is not None:
                 self.failed(joint, error)
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
-        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
-        PeerFailedError.
-        """
+        """True if all ranks make a save, False if they skip it; `ask` decides on rank 0. Raises PeerFailedError."""
         if self.world.rank == 0:
             enters = ask()
             if not enters:
@@ -119,14 +117,14 @@ class Ranks:
         return joint.life.now is not JointState.SKIPPED
 
     def failed(self, joint: JointSave, error: BaseException) -> None:
-        """The call has raised on this rank: the others learn why. Does not wait."""
+        """Report to the other ranks why the call has raised on this one. Does not wait."""
         self.calls.fail(joint, Cause(self.world.rank, in_words(error)))
         self.meeting.does_not_meet()
 
     @contextmanager
     def meeting_ahead(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
-        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of
-        all ranks look, so that no save has to.
+        """Before the first save: yields a function that takes the captured state, and waits until rank 0 knows the
+        structures of all ranks, so that no save has to wait for them.
         """
         self.meeting.refuse_if_changed()
         try:
@@ -137,7 +135,7 @@ class Ranks:
             raise
 
     def meet_nodes(self) -> None:
-        """Find out, at the first call of all ranks, at which places each node has a folder of its own.
+        """Find out, at the first call of all ranks, at which places each node has its own folder.
 
         Raises PeerFailedError, StorageUnavailableError.
         """
@@ -145,20 +143,20 @@ class Ranks:
             self.nodes.meet()
 
     def hang_up(self) -> None:
-        """Much was read from other nodes, and nothing is for a while."""
+        """Close connections to other nodes, after much was read from them; nothing will be read for a while."""
         if self.nodes is not None:
             self.nodes.hang_up()
 
     def close(self) -> None:
-        """No call is made any more, and no other node is answered."""
+        """Make no more calls, and stop answering other nodes."""
         self.calls.close()
         if self.nodes is not None:
             self.nodes.close()
 
     def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
+        """Return rank 0's result of `ask` on all ranks, which must ask about the same steps.
 
-        Raises PeerFailedError on the others where it raises on rank 0.
+        Raises PeerFailedError on the other ranks if `ask` raises on rank 0.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone:
@@ -166,9 +164,9 @@ class Ranks:
         return self.meeting.answers_of_rank_0(what, step, ask)
 
     def is_leaving(self, *, asked: bool) -> bool:
-        """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.
+        """True if this rank was asked to leave, which it then reports to rank 0; on rank 0, True if any rank was.
 
-        Raises ValueError where the process group is another one by now.
+        Raises ValueError if the process group has changed.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone or self._is_leaving:
@@ -180,6 +178,6 @@ class Ranks:
         return asked or self._is_leaving
 
     def reader(self) -> tuple[int, int] | None:
-        """The reading rank and the number of ranks; None for a rank alone. Raises ValueError as `called`."""
+        """The reading rank and the number of ranks; None for a single rank. Raises ValueError as `called` does."""
         self.meeting.refuse_if_changed()
         return None if self.is_alone else (self.world.rank, self.world.size)

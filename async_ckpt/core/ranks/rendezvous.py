@@ -1,11 +1,11 @@
-"""One call that all ranks make alike: rank 0 names it, each rank does its part, and rank 0 decides.
+"""One call that all ranks make together: rank 0 names it, each rank does its part, and rank 0 decides.
 
-In: calls, on every rank. Out: on rank 0, what each rank says of its part; on the others, what rank 0 has decided.
-Knows nothing of: what the parts are.
+In: calls, on every rank. Out: on rank 0, the report of each rank on its part; on the others, rank 0's decision. Knows
+nothing of: what the parts are.
 
-A rank says by the store that it has done its part, and adds to a count. Rank 0 looks at the count, and reads all parts
-once they are there. A rank that cannot do its part refuses, with the reason, and rank 0 fails the call on all. Saves,
-exports, publications and the folders of frameworks meet in this way.
+A rank that has done its part writes a report to the store, and increments a counter. Rank 0 polls the counter, and
+reads all reports once they are complete. A rank that cannot do its part refuses with the reason, and rank 0 fails the
+call on all ranks. Saves, exports, publications and the folders of frameworks meet in this way.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ from .world import World, world_of_group
 T = TypeVar("T")
 Check = Callable[[], None]
 
-# Between looks at the store, or at a root: it grows from the one to the other, and no two ranks look at the same time.
+# The pause between looks at the store, or at a root, grows from the first value to the second, with jitter so that
+# ranks do not look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.01
 LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder or the store of the ranks, and at an object store
-# Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
+# The limit for all ranks that wait for the same object: S3 answers about this many requests a second below one prefix.
 _MAX_LOOKS_PER_SECOND: Final = 5500
-# Between looks at who is missing, and at who is lost.
+# The pause between checks for missing and lost ranks.
 _LOOK_AROUND_SECONDS: Final = 2.0
-_SAID_SECONDS: Final = 30.0  # a wait for rank 0's call of which the log tells
-# What rank 0 says last has this long to leave before its process may end.
+_SAID_SECONDS: Final = 30.0  # the log reports longer waits for rank 0's call
+# Rank 0's last message has this long to be sent before its process may end.
 LEAVE_SECONDS: Final = 5.0
-# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+# Not Python's own generator: a save must not take numbers that the training would draw.
 _RANDOM: Final = random.SystemRandom()
 
 _log = logging.getLogger("async_ckpt")
 
 
 def _nothing_to_check() -> None:
-    """The caller waits as long as it takes."""
+    """Check nothing: the caller waits as long as it takes."""
 
 
 class Rendezvous:
-    """The rendezvous of all ranks in one call. `Channel.call` makes it, and an `Agreement` is one about archives.
+    """The rendezvous of all ranks in one call. `Channel.call` creates it; an `Agreement` is a rendezvous about
+    archives.
 
-    Coroutines run on the library's loop; the methods that block are called elsewhere.
+    Coroutines run on the library's loop; the methods that block are called on other threads.
     """
 
     def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
@@ -83,7 +85,7 @@ class Rendezvous:
 
     @property
     def attempt(self) -> str:
-        """The name of the call, the same on all ranks; empty as long as rank 0 has not named it."""
+        """The name of the call, the same on all ranks; empty until rank 0 has named the call."""
         return self._joint.attempt
 
     @property
@@ -91,12 +93,12 @@ class Rendezvous:
         return self._calls.key_of(self._joint.attempt)
 
     def wait_named(self, check: Check) -> str:
-        """The name of the call, on a thread that may block. `check` is called in this wait alone. Raises as `named`."""
+        """Wait for the name of the call, and return it. Blocks. Only this wait calls `check`. Raises as `named`."""
         _waited(self._until_named(check))
         return self.attempt
 
     async def named(self, check: Check) -> None:
-        """Wait until the call has its name, since rank 0 has made it, too. `check` is called meanwhile, as in all later
+        """Wait until the call has its name: until rank 0 has made it, too. `check` is called in this and all later
         waits for this call, and may raise.
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
@@ -127,7 +129,7 @@ class Rendezvous:
     # --- a part that is done ----------------------------------------------------------------------------------
 
     def _put(self, part: Sequence[Any]) -> None:
-        """Tell rank 0 that this rank has done its part, unless the call has failed by now. Blocks."""
+        """Report to rank 0 that this rank has done its part. Raises if the call has failed by now. Blocks."""
         joint, key = self._joint, self._key
         if self.decides:
             return
@@ -139,9 +141,9 @@ class Rendezvous:
             store.set(f"{key}/{self.rank}", text)
             store.add(f"{key}/count", 1)
 
-        self._has_said_yes = True  # also if it fails, since it may have arrived
+        self._has_said_yes = True  # even if the put fails, since it may have arrived
         pauses = looks(is_remote=False)
-        # Who waits for the decision learns of a store that stays silent.
+        # If the store stays silent, the wait for the decision raises.
         while not self._silence_of_store():
             said = self._meeting.start.connection.ask(put)
             if wait_for(said, SILENCE_SECONDS) and not isinstance(said.exception(), RuntimeError):
@@ -150,9 +152,9 @@ class Rendezvous:
             TIMEKEEPER.sleep(next(pauses))
 
     async def _gathered(self) -> dict[int, list[Any]]:
-        """On rank 0: what each other rank has said of its part, once all have.
+        """On rank 0: the reports of all other ranks, by rank, once they are complete.
 
-        Raises PeerFailedError for a rank that refuses, is lost, or says nothing.
+        Raises PeerFailedError for a rank that refuses, is lost, or does not report.
         """
         start, size, begun = self._meeting.start, self.world_size, monotonic()
         looked, deadline, tells_at = begun, begun + PEER_SECONDS, begun + _SAID_SECONDS
@@ -188,7 +190,7 @@ class Rendezvous:
         raise AssertionError("looks never end")
 
     def _look(self, store: Any) -> tuple[int, Cause | None]:
-        """How many parts are done, and the refusal of a rank."""
+        """The number of parts that are done, and the refusal of a rank, if there is one."""
         count = count_of(store, f"{self._key}/count")
         return count, self._calls.refusal(self._joint.attempt, store)
 
@@ -201,21 +203,21 @@ class Rendezvous:
         return {rank: word for rank, word in words.items() if word is not None}
 
     def _read(self, store: Any) -> dict[int, list[Any]]:
-        """The parts of all other ranks, each of which has counted its own; none if one is not there yet."""
+        """The reports of all other ranks; empty if one of them is not there yet."""
         keys = {rank: f"{self._key}/{rank}" for rank in range(1, self.world_size)}
         if not store.check([*keys.values()]):
             return {}
         parts = {}
         for rank, text in zip(keys, store.multi_get([*keys.values()]), strict=True):
             nonce, *part = json.loads(text)
-            if nonce == self._meeting.start.nonces.get(rank):  # it is not another process's
+            if nonce == self._meeting.start.nonces.get(rank):  # otherwise the report is another process's
                 parts[rank] = part
         return parts
 
     async def _ask(self, call: Callable[[Any], T]) -> T | None:
-        """The answer of the ranks' store; None if it is away at this moment.
+        """The answer of the ranks' store; None if the store does not answer at this moment.
 
-        Raises PeerFailedError if it has been away for SILENCE_SECONDS.
+        Raises PeerFailedError if it has not answered for SILENCE_SECONDS.
         """
         answer = asyncio.wrap_future(self._meeting.start.connection.ask(call))
         answer.add_done_callback(ask_for_exception)
@@ -235,7 +237,7 @@ class Rendezvous:
     # --- who is lost ------------------------------------------------------------------------------------------
 
     def _lost_rank_0(self) -> str:
-        """Why rank 0, or the store, is lost for this rank."""
+        """Why rank 0, or the store, is lost for this rank; empty if it is not."""
         return self._meeting.start.lost_rank_0(self._begun_at)
 
     def _silence_of_store(self) -> str:
@@ -268,7 +270,7 @@ class Rendezvous:
     # --- the decision -----------------------------------------------------------------------------------------
 
     async def _decision(self, seconds: float = DECISION_SECONDS) -> tuple[Decision | None, str]:
-        """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
+        """On another rank: the decision of rank 0. If rank 0 has said neither yes nor no, also the reason."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
             if (decision := joint.heard) is not None:
@@ -283,7 +285,7 @@ class Rendezvous:
                 return None, f"rank 0 has not said in {seconds:.0f} s whether it is committed"
 
     async def _bell(self) -> None:
-        """Wait until something is heard of the call, but not for long."""
+        """Wait until something is heard about the call, or for a short time."""
         self._joint.bell.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._joint.bell.wait(), LOOK_SECONDS[False])
@@ -302,8 +304,8 @@ class RankCall(Rendezvous):
     """One rank's part in a call that has no archives to agree on."""
 
     async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
-        """This rank has done its part, and says so with a few values. On rank 0: those of all ranks, once all have
-        done theirs; then this rank calls `decide`. None on the others, which call `hear`.
+        """Report that this rank has done its part, with a few values. On rank 0: return the values of all ranks, once
+        all have reported; then rank 0 calls `decide`. On the others: return None; they call `hear`.
 
         Raises PeerFailedError.
         """
@@ -317,9 +319,9 @@ class RankCall(Rendezvous):
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
 
     async def hear(self) -> None:
-        """On another rank: wait until rank 0 has done what follows, which may take long where it has heartbeats.
+        """On another rank: wait until rank 0 has done what follows. With heartbeats, this wait has no limit.
 
-        Raises PeerFailedError if it has not, and with `undecided` if that is not known.
+        Raises PeerFailedError if rank 0 has failed, or, with `undecided`, if the outcome is not known.
         """
         has_heartbeats = self._meeting.start.connection.has_server
         decision, silence = await self._decision(math.inf if has_heartbeats else DECISION_SECONDS)
@@ -329,15 +331,15 @@ class RankCall(Rendezvous):
         self._calls.decide(self._joint, JointState.COMMITTED, None)
 
     def decide(self) -> None:
-        """On rank 0: what follows from all parts is done. Blocks for a moment."""
+        """On rank 0: announce that what follows from all parts is done. Blocks for a moment."""
         if self.world_size > 1:
             self._calls.decide(self._joint, JointState.COMMITTED, None)
             self._say(Decision("committed"))
             self._calls.forget(self._joint)
 
     def conclude(self, what_follows: Callable[[], None]) -> None:
-        """This rank has done its part: wait until all have, do what follows on rank 0, and wait for that on the others.
-        Blocks. Raises PeerFailedError, and on rank 0 what `what_follows` raises.
+        """Report that this rank has done its part, and wait for all ranks. Then rank 0 calls `what_follows`, and the
+        others wait until it has returned. Blocks. Raises PeerFailedError, and on rank 0 the errors of `what_follows`.
         """
 
         async def met() -> bool:
@@ -351,23 +353,23 @@ class RankCall(Rendezvous):
             self.decide()
 
     def fail(self, error: BaseException) -> None:
-        """This rank's part, or what follows on rank 0, has failed: the others learn why. Does not wait."""
+        """Report to the other ranks that this rank's part, or what follows on rank 0, has failed. Does not wait."""
         if self.world_size > 1 and not (self._joint.is_decided or self._is_refused):
             self._calls.fail(self._joint, Cause(self.rank, in_words(error)))
 
 
 class Channel:
-    """The calls about one topic, in one process. Any rank may make the first one."""
+    """The calls about one topic, in one process. Any rank may make the first call."""
 
     def __init__(self, topic: str, advice: str, *, is_of_paths: bool = False) -> None:
-        """Topics, and what is of paths, are the same on all ranks; `advice` is what to do if a rank does not come."""
+        """`topic` and `is_of_paths` must be the same on all ranks; `advice` is what to do if a rank does not come."""
         self.meeting = Meeting(topic=topic, advice=advice, is_of_paths=is_of_paths)
         self._calls = Calls(self.meeting, 1, lambda _: None)
-        self._own_token = os.urandom(8).hex()  # of a process alone
+        self._own_token = os.urandom(8).hex()  # used by a process without other ranks
 
     @classmethod
     def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
-        """The one channel of a topic that the process group which is initialised now has in this process."""
+        """The channel of a topic in the current process group. Each process has one for each topic."""
         found = _of_group.get(topic)
         if found is None or found.world != world_of_group():
             found = _of_group[topic] = cls(topic, advice, is_of_paths=is_of_paths)
@@ -378,9 +380,9 @@ class Channel:
         return self.meeting.world
 
     def token(self, check: Check, whom: str) -> str:
-        """A name for this topic, which all ranks have alike, and no other start of them; a process alone has a random
-        one. Waits for rank 0 to begin anything at all, and calls `check` meanwhile. Raises PeerFailedError: "waited
-        600 s for" `whom`.
+        """A name for this topic: the same on all ranks, and different for every start. A single process has a random
+        name. Waits for the first message of rank 0, and calls `check` meanwhile. Raises PeerFailedError: "waited 600 s
+        for" `whom`.
         """
         if self.world.is_one:
             return self._own_token
@@ -389,9 +391,9 @@ class Channel:
         return self.meeting.token()
 
     def call(self, step: int | None = None, path: str = "") -> RankCall:
-        """Make a call, known by its path or its step. Does not wait.
+        """Make a call, identified by its path or its step. Does not wait.
 
-        Raises ValueError where the process group is another one by now.
+        Raises ValueError if the process group has changed.
         """
         made = self._entered(step, path)
         if not self.world.is_one:
@@ -399,10 +401,8 @@ class Channel:
         return made
 
     def fail(self, error: BaseException, step: int | None = None, path: str = "") -> None:
-        """The call has raised on this rank before it could be made: the others learn why. One without a step is
-        whichever call comes next. Does not wait.
-        """
-        with suppress(ValueError):  # the process group is another one by now, and the caller raises
+        """Report that the call raised here before it could be made; without a step, the next call. Does not wait."""
+        with suppress(ValueError):  # the process group has changed, which the caller reports
             self._entered(step, path).fail(error)
 
     def _entered(self, step: int | None, path: str) -> RankCall:
@@ -416,7 +416,7 @@ class Channel:
         return RankCall(self.meeting, self._calls, joint)
 
 
-_of_group: dict[str, Channel] = {}  # by topic
+_of_group: dict[str, Channel] = {}  # keyed by topic
 
 
 @in_forked_child
@@ -437,7 +437,7 @@ def _waited(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:
-    """Seconds to pause between looks at what so many ranks look at."""
+    """Seconds to pause between looks at an object that `num_ranks` ranks look at."""
     least = num_ranks / _MAX_LOOKS_PER_SECOND if is_remote else 0.0
     for seconds in growing_pauses(max(_FIRST_LOOK_SECONDS, least), max(LOOK_SECONDS[is_remote], least)):
         yield seconds * _RANDOM.uniform(0.75, 1.25)

@@ -1,10 +1,10 @@
-"""The values that several ranks should have alike besides their large tensors: plain values and small tensors.
+"""The values besides large tensors that should be equal on all ranks: plain values and small tensors.
 
 In: the skeleton of one rank, and its archive's blocks as they are digested; archives of others on storage. Out: one
-digest, and the names of what differs. Knows nothing of: receipts, who is asked.
+digest, and the names of values that differ. Knows nothing of: receipts, which ranks are asked.
 
-Every rank has its small tensors in its own archive, so what turns out to differ (timers, running statistics) is there
-for each of them.
+Every rank has its small tensors in its own archive, so values that turn out to differ (timers, running statistics) are
+saved for each rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from ..state.names import dotted, is_within
 from ..state.skeletons import plain_leaves
 from ..storage.interface import Reader, Storage
 
-_GAP_BYTES: Final = MIB  # between small tensors that are read at once
+_GAP_BYTES: Final = MIB  # small tensors with a smaller gap are read at once
 
 
 class SharedValues:
-    """The shared values in one save of this rank. `note` is called from any thread, once for each block of the
-    archive.
-    """
+    """The shared values in one save of this rank. `note` is called from any thread, once for each block."""
 
     def __init__(
         self,
@@ -40,8 +38,8 @@ class SharedValues:
         per_rank: Collection[str],
         of_some: Collection[str] = (),
     ) -> None:
-        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count.
-        It is known that not all ranks have what is `of_some`.
+        """`small` gives the numbers of the specs of small tensors by their names. Values in `per_rank` do not count.
+        Values in `of_some` are known to exist only on some ranks.
         """
         self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
         self._excluded, self._of_some = frozenset(per_rank), frozenset(of_some)
@@ -52,7 +50,7 @@ class SharedValues:
         self._in_block: dict[int, list[int]] = {}
 
     def lie_in(self, layout: Layout) -> None:
-        """Take the layout, in which the small tensors have their places."""
+        """Note where the small tensors are in the archive."""
         begins = layout.plan.begins
         for number in self._small.values():
             begin = begins[number]
@@ -63,7 +61,7 @@ class SharedValues:
                 self._in_block.setdefault(block, []).append(at)
 
     def note(self, number: int, block: memoryview) -> None:
-        """This is block `number` of the file."""
+        """Copy the shared values out of block `number` of the file."""
         offset = number * BLOCK_BYTES
         for at in self._in_block.get(number, ()):
             extent = self._extents[at]
@@ -71,8 +69,8 @@ class SharedValues:
             self._data[at][begin - extent.offset : end - extent.offset] = block[begin - offset : end - offset]
 
     def digest(self) -> str:
-        """The digest of all values, when every block was noted: of those that all ranks have, and of those `of_some`,
-        16 characters each. Takes time for each value; not on the caller's thread.
+        """The digest of all values, once every block was noted: 16 characters for the values that all ranks have, and
+        16 for those in `of_some`. Takes time for each value, so it must not be called on the caller's thread.
         """
         leaves: list[tuple[str, str | bytearray]] = sorted(
             plain_leaves(json.loads(self._skeleton), _digests(self._objects)).items()
@@ -109,7 +107,7 @@ class _Archived:
         self.leaves = plain_leaves(self.index.skeleton, _digests(None if objects is None else self._read(objects.data)))
 
     def bytes_of(self, extents: Collection[Extent]) -> dict[Extent, bytes]:
-        """Small extents, neighbours read at once."""
+        """The bytes of small extents; neighbours are read at once."""
         pieces: dict[Extent, bytes] = {}
         spans: list[list[Extent]] = []
         for extent in sorted(extents, key=lambda extent: extent.offset):
@@ -134,11 +132,11 @@ class Values(NamedTuple):
 
     plain: Mapping[str, str]
     tensors: Mapping[str, bytes]
-    """The bytes of small ones; what they are is among the plain ones."""
+    """The bytes of small tensors. `plain` has an entry for each of them, too, with its kind."""
 
 
 def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collection[str]) -> Values:
-    """The values in one rank's archive: tensors of up to `small_bytes`, and nothing that is known to be `per_rank`."""
+    """The plain values, and tensors of up to `small_bytes`, in one rank's archive, except those in `per_rank`."""
     excluded = frozenset(per_rank)
     with storage.open(path) as reader:
         try:
@@ -156,7 +154,7 @@ def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collectio
 
 
 def differing(of_ranks: Sequence[Values]) -> list[str]:
-    """The names of what is not the same wherever it is."""
+    """The names whose values are not equal on all ranks that have them."""
     plain: dict[str, str] = {}
     tensors: dict[str, bytes] = {}
     different: set[str] = set()
@@ -167,12 +165,12 @@ def differing(of_ranks: Sequence[Values]) -> list[str]:
 
 
 def lacking(of_ranks: Sequence[Values], all_names: Collection[str]) -> list[str]:
-    """The names that some of these lack."""
+    """The names that some ranks lack."""
     return sorted({name for values in of_ranks for name in set(all_names).difference(values.plain)})
 
 
 def apart(names: Collection[str], common: Collection[str]) -> tuple[str, ...]:
-    """The prefixes of names that are not `common`: as few as there can be, with no common name within."""
+    """The shortest prefixes of the names that are not in `common`, such that no common name begins with them."""
     around = {name[:end] for name in common for end in (*_ends(name), len(name))}
     left = set(names).difference(common)
     shortest = (

@@ -1,11 +1,11 @@
 """One start of the ranks: how they find each other in a store.
 
-In: a world with a store. Out: the token of the start, below which all else is said. Knows nothing of: saves.
+In: a world with a store. Out: the token of the start, which prefixes all later keys. Knows nothing of: saves.
 
-A store may outlive its ranks: torchrun keeps its own, and starts all of them again. So each rank says hello with a
-nonce, and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be that of a
-dead process, so the rank says below the token that it has come. Rank 0 refuses another nonce of a rank that has come,
-which was started again alone.
+A store may outlive its ranks: torchrun keeps its own, and starts all ranks again. So each rank says hello with a nonce,
+and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be left by a dead
+process, so a rank that has the answer writes below the token that it is here. If another nonce of such a rank appears,
+the rank was started again alone, and rank 0 refuses it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from .world import World
 
 _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
-# So many hellos of ranks that count more of them than rank 0 are answered by a refusal.
+# Rank 0 also reads the hellos of this many ranks beyond its own number, and refuses them.
 _BEYOND: Final = 16
-# How long a rank stays as it closes, or exits: rank 0 for ranks that have not come yet, another one to say why it has
-# failed.
+# How long a rank lingers at close or exit: rank 0 for late ranks, another rank to report why it failed.
 LINGER_SECONDS: Final = 5.0
 
 
 class WorldStart:
-    """This start of the ranks, as one process knows it. `start_of` makes it; any thread may ask."""
+    """This start of the ranks, as one process knows it. `start_of` creates it; any thread may call it."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
@@ -49,13 +48,13 @@ class WorldStart:
         self.heartbeats = Heartbeats(self.connection, world.rank, world.size, lambda: self.log.open_calls)
         self.openings = itertools.count(1)
         self.nonce = secrets.token_hex(8)
-        self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
+        self.nonces: dict[int, str] = {}  # on rank 0: the nonce of each other rank that was answered last
         self._hello = f"{self.nonce} {world.size} {own_process()}"
-        # The name of this start: the same on all ranks, and of no other start. On rank 0 it is known at once;
-        # PeerFailedError where rank 0 knows another process as this rank.
+        # The name of this start: the same on all ranks, and different for every start. On rank 0 it is known at once.
+        # On others, it has PeerFailedError if rank 0 knows another process as this rank.
         self.token: Future[str] = running_future()
         self.all_here: Future[None] = running_future()  # on rank 0: all other ranks have come
-        self.leaving: Future[None] | None = None  # on another rank: its last word is said
+        self.leaving: Future[None] | None = None  # on another rank: resolves when its last message is sent
         self.log = WordLog(self.connection, world.size, self.token)
         if world.rank == 0:
             self._begin(secrets.token_hex(8))
@@ -66,19 +65,19 @@ class WorldStart:
     # --- the token --------------------------------------------------------------------------------------------
 
     def lost_rank_0(self, since: float) -> str:
-        """Why rank 0, or the store, is lost for this rank, which waits since then; empty if they are not."""
+        """Why rank 0, or the store, is lost for this rank, which waits since `since`; empty if neither is lost."""
         lost = self.heartbeats.lost([0])
         return f"rank 0 is lost: {lost[0]}" if lost else self.connection.silence_since(since)
 
     @property
     def prefix(self) -> str:
-        """The prefix of all keys of this start. Only once the token is known."""
+        """The prefix of all keys of this start. Valid only once the token is known."""
         return f"async_ckpt/{self.token.result()}"
 
     def say_later(self, key: str, text: str) -> Future[None]:
-        """Say a word below the prefix of this start once the token is known, which rank 0 may not have given yet.
+        """Write a message below the prefix of this start, once rank 0 has given the token.
 
-        The future ends when that was tried, or when this rank is refused. Does not wait.
+        The future resolves when that was tried, or when this rank is refused. Does not wait.
         """
         tried: Future[None] = running_future()
 
@@ -97,7 +96,7 @@ class WorldStart:
         self.heartbeats.begin(self.prefix)
 
     async def _say_hello(self) -> None:
-        """On another rank: say hello until rank 0 has answered it."""
+        """On another rank: say hello until rank 0 has answered."""
         hello, welcome = f"async_ckpt/hello/{self.rank}", f"async_ckpt/welcome/{self.rank}"
 
         def say(store: Any) -> None:
@@ -106,12 +105,12 @@ class WorldStart:
 
         def look(store: Any) -> str:
             if store.get(hello).decode() != self._hello:
-                return f"{self.nonce} - another process says that it is rank {self.rank}, too"
+                return f"{self.nonce} - another process claims to be rank {self.rank}, too"
             return store.get(welcome).decode() if store.check([welcome]) else "- - -"
 
         is_said = False
         for seconds in growing_pauses(_FIRST_LOOK_SECONDS, longest_pause(self.size)):
-            with suppress(RuntimeError):  # the store is away: it is asked again
+            with suppress(RuntimeError):  # the store does not answer: ask again
                 if not is_said:
                     await self._asked(say)
                     is_said = True
@@ -154,14 +153,14 @@ class WorldStart:
                 await asyncio.sleep(next(pauses))
 
     def note_all_here(self) -> None:
-        """On rank 0: all other ranks know the token. On the loop's thread."""
+        """On rank 0: note that all other ranks know the token. On the loop's thread."""
         if not self.all_here.done():
             self.all_here.set_result(None)
 
     def _answer(self, answered: dict[int, str], here: set[int], store: Any) -> dict[int, str]:
         """Answer each hello that was not answered yet. Returns the nonces that were answered, by rank."""
         news: dict[int, str] = {}
-        for rank in range(1, self.size + _BEYOND):  # ranks that count more than there are
+        for rank in range(1, self.size + _BEYOND):  # beyond the size: ranks that count more ranks than there are
             key = f"async_ckpt/hello/{rank}"
             if not store.check([key]):
                 continue
@@ -180,17 +179,17 @@ class WorldStart:
         return news
 
     def _new_here(self, answered: dict[int, str], here: set[int], store: Any) -> set[int]:
-        """The ranks that have come, of those that were answered: each has said so by the nonce that was answered."""
+        """The ranks that have come, of those that were answered: each has written the nonce that was answered."""
         keys = {rank: f"{self.prefix}/here/{rank}" for rank in answered if rank not in here}
         there = [rank for rank, key in keys.items() if store.check([key])]
         return {rank for rank in there if store.get(keys[rank]).decode() == answered[rank]}
 
     async def _asked(self, call: Callable[[Any], Any]) -> Any:
-        """The answer of the store that the user, or the process group, has: ranks meet below its prefix."""
+        """The answer of the store as the user, or the process group, has it: ranks meet below its prefix."""
         return await asyncio.wrap_future(self.connection.ask(call, given=True))
 
 
-# By store: a new process group in the same process has another.
+# By store: a new process group in the same process has another store.
 _starts: WeakKeyDictionary[Any, WorldStart] = WeakKeyDictionary()
 _starting = threading.Lock()
 
@@ -204,9 +203,7 @@ def _forget_starts() -> None:
 
 
 def answer_the_last() -> None:
-    """As the interpreter exits: give the ranks that are about to come the time to hear what rank 0 has said, and give
-    rank 0 the last word of this one.
-    """
+    """As the interpreter exits: let late ranks read rank 0's messages, and send this rank's last message."""
     starts = list(_starts.values())
     last = [start.all_here if start.rank == 0 else start.leaving for start in starts]
     wait_for_all([future for future in last if future is not None], LINGER_SECONDS)
@@ -214,7 +211,7 @@ def answer_the_last() -> None:
 
 def start_of(world: World) -> WorldStart:
     """This start of a world that has a store."""
-    with _starting:  # nothing is asked here
+    with _starting:  # does not ask the store
         if world.store not in _starts:
             _starts[world.store] = WorldStart(world)
         return _starts[world.store]

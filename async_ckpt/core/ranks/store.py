@@ -1,10 +1,10 @@
 """The connection of this process to the store of its ranks, and messages of ranks by keys there.
 
-In: a store of torch.distributed. Out: answers to short questions. Knows nothing of: what is said.
+In: a store of torch.distributed. Out: answers to short requests. Knows nothing of: the meaning of messages.
 
-One thread of the library makes all calls, by a connection of its own where the store is a TCPStore: a call to a store
-that does not answer may take as long as it likes, and holds up neither the training's own calls nor a save's clock. No
-call waits in the store for a key, since such a call can be neither broken off nor answered beside others.
+One thread of the library makes all calls, through its own connection if the store is a TCPStore: a store that does not
+answer may block a call for any time, which must delay neither the training's own calls nor a save. No call waits in the
+store for a key, since such a call can neither be cancelled nor run beside others.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from ..timing import duration, monotonic
 T = TypeVar("T")
 Ask = Callable[[Any], T]
 
-# From look to look at the store; it grows to the second.
+# The pause between looks at the store grows from the first value to the second.
 _FIRST_LOOK_SECONDS: Final = 0.005
 _LOOK_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 10.0
 
 
 class Connection:
-    """The connection to one store, which a start of the ranks has. Any thread may ask; one thread calls the store."""
+    """The connection to one store, owned by a start of the ranks. Any thread may ask; one thread calls the store."""
 
     def __init__(self, store: Any) -> None:
-        """`store` is not kept: its users do that, or its server would outlive a process group that is destroyed."""
+        """`store` is not kept alive, or its server would outlive a destroyed process group. Its users keep it."""
         self._given, self.address = weakref.ref(store), _address_of(store)
-        # Older versions of torch cannot copy a client; theirs may have to wait for a call of the training.
+        # Older versions of torch cannot clone a client, so their calls may have to wait for a call of the training.
         self._copies = self.address is not None and hasattr(store, "clone")
-        self._own: Any = None  # of the thread that calls the store
+        self._own: Any = None  # used by the thread that calls the store
         self._crew = Crew("store", 1)
-        self.answered_at = 0.0  # when the store has answered last
+        self.answered_at = 0.0  # when the store last answered
 
     @property
     def has_server(self) -> bool:
-        """True for a TCPStore, which answers many questions a second and forgets what is deleted."""
+        """True for a TCPStore, which answers many requests a second and frees deleted keys."""
         return self.address is not None
 
     def silence_since(self, begun: float) -> str:
-        """That the store has been silent since that moment for too long, since it is asked all the time; else empty."""
+        """A message if the store has been silent for SILENCE_SECONDS since `begun`, though asked; otherwise empty."""
         silent = monotonic() - max(begun, self.answered_at)
         return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
 
     @property
     def is_over(self) -> bool:
-        """True once nobody has the store any more, since its process group was destroyed."""
+        """True once the store has no users any more, since its process group was destroyed."""
         return self._given() is None
 
     def ask(self, call: Ask[T], *, given: bool = False) -> Future[T]:
-        """Call this with the store, after all calls that were asked for before. Does not wait.
+        """Call `call` with the store, after all calls that were requested before. Does not wait.
 
-        `given`: with the store as the user or the process group has it, whose keys may have a prefix. The future has
-        a RuntimeError where the store is gone, or the interpreter exits.
+        `given`: use the store as the user or the process group has it, whose keys may have a prefix. The future gets a
+        RuntimeError if the store is gone, or the interpreter exits.
         """
         outcome: Future[T] = running_future()
 
@@ -101,7 +101,7 @@ class Connection:
 
 
 def _address_of(store: Any) -> tuple[str, int] | None:
-    """Host and port of a TCPStore, also below prefixes; None for any other store."""
+    """Host and port of a TCPStore, also within PrefixStores; None for any other store."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
@@ -110,10 +110,10 @@ def _address_of(store: Any) -> tuple[str, int] | None:
 
 
 def _connected(address: tuple[str, int], given: Any = None) -> Any:
-    """A client of its own; of a store that is `given`, below the same prefixes."""
+    """A separate client at this address. With `given`, it is a clone of that store, with the same prefixes."""
     import torch.distributed as dist
 
-    try:  # torch prints lines of its own where there is no server
+    try:  # without a server, torch would print messages
         socket.create_connection(address, _CONNECT_SECONDS).close()
     except OSError as error:
         raise RuntimeError(f"there is no store at {address}") from error
@@ -126,7 +126,8 @@ def _connected(address: tuple[str, int], given: Any = None) -> Any:
 
 
 class Words:
-    """Messages of ranks by keys with one prefix; each key is written once. Blocking calls, but not on the loop.
+    """Messages of ranks by keys with one prefix; each key is written once. The methods block, and must not be called on
+    the loop.
 
     All of them raise PeerFailedError if the store is gone, or does not answer for SILENCE_SECONDS.
     """
@@ -138,23 +139,23 @@ class Words:
         self._answer(lambda store: store.set(f"{self._prefix}/{key}", word))
 
     def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
-        """The words of these keys, once all are there. `wait` is called with seconds between looks, and may raise."""
+        """The messages with these keys, once all are there. `wait` gets the seconds between looks, and may raise."""
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while (words := self._said(keys, wait)) is None:
             wait(next(pauses))
         return words
 
     def forget(self, key: str) -> None:
-        """Delete a word that no rank asks for any more. A key that was never said is no error."""
+        """Delete a message that no rank reads any more. Deleting a missing key is no error."""
         self._answer(lambda store: store.delete_key(f"{self._prefix}/{key}"))
 
     def said(self, key: str) -> str | None:
-        """The word of a key, if it is there already."""
+        """The message with this key, if it is there already."""
         words = self._said([key])
         return None if words is None else words[0]
 
     def said_of(self, keys: Sequence[str]) -> list[str]:
-        """The keys, of these, that are there already."""
+        """The given keys that are there already."""
 
         def look(store: Any) -> list[str]:
             return [key for key in keys if store.check([f"{self._prefix}/{key}"])]
@@ -180,12 +181,12 @@ class Words:
 
 
 def count_of(store: Any, key: str) -> int:
-    """The number that was added up at a key, by a question: `add` of nothing would let a FileStore grow."""
+    """The number counted up at a key. It is read by `get`, since adding 0 would let a FileStore grow."""
     return int(store.get(key)) if store.check([key]) else 0
 
 
 def quietly(call: Callable[[], T]) -> T | None:
-    """The result of a call to a store; None if the store is gone, of which deadlines tell."""
+    """The result of a call to a store; None if the store is gone, which deadlines report."""
     with suppress(PeerFailedError):
         return call()
     return None

@@ -1,9 +1,9 @@
 """The log of rank 0's words to all other ranks.
 
-In: words of rank 0. Out: the same words on each other rank, in order. Knows nothing of: what they are about.
+In: words of rank 0. Out: the same words on each other rank, in order. Knows nothing of: their meaning.
 
-Each word has a topic, and a rank that does not know the topic yet keeps the word for it. The other ranks read the log
-while they wait for something, by looking: a call that waits in the store could not be broken off.
+Each word has a topic, and a rank that does not know the topic yet keeps the word for it. The other ranks poll the log
+while they wait for something: a call that waits in the store could not be cancelled.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..host.loop import get_loop
 from ..host.waits import growing_pauses
 from .store import Connection
 
-# Polls of the store by all ranks together, and the pauses of one rank.
+# Polls of the store per second by all ranks together, and the first and longest pause of one rank.
 _LOOKS_PER_SECOND: Final = 16_000
 _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
-# A rank that finds no next word looks now and then whether it was deleted.
+# A rank that finds no next word checks at every tenth look whether that word was deleted.
 _LOOKS_PER_FIRST: Final = 10
-# Words that stay in the store: no rank that lives is so many behind.
+# How many words stay in the store: no living rank is that many behind.
 _KEPT: Final = 1000
 # Not Python's own generator: a save must not take numbers that the training would draw.
 _RANDOM: Final = random.SystemRandom()
@@ -41,21 +41,19 @@ class Waiting(Protocol):
 
     @property
     def attempt(self) -> str:
-        """The name of the call, once rank 0 has told of it."""
+        """The name of the call, once rank 0 has announced it."""
 
 
 def longest_pause(num_ranks: int) -> float:
-    """The seconds between two looks of each of so many ranks, once they have grown."""
+    """The longest pause of each of `num_ranks` ranks between two looks, in seconds."""
     return max(_LOOK_SECONDS, num_ranks / _LOOKS_PER_SECOND)
 
 
 class WordLog:
-    """The log of one start, as rank 0 says it, or another rank reads it. A start creates it. What was read changes on
-    the loop's thread alone.
-    """
+    """The log of one start, written by rank 0 and read by the others. What was read belongs to the loop's thread."""
 
     def __init__(self, connection: Connection, size: int, token: Future[str]) -> None:
-        """`token` is that of the start, once it is known."""
+        """`token` resolves with the token of the start."""
         self._connection, self._size, self._token = connection, size, token
         self._num_said = 0  # on rank 0, on the thread that calls the store
         self._num_read = self._num_empty = 0  # words read, and empty polls since
@@ -63,20 +61,21 @@ class WordLog:
         self._early: dict[str, list[Word]] = {}
         self._waiting: set[Waiting] = set()
         self._reading: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
+        self._wake: asyncio.Event = asyncio.Event()  # set when a new wait begins
 
     @property
     def _path(self) -> str:
         return f"async_ckpt/{self._token.result()}/log"
 
     def say(self, topic: str, word: Word) -> Future[None]:
-        """On rank 0: a word to all other ranks. The future ends once the store has it."""
+        """On rank 0: write a word for all other ranks. The future ends once the store has it."""
         text = json.dumps([topic, word])
 
         def say(store: Any) -> None:
             number, log = self._num_said, self._path
             store.set(f"{log}/{number}", text)
-            store.check([f"{log}/{number}"])  # `set` has no answer: messages on other ways must not overtake it
+            # `set` has no answer, and later messages on other connections must not overtake it
+            store.check([f"{log}/{number}"])
             self._num_said = number + 1
             if number >= _KEPT:
                 store.set(f"{log}/first", str(number - _KEPT + 1))
@@ -85,9 +84,7 @@ class WordLog:
         return self._connection.ask(say)
 
     def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
-        """From now on, `hearer` is called with each word about a topic, on the loop's thread. Those that were read
-        already come first.
-        """
+        """Call `hearer` on the loop's thread with each word about a topic, beginning with words read already."""
 
         def begin() -> None:
             self._hearers[topic] = hearer
@@ -108,7 +105,7 @@ class WordLog:
 
     @property
     def open_calls(self) -> set[str]:
-        """The names of the calls of this rank whose decision it does not know. On the loop's thread."""
+        """The names of this rank's calls whose decisions it does not know. On the loop's thread."""
         return {one.attempt for one in self._waiting if one.attempt}
 
     async def _read(self) -> None:
@@ -118,7 +115,7 @@ class WordLog:
             pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
             while self._waiting:
                 text = None
-                with suppress(RuntimeError):  # the store is gone, for now at least: deadlines tell
+                with suppress(RuntimeError):  # the store is gone, at least for now; deadlines report it
                     number, text = await asyncio.wrap_future(self._connection.ask(partial(self._next_word, log)))
                     self._num_read = number + (text is not None)
                 if text is not None:
@@ -131,14 +128,12 @@ class WordLog:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), next(pauses) * _RANDOM.uniform(0.75, 1.25))
         except PeerFailedError:
-            pass  # this rank is not in this start: waiting calls get the error from the token
+            pass  # this rank does not belong to this start: waiting calls get the error from the token
         finally:
             self._reading = None
 
     def _next_word(self, log: str, store: Any) -> tuple[int, str | None]:
-        """The number of the first unread word, and the word. Deleted words are passed over: a rank
-        that is so far behind was left out, and goes by what is committed.
-        """
+        """The number of the first unread word, and the word if it is there. A rank far behind skips deleted words."""
         number = self._num_read
         if not store.check([f"{log}/{number}"]):
             self._num_empty += 1
@@ -148,7 +143,7 @@ class WordLog:
             if not store.check([f"{log}/{number}"]):
                 return number, None
         self._num_empty = 0
-        (word,) = store.multi_get([f"{log}/{number}"])  # `get` asks twice
+        (word,) = store.multi_get([f"{log}/{number}"])  # `get` would send two requests
         return number, word.decode()
 
     def _heard(self, topic: str, word: Word) -> None:

@@ -1,7 +1,7 @@
-"""The processes of a distributed training: which of them this one is.
+"""The processes of a distributed training, and which of them this process is.
 
-In: torch.distributed, what a launcher has set, or what the user says. Out: worlds. Knows nothing of: what ranks tell
-each other.
+In: torch.distributed, a launcher's environment variables, or the user's arguments. Out: worlds. Knows nothing of:
+messages between ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    store: Any = None  # torch's; None for a process alone
-    has_group: bool = False  # even one process may have tensors that are spread over a group
-    is_given: bool = False  # the user has said which rank this is
+    store: Any = None  # a store of torch.distributed; None for a single process
+    has_group: bool = False  # even a single process may have tensors that are sharded over a group
+    is_given: bool = False  # the user has given the rank and size
 
     @property
     def is_one(self) -> bool:
@@ -27,9 +27,9 @@ class World(NamedTuple):
 
 
 def world_of(given: tuple[int, int] | None = None, store: Any = None) -> World:
-    """The world that the user gives; else that of the initialised process group; else this process alone.
+    """The world given by the user; otherwise that of the initialised process group; otherwise this process alone.
 
-    Raises ValueError for ranks that cannot be, and TypeError for a `store` that is none of torch.distributed.
+    Raises ValueError for impossible ranks, and TypeError for a `store` that is not from torch.distributed.
     """
     if store is not None:
         _check_store(store)
@@ -49,7 +49,7 @@ def world_of(given: tuple[int, int] | None = None, store: Any = None) -> World:
 
 
 def world_of_group() -> World:
-    """The world of the initialised process group; without one, this process alone."""
+    """The world of the initialised process group; without a group, this process alone."""
     group = _group()
     if group is None:
         return World()
@@ -60,7 +60,7 @@ def world_of_group() -> World:
 
 
 def refuse_if_changed(world: World) -> None:
-    """Raises ValueError where the process group that is initialised now has not the ranks that the world has."""
+    """Raises ValueError if the process group that is initialised now has other ranks than `world`."""
     group = None if world.is_given else _group()
     if group is None or group == (world.rank, world.size):
         return
@@ -91,7 +91,7 @@ def _checked(given: Any) -> tuple[int, int]:
 
 
 def _check_environment() -> None:
-    """Raises ValueError for what no launcher sets."""
+    """Raises ValueError if RANK and WORLD_SIZE have values that no launcher sets."""
     given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if not (given[0] and given[1]):
         return
@@ -108,9 +108,7 @@ def _check_environment() -> None:
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:
-    """Warn that a file which every rank writes is that of the last one. The text is always the same, so Python shows
-    it once.
-    """
+    """Warn that each rank replaces the file of the others. Python shows the constant text only once."""
     rank, world_size = ranks()
     if rank:
         warnings.warn(
@@ -122,11 +120,11 @@ def warn_of_ranks(*, stacklevel: int) -> None:
 
 
 def ranks() -> tuple[int, int]:
-    """Rank and world size; (0, 1) where nothing says that there are others."""
+    """Rank and world size; (0, 1) if nothing indicates that there are other ranks."""
     group = _group()
     if group is not None:
         return group
-    try:  # torchrun, and most other launchers
+    try:  # set by torchrun and most other launchers
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return 0, 1

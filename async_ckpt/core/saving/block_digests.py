@@ -1,12 +1,12 @@
-"""The digests of one archive's blocks, and of the groups of a state that lie in them.
+"""The digests of one archive's blocks, and of the groups of a state in that archive.
 
-In: where the groups lie, blocks as they are digested. Out: the digests of the archive; one digest for each group.
-Knows nothing of: who writes.
+In: where the groups lie, blocks as they are digested. Out: the digests of the archive; one digest for each group. Knows
+nothing of: who writes.
 
-The digests of groups show which groups have the very bytes of the commit before: a training that stands still, a
-snapshot that is stale. The digests of whole blocks serve the group that fills these blocks, so only the ends that a
-group shares with others are digested a second time. A group that has moved in the file, because something before it
-has grown, is digested once more as a whole, by the blocks of the place where it was.
+A group whose digest is the same as in the previous commit has the same bytes: the training stands still, or the
+snapshot is stale. A group's digest is computed from the digests of the blocks that it fills, so only the ends that it
+shares with other groups are digested a second time. A group that has moved in the file, because something before it has
+grown, is also digested by the block boundaries of its previous position.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ Groups = Mapping[str, Sequence[Extent]]
 
 
 class BlockReader(Protocol):
-    """Reads the blocks of an archive while they are digested."""
+    """Sees each block of an archive as it is digested."""
 
     def note(self, number: int, block: memoryview) -> None:
-        """Read block `number` of the file. Called from any thread, once for each block."""
+        """Look at block `number` of the file. Called from any thread, once for each block."""
 
 
 class BlockDigests:
-    """The digests of the blocks of one archive. A drain creates and owns them; any thread notes blocks, each one once.
+    """The digests of the blocks of one archive. A drain creates and owns them; any thread may note blocks, each block
+    once.
 
-    No lock: every block has bytes of its own in the table, and the drain seals it when all blocks are noted.
+    Needs no lock: every block has its own bytes in the table, and the drain seals the table once all blocks are noted.
     """
 
     def __init__(self, file: Image, readers: Sequence[BlockReader] = ()) -> None:
@@ -42,7 +43,7 @@ class BlockDigests:
         self._readers = readers
 
     def note(self, offset: int, data: memoryview) -> None:
-        """These bytes are in the file from `offset` on: whole blocks, or up to the end of what is covered."""
+        """Digest `data`, which begins at `offset` of the file: whole blocks, or up to the end of the digested bytes."""
         for begin in range(0, len(data), BLOCK_BYTES):
             number, block = (offset + begin) // BLOCK_BYTES, data[begin : begin + BLOCK_BYTES]
             for reader in self._readers:
@@ -51,7 +52,7 @@ class BlockDigests:
             self.of_blocks[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
 
     def sealed(self) -> bytes:
-        """The digests as the file contains them, once all blocks are noted."""
+        """The table of digests as it is written into the file. Call it once all blocks are noted."""
         data = digests.dump(self.covered, bytes(self.of_blocks))
         self.of_archive = digests.self_digest(data)
         return data
@@ -61,16 +62,16 @@ class GroupDigest(NamedTuple):
     """The digest of the bytes of one group."""
 
     here: bytes
-    """By the blocks of this file."""
+    """The digest by the block boundaries of this file."""
     before: bytes
-    """By the blocks of the file before; the same as `here` for a group that has not moved."""
+    """The digest by the block boundaries of the previous file; equal to `here` for a group that has not moved."""
 
 
 class GroupDigests:
-    """The digests of one archive's groups. The planner creates them, and they read the blocks of one archive."""
+    """The digests of one archive's groups. The planner creates it; it reads the blocks of one archive."""
 
     def __init__(self, groups: Groups, before: Groups | None = None) -> None:
-        """`before`: the places of the groups in the file that this one is compared with."""
+        """`before` gives the extents of the groups in the file that this one is compared with."""
         before = before or {}
         self._groups = groups
         self._moved = {
@@ -87,11 +88,11 @@ class GroupDigests:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of each group in the archive. Groups that share a tensor have its bytes each."""
+        """The bytes of each group in the archive. Groups that share a tensor count its bytes each."""
         return {name: sum(extent.length for extent in extents) for name, extents in self._groups.items()}
 
     def note(self, number: int, block: memoryview) -> None:
-        """Read block `number` of the file."""
+        """Digest the parts of block `number` that only partly belong to a group, and the groups that have moved."""
         for begin, end in self._shared.get(number, ()):
             self._parts[number, begin, end] = digests.block_digest(block[begin:end])
         for moved in self._moved.values():
@@ -99,7 +100,7 @@ class GroupDigests:
                 extent.note(number * BLOCK_BYTES, block)
 
     def result(self, of_blocks: bytes | bytearray) -> dict[str, GroupDigest]:
-        """The digest of each group that has bytes, once all its blocks are noted; `of_blocks` are the blocks' own."""
+        """The digest of each group that has bytes, once all blocks are noted; `of_blocks` are the blocks' digests."""
         result = {}
         for name, extents in self._groups.items():
             if any(extent.length for extent in extents):
@@ -122,10 +123,11 @@ class GroupDigests:
 
 
 class MovedExtent:
-    """An extent, digested by the blocks that it lay in before. Each of those is in two blocks of this file at most.
+    """An extent, digested by the block boundaries of its previous position. Each previous block lies in at most two
+    blocks of this file.
 
-    Two threads may note the two halves of a block at once. The first leaves a copy of its half under the lock; the
-    second takes the copy out, and digests both without the lock.
+    Two threads may note the two halves of such a block at once. The first one leaves a copy of its half under the lock;
+    the second one takes that copy, and digests both halves without the lock.
     """
 
     def __init__(self, extent: Extent, offset_before: int) -> None:
@@ -133,10 +135,10 @@ class MovedExtent:
         self._shift = offset_before - extent.offset
         self._lock = threading.Lock()
         self._digests: dict[int, bytes] = {}
-        self._halves: dict[int, bytes] = {}  # of blocks whose other part is still to come; under _lock
+        self._halves: dict[int, bytes] = {}  # blocks whose other half is missing; under _lock
 
     def note(self, offset: int, block: memoryview) -> None:
-        """These bytes are in the file from `offset` on."""
+        """Digest the part of this extent in `block`, which is in the file from `offset` on."""
         at, end = max(offset, self._extent.offset), min(offset + len(block), self._extent.end)
         while at < end:
             number, begin = divmod(at + self._shift, BLOCK_BYTES)
@@ -164,14 +166,14 @@ class MovedExtent:
 
 
 def _has_moved(extents: Sequence[Extent], before: Sequence[Extent]) -> bool:
-    """True if these are cut into other blocks than before, and may have the same bytes all the same."""
+    """True if the block boundaries have moved, while the sizes are unchanged, so that the bytes may still be equal."""
     return [extent.length for extent in extents] == [extent.length for extent in before] and any(
         extent.offset % BLOCK_BYTES != old.offset % BLOCK_BYTES for extent, old in zip(extents, before, strict=True)
     )
 
 
 def _ends(extent: Extent) -> list[tuple[int, int, int]]:
-    """The parts of an extent, at most two, that fill no whole block: (block, begin, end)."""
+    """The parts of an extent that do not fill a whole block, at most two: (block, begin, end)."""
     if not extent.length:
         return []
     first, begin = divmod(extent.offset, BLOCK_BYTES)

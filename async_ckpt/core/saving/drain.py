@@ -1,22 +1,22 @@
-"""The drain of one save: filled segments on their way to its sink, and perhaps to one that follows.
+"""The drain of one save: filled segments on their way to its sink, and perhaps to the sink of a further place.
 
-In: segments, in any order and from any thread. Out: written, digested, their memory given back. Knows nothing of: where
-segments come from, what becomes of the archives.
+In: segments, in any order and from any thread. Out: segments written and digested, their memory returned. Knows nothing
+of: where segments come from, what becomes of the archives.
 
-The first lane is the save's. A second one follows it to the next place of the run: it is dropped when it fails, or when
-its memory is needed, and the save goes on. Each lane has threads of its own where there are two, so that neither holds
-up the other. The thread that has written a segment first also digests it: the disk works meanwhile without the
-processor. Once everything is staged, the processor is free, and another thread digests what is still being written.
-The last segments of an archive (the tail) hold the digests of all others; the drain keeps the tail until they are
-known. Segments that come before the sinks are open are kept, too. After a failure the drain returns memory unread, so
-that threads that wait for memory go on.
+The first lane leads to the place that commits the save. A second lane may follow it to the next place of the run: if it
+fails, or its memory is needed, it is dropped and the save continues. With two lanes, each has its own threads, so that
+neither delays the other. The thread that writes a segment first also digests it, since the disk works meanwhile without
+the processor. Once everything is staged, the processor is free, and another thread digests the segments that are still
+being written. The last segments of an archive (the tail) contain the digests of all others; the drain keeps the tail
+until these are known. It also keeps segments that arrive before the sinks are open. After a failure the drain releases
+memory without writing it, so that threads that wait for memory continue.
 
 One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a
-lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it
-afterwards. Hence the order of events does not matter: a segment that is taken from a queue counts as active until its
-write and its digest have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread
-that makes the last of these conditions true learns that under the lock, and so exactly one thread seals the tail, and
-one ends each lane.
+lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it afterwards.
+Hence the order of events does not matter: a segment that is taken from a queue counts as active until its write and its
+digest have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread that makes the
+last of these conditions true learns that under the lock, so exactly one thread seals the tail, and exactly one ends
+each lane.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .block_digests import BlockDigests, BlockReader
 
 
 class Writers:
-    """The threads that write to each place, and the pace of each, which all saves of a saver share.
+    """The threads that write to each place, and the pace of each place. All saves of a saver share them.
 
-    On the loop; `pace_of` from any thread.
+    Used on the loop's thread; `pace_of` from any thread.
     """
 
     def __init__(self, max_bandwidth: float | None = None) -> None:
@@ -56,10 +56,10 @@ class Writers:
             )
         self._max_bandwidth = max_bandwidth
         self._places: set[str] = set()  # places with threads of their own
-        self._paces: dict[str, Pace] = {}  # by place
+        self._paces: dict[str, Pace] = {}  # the pace of each place
 
     def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
-        """The `submit` of the threads that write to a place, and its pace. `alone`: the save goes nowhere else."""
+        """The `submit` of the threads that write to a place, and its pace. `alone`: the save has no other place."""
         if alone and self._max_bandwidth is None:
             return get_loop().writers().submit, None
         place = storage.locate("")
@@ -67,13 +67,13 @@ class Writers:
         return get_loop().writers(place).submit, self.pace_of(storage)
 
     def pace_of(self, storage: Storage) -> Pace | None:
-        """The pace of all writes to a place; None if they have no limit."""
+        """The pace of all writes to a place; None if bandwidth is not limited."""
         if self._max_bandwidth is None:
             return None
         return self._paces.setdefault(storage.locate(""), Pace(self._max_bandwidth))
 
     def stop(self) -> None:
-        """Let the threads end."""
+        """Let the writing threads end."""
         with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
             for place in list(self._places):
                 get_loop().stop_writers(place)
@@ -87,27 +87,28 @@ class FilledSegment(NamedTuple):
 
 
 class Lane:
-    """The way of one archive's segments to one sink. The drain creates it, and guards all its state by its own lock."""
+    """The queue of one archive's segments for one sink. The drain creates it, and guards it by the drain's lock."""
 
     def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None, *, follows: bool) -> None:
         self.sink = sink
-        self.follows = follows  # the save goes on without it
+        self.follows = follows  # the save continues without it if it fails
         self.submit = submit
         self.pace = pace
-        self.written = running_future()  # every segment is taken, or the error that ended the lane
-        self.quiet = running_future()  # the lane has ended, and no write to its sink is under way
+        self.written = running_future()  # resolves when every segment is written, or with the error that ended the lane
+        self.quiet = running_future()  # resolves when the lane has ended and no write to its sink is running
         self.queue: deque[FilledSegment] = deque()
         self.num_writing = 0
         self.num_left = num_segments
         self.written_bytes = 0
         self.has_ended = False  # `written` resolves
-        self.is_given_up = False  # its sink lets go of all that it holds
+        self.is_given_up = False  # its sink frees all memory that it holds
 
 
 class Drain:
-    """Takes the filled segments of one save to its sinks: write, digest, give the memory back.
+    """Writes the filled segments of one save to its sinks, digests them, and returns their memory.
 
-    The saver creates it. Staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
+    The saver creates it. Staging threads call `put`; the loop's thread opens sinks and decides; the threads of the
+    lanes write.
     """
 
     def __init__(
@@ -120,23 +121,23 @@ class Drain:
         block_readers: Sequence[BlockReader] = (),
         trace: Trace = NO_TRACE,
     ) -> None:
-        """`submit` runs tasks that belong to no lane."""
+        """`submit` runs the tasks that belong to no lane."""
         self._file, self.segment_bytes, self.max_segments = file, segment_bytes, max_segments
         self._submit, self._trace = submit, trace
-        # The bytes that are digested come before the digests; a file without digests is written as it comes.
+        # The digested bytes come before the digests. A file without digests has no tail, and is written as it arrives.
         self.digests = BlockDigests(file, block_readers)
         self._first_tail = self.num_segments if file.digests is None else self.digests.covered // segment_bytes
-        self.idle = running_future()  # all lanes have ended, and no task is under way
+        self.idle = running_future()  # resolves when all lanes have ended and no task is running
         self._lock = threading.Lock()
-        self._lanes: list[Lane] = []  # under _lock, like all below
-        self._early: list[FilledSegment] = []  # that came before the sinks were open
-        self._tail: dict[int, Lease] = {}  # kept until all else is digested
-        self._undigested: dict[int, Lease] = {}  # until a thread takes the digest upon itself
+        self._lanes: list[Lane] = []  # under _lock, like all fields below
+        self._early: list[FilledSegment] = []  # arrived before the sinks were open
+        self._tail: dict[int, Lease] = {}  # kept until all other segments are digested
+        self._undigested: dict[int, Lease] = {}  # until a thread takes on the digest
         self._num_undigested = self._first_tail
-        self._is_sealed = file.digests is None  # the tail is on its way, or there is none
+        self._is_sealed = file.digests is None  # the tail has been sent, or the file has none
         self._staged_bytes = 0
         self._num_active = 0
-        self._error: BaseException | None = None  # if it has failed
+        self._error: BaseException | None = None  # the first failure
 
     @property
     def file_bytes(self) -> int:
@@ -153,19 +154,19 @@ class Drain:
 
     @property
     def progress(self) -> Progress:
-        """The bytes that are staged, and written by the first lane."""
+        """The bytes that are staged, and the bytes that the first lane has written."""
         with self._lock:
             return Progress(self.file_bytes, self._staged_bytes, self._lanes[0].written_bytes if self._lanes else 0)
 
     def check(self) -> None:
-        """Raise the error that made this save fail, if it did."""
+        """Raise the error that made this save fail, if it has failed."""
         if self._error:
             raise self._error
 
     # --- segments come in -------------------------------------------------------------------------------------
 
     def put(self, number: int, lease: Lease) -> None:
-        """Segment `number` is filled; the drain releases the lease."""
+        """Take over filled segment `number`. The drain releases the lease."""
         is_tail = number >= self._first_tail
         filled = FilledSegment(number, lease)
         with self._lock:
@@ -188,10 +189,11 @@ class Drain:
         elif not is_early:
             self._send(filled)
         if is_last:
-            self._submit(self._digest_rest, lambda _: self._leave())  # else those do it that write
+            # if no thread is free, the writing threads digest the rest
+            self._submit(self._digest_rest, lambda _: self._leave())
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
-        """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
+        """Open one lane for each (sink, `submit` of its threads, pace), and send the segments that have arrived."""
         lanes = [
             Lane(sink, submit, self.num_segments, pace, follows=number > 0)
             for number, (sink, submit, pace) in enumerate(sinks)
@@ -210,7 +212,7 @@ class Drain:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Give up: writes under way end, no other begins. The first error counts."""
+        """Give up: running writes end, and no other write begins. The first error counts."""
         with self._lock:
             self._error = self._error or error
             leases = [*(filled.lease for filled in self._early), *self._tail.values(), *self._undigested.values()]
@@ -223,7 +225,7 @@ class Drain:
         self._settle()
 
     def drop(self, lane: Lane, error: BaseException) -> None:
-        """End a lane, if it has not ended."""
+        """End a lane with an error, unless it has ended."""
         with self._lock:
             if lane.has_ended:
                 return
@@ -239,7 +241,7 @@ class Drain:
         self._settle()
 
     def relieve(self, starving: bool) -> bool:
-        """Memory is short. First goes what is only kept for trying again, then the lane that follows."""
+        """Free memory: first segments that are kept only for retries, then, if `starving`, the lane that follows."""
         with self._lock:
             lanes = list(self._lanes)
         if any(lane.sink.relieve() for lane in lanes):
@@ -252,7 +254,7 @@ class Drain:
         return True
 
     def give_up(self, lane: Lane, error: BaseException) -> None:
-        """End a lane, and have its sink free all memory that it does not send at this moment."""
+        """End a lane, and have its sink free all memory that it is not sending at this moment."""
         self.drop(lane, error)
         with self._lock:
             lane.is_given_up = True
@@ -275,7 +277,7 @@ class Drain:
         filled.lease.release()
 
     def _refused(self, lane: Lane, error: RuntimeError) -> None:
-        """There is no new thread to write with. One that writes already may have taken all that was sent."""
+        """Handle that no thread could be started. A thread that is writing already may have taken all segments."""
         with self._lock:
             is_left = bool(lane.queue)
         if is_left:
@@ -293,7 +295,7 @@ class Drain:
 
     def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
-            # The memory of a write that hangs comes back only with it: a lane that follows may hold a part of the pool.
+            # A hanging write holds its memory until it returns, so a lane that follows may hold only part of the pool.
             if not lane.queue or (lane.follows and lane.num_writing >= max(1, self.max_segments // 4)):
                 return None
             lane.num_writing += 1
@@ -319,14 +321,14 @@ class Drain:
         filled.lease.release()
         with self._lock:
             lane.num_writing -= 1
-            is_quiet = lane.has_ended and not lane.num_writing  # nothing is taken from a lane that has ended
+            is_quiet = lane.has_ended and not lane.num_writing  # a lane that has ended takes no more segments
         if is_quiet:
             lane.quiet.set_result(None)
         self._leave()
 
     def _check_lane(self, lane: Lane) -> None:
         self.check()
-        if lane.has_ended:  # dropped: the save goes on without it
+        if lane.has_ended:  # dropped: the save continues without it
             raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
 
     def _count_written(self, lane: Lane, num_bytes: int) -> None:
@@ -342,7 +344,7 @@ class Drain:
         with self._lock:
             numbers = [*self._undigested]
         try:
-            for number in reversed(numbers):  # the threads that write come from the other end
+            for number in reversed(numbers):  # the writing threads come from the other end
                 self._digest_once(number)
         except BaseException as error:
             self.fail(error)
@@ -351,7 +353,7 @@ class Drain:
     def _digest_once(self, number: int) -> None:
         with self._lock:
             lease = self._undigested.pop(number, None)
-        if lease is None:  # another thread does it, or the save has failed
+        if lease is None:  # another thread digests it, or the save has failed
             return
         try:
             self._digest(number, lease, self._bytes_of(number))
@@ -366,7 +368,7 @@ class Drain:
             self.digests.note(number * self.segment_bytes, lease.segment.view[:num_bytes])
 
     def _seal_if_due(self) -> None:
-        """Digest and send the tail, once all else is digested."""
+        """Digest and send the tail, once all other segments are digested."""
         with self._lock:
             is_due = not (self._is_sealed or self._num_undigested) and len(self._tail) == self.num_tail
             if not (is_due and self._lanes) or self._error is not None:
@@ -409,5 +411,5 @@ class Drain:
             ended = bool(self._lanes) and all(lane.has_ended for lane in self._lanes)
             is_idle = not self._num_active and (ended or self._error is not None)
         if is_idle:
-            with suppress(InvalidStateError):  # another thread has found the same
+            with suppress(InvalidStateError):  # another thread has resolved it
                 self.idle.set_result(None)

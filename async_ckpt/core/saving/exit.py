@@ -1,6 +1,6 @@
-"""The end of the process: every save under way is waited for, or given up, before the interpreter joins its threads.
+"""The end of the process: wait for every save under way, or give it up, before the interpreter joins its threads.
 
-In: the saves that are under way. Out: their ends, a line on stderr for each lost one, and the exit status.
+In: the saves that are under way. Out: all of them ended, a line on stderr for each lost save, and the exit status.
 Knows nothing of: how a save is carried out.
 """
 
@@ -25,13 +25,13 @@ from .ledger import abandon, all_saves
 from .save import Save, SaveState
 from .tiers import all_tiers
 
-# sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
+# EX_TEMPFAIL of sysexits.h: a temporary failure, which may not recur when the job is started again.
 EXIT_STATUS_SAVE_FAILED: Final = 75
 EXIT_STATUS_INTERRUPTED: Final = 130
 
 
 def drain_at_exit() -> None:
-    """Wait for every save under way, give up those that may not take longer, and say which were lost."""
+    """Wait for every save under way, give up those that exceed `exit_timeout`, and report lost saves on stderr."""
     loop = existing_loop()
     if loop is None:
         flush_all(waits.LISTENERS_SECONDS)
@@ -39,7 +39,7 @@ def drain_at_exit() -> None:
     loop.hurry()
     status = _wait_for_all(loop)
     for tiers in all_tiers():
-        with suppress(KeyboardInterrupt):  # which ends the wait
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
             for left in tiers.finish(0.0 if status else tiers.exit_timeout, say=say_on_stderr):
                 say_on_stderr(f"async_ckpt: {left}")
         status = status or (EXIT_STATUS_SAVE_FAILED if tiers.has_lost else 0)
@@ -65,7 +65,7 @@ def drain_at_exit() -> None:
 
 
 def _wait_for_all(loop: Loop) -> int:
-    """Wait for all saves. Returns the exit status that the wait itself gives reason for, or 0."""
+    """Wait for all saves. Returns 0, or the exit status for an interrupted wait."""
     begin = monotonic()
     wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
     given_up: list[Save] = []
@@ -102,7 +102,7 @@ def _say_lost(handle: SaveHandle, why: str) -> None:
 
 
 def say_on_stderr(line: str) -> None:
-    """Print a line on stderr, if there is one."""
+    """Print a line on stderr, if there is a stderr."""
     with suppress(OSError, ValueError):  # closed, or a pipe without a reader
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)
@@ -112,14 +112,14 @@ _exit_code: Any = None
 
 
 def note_exit_status() -> None:
-    """Remember the argument of `sys.exit` from now on: Python tells no exit hook, and the user's status must stand."""
+    """Record the argument of `sys.exit`: Python does not pass it to exit hooks, and the user's status must stand."""
     if getattr(sys.exit, "_notes_status", False):
         return
     really_exit = sys.exit
 
     def noting_exit(status: Any = None, /) -> NoReturn:
         global _exit_code
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends no process
+        if threading.current_thread() is threading.main_thread():  # on other threads it does not end the process
             _exit_code = status
         really_exit(status)
 
@@ -128,7 +128,7 @@ def note_exit_status() -> None:
 
 
 def _exit_with(status: int, *, at_once: bool) -> None:
-    """Make the process end with this status, unless it ends with another non-zero one by itself."""
+    """Make the process end with this status, unless it is about to end with another non-zero status."""
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _exit_code not in (None, 0)
     if failed and not at_once:
         return
@@ -136,14 +136,14 @@ def _exit_with(status: int, *, at_once: bool) -> None:
         status = _exit_code & 0xFF if isinstance(_exit_code, int) and _exit_code else 1
 
     def last() -> None:
-        # Registered last, so called first: run all the others, then leave with our status.
+        # Registered last, so called first: run all other hooks, then exit with our status.
         atexit.unregister(last)
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (OSError, ValueError, AttributeError):
-                pass  # closed, broken or none: nothing more to say on it
+                pass  # closed, broken or None: nowhere to report to
         os._exit(status)
 
     if at_once:  # a thread is stuck in a call that does not return: joining it would hang
@@ -151,5 +151,5 @@ def _exit_with(status: int, *, at_once: bool) -> None:
     atexit.register(last)
 
 
-# Before the interpreter joins its threads, and before the crews are stopped (their hook was registered earlier).
+# Runs before the interpreter joins its threads, and before the crews are stopped: their hook was registered earlier.
 threading._register_atexit(drain_at_exit)  # type: ignore[attr-defined]

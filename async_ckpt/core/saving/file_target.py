@@ -1,6 +1,6 @@
-"""The target of a save to one file: an archive that is committed once it is durable, compressed if that is asked for.
+"""The target of a save to one file: an archive that is committed once it is durable, and compressed on request.
 
-In: a place of the user's. Out: one object there. Knows nothing of: runs, ranks.
+In: a place given by the user. Out: one object there. Knows nothing of: runs, ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Compression = Zstd | Literal["zstd"] | None
 
 
 def _zstd_of(compression: Compression, *, is_named: bool) -> Zstd | None:
-    """The compression that the user gave, or that the name stands for."""
+    """The compression that the user gave, or that the name implies."""
     if compression is None:
         return Zstd() if is_named else None
     if compression == "zstd":
@@ -31,13 +31,13 @@ def _zstd_of(compression: Compression, *, is_named: bool) -> Zstd | None:
 
 
 class FileTarget(Target):
-    """One object at a path of the user's choice: durable is committed."""
+    """One object at a path of the user's choice. It counts as committed once it is durable."""
 
     @classmethod
     def at(cls, place: Place, compression: Compression = None, *, may_mislead: bool = False) -> Self:
-        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used.
+        """A target at a place given by the user. Raises the errors of a path or compression that cannot be used.
 
-        With `may_mislead`, a plain archive may have the name of a compressed one.
+        With `may_mislead`, an uncompressed archive may have a name that implies compression.
         """
         storage, name = place.object()
         zstd = _zstd_of(compression, is_named=promises_zstd(name, place.shown, may_mislead=may_mislead))
@@ -46,7 +46,7 @@ class FileTarget(Target):
         return cls(storage, name, zstd)
 
     def __init__(self, storage: Storage, name: str, zstd: Zstd | None = None) -> None:
-        """`zstd`: compress on the way."""
+        """`zstd`: how to compress the archive while it is written; None for no compression."""
         super().__init__(storage, name)
         self._zstd = zstd
         if not self.storage.remote and Path(self.path).is_dir():
@@ -84,4 +84,4 @@ class FileTarget(Target):
         return 1 if self.is_compressed else self.storage.part_segments(num_bytes, segment_bytes)
 
     def discard(self) -> None:
-        """Leave the file: it is whole, and may have replaced an older one."""
+        """Do nothing: the file is whole, and may have replaced an older one."""

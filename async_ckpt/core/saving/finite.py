@@ -1,13 +1,13 @@
-"""The check of a save's values: is any NaN, or infinite?
+"""The check of a save's values for NaN and infinity.
 
 In: the layout of an archive, its blocks as they are digested. Out: the names of tensors with such values. Knows nothing
 of: marks, who writes.
 
-A block is checked by the thread that is about to digest it, so its bytes come into the cache once for both, and no
-memory is held for longer. The norm of numbers is finite only if they are: torch computes it on the calling thread, as
-fast as memory is, without a copy and without the GIL. Where it is not, huge numbers may have overflowed, and the least
-and the largest number decide. Tensors of one dtype that lie side by side are checked by one call: only if that finds
-something is each of them looked at.
+A block is checked by the thread that is about to digest it, so its bytes enter the cache once for both, and no memory
+is held longer. The norm of a block is finite only if all its numbers are. torch computes it on the calling thread, at
+the speed of memory, without a copy and without the GIL. If the norm is not finite, huge numbers may have overflowed, so
+the minimum and the maximum decide. Adjacent tensors of one dtype are checked by one call; only if that call finds
+something is each of them checked alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..spec import BLOCK_BYTES, some_of, whole_count
 from ..state.names import Select, selector, shown
 
 _SHOWN: Final = 3
-# Of as many elements or fewer, torch starts no threads beside the calling one: they would take processors from the
-# training, and wait for each other where there are too few.
+# For at most this many elements, torch uses only the calling thread. More threads would take processors from the
+# training, and wait for each other where processors are scarce.
 _SERIAL: Final = 32_767
-# The dtypes that torch is given. Of complex numbers, each part is a number, and no block divides one.
+# The dtype in which torch reads each format. A complex number is two numbers, and no block boundary divides one.
 _NUMBERS: Final = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -41,8 +41,8 @@ _NUMBERS: Final = {
     "complex64": torch.float32,
     "complex32": torch.float16,
 }
-# Those that it cannot compare. An operation with a mask takes the codes of NaN and Inf, of either sign, to a limit or
-# above it, and all others below.
+# Formats that torch cannot compare. Bitwise with the mask, the codes of NaN and Inf, of either sign, become at least
+# the limit, and all other codes less.
 _CODES: Final[dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], int, int]]] = {
     "float8_e4m3fn": (torch.bitwise_and, 0x7F, 0x7F),
     "float8_e5m2": (torch.bitwise_and, 0x7F, 0x7C),
@@ -58,12 +58,13 @@ class NonFinite:
 
         AsyncCheckpointer("runs/a", check=NonFinite(every=10, ignore="*.attn_mask"))
 
-    All tensors of floating-point and complex numbers are checked, so weights and moments, in the host's copy of the
-    state, by the threads that write it. The training does not wait for that. Groups that are `unchanged`, `driver=` and
-    plain numbers are not checked. The note of the mark names tensors. Several ranks check what each of them writes.
+    It checks all tensors of floating-point and complex numbers, such as weights and moments, in the host's copy of the
+    state, on the threads that write it. The training does not wait for it. Groups that are `unchanged`, `driver=` and
+    plain numbers are not checked. The note of the mark names the tensors. With several ranks, each one checks what it
+    writes.
 
     Args:
-        every: check the first save of the checkpointer, and from there each one of this number. With 1, all saves.
+        every: check the first save of the checkpointer, and every N-th from there. With 1, all saves.
         ignore: tensors that may have such values, such as masks: a name, a glob over dotted paths, or several of them.
 
     Raises ValueError and TypeError for other values.
@@ -78,7 +79,7 @@ class NonFinite:
 
 
 class _FloatExtent(NamedTuple):
-    """The place of a tensor: offsets from the end of the index, the dtype, and the number of its spec."""
+    """The place of a tensor: offsets from the end of the index, its dtype, and the number of its spec."""
 
     begin: int
     end: int
@@ -87,12 +88,12 @@ class _FloatExtent(NamedTuple):
 
 
 class _Floats:
-    """The places of a plan's tensors of floating-point numbers. The saves of one plan share them."""
+    """The places of a plan's floating-point tensors. All saves of one plan share them."""
 
     def __init__(self, plan: TensorPlan, ignore: Select) -> None:
         self.plan, self._ignore = plan, ignore
 
-    @cached_property  # on the first thread that asks, which is not the caller's; two threads would find the same
+    @cached_property  # computed on the first thread that asks, never the caller's; two threads would compute the same
     def tensors(self) -> list[_FloatExtent]:
         ignored, specs = selector(self._ignore), self.plan.specs
         return [
@@ -104,7 +105,7 @@ class _Floats:
 
     @cached_property
     def joined(self) -> list[_FloatExtent]:
-        """The same extents, those of one dtype that lie side by side as one."""
+        """The same extents, with adjacent extents of one dtype joined."""
         joined: list[_FloatExtent] = []
         for one in self.tensors:
             if joined and (joined[-1].end, joined[-1].dtype) == (one.begin, one.dtype):
@@ -121,8 +122,8 @@ class FiniteCheck:
         self._found: set[int] = set()  # numbers of specs; any thread adds one
 
     def note(self, number: int, block: memoryview) -> None:
-        """This is block `number` of the file."""
-        offset = number * BLOCK_BYTES - self._base  # from the end of the index, as the plan counts
+        """Check block `number` of the file."""
+        offset = number * BLOCK_BYTES - self._base  # from the end of the index, as in the plan
         for extent in _within(self._floats.joined, offset, len(block)):
             if _has_non_finite(extent, offset, block):
                 begin, end = max(offset, extent.begin), min(offset + len(block), extent.end)
@@ -130,20 +131,20 @@ class FiniteCheck:
                 self._found.update(one.number for one in tensors if _has_non_finite(one, offset, block))
 
     def found(self) -> str:
-        """The tensors with such values, in words, once every block was noted; empty if there is none."""
+        """The tensors with NaN or Inf, in words; empty if there are none. Call it once every block is noted."""
         names = [shown(self._floats.plan.specs[number].path) for number in sorted(self._found)]
         return f"NaN or Inf in {some_of(names, _SHOWN)}" if names else ""
 
 
 class FiniteChecks:
-    """The checks of the saves of one checkpointer, which creates it. From any thread that saves."""
+    """The checks of all saves of one checkpointer, which creates it. Used by any thread that saves."""
 
     def __init__(self, rule: NonFinite) -> None:
         self._rule, self._numbers = rule, itertools.count()
-        self._floats: _Floats | None = None  # of the last plan; replaced as a whole
+        self._floats: _Floats | None = None  # the last plan's; replaced as a whole
 
     def of(self, layout: Layout) -> FiniteCheck | None:
-        """The check of the next save; None if that one is not checked."""
+        """The check of the next save; None if that save is not checked."""
         if next(self._numbers) % self._rule.every:
             return None
         floats = self._floats
@@ -153,13 +154,13 @@ class FiniteChecks:
 
 
 def _within(extents: Sequence[_FloatExtent], begin: int, length: int) -> Sequence[_FloatExtent]:
-    """The extents, of these ascending ones, that have bytes in [begin, begin + length)."""
+    """The extents that have bytes in [begin, begin + length). `extents` are in ascending order."""
     first = bisect_right(extents, begin, key=attrgetter("end"))
     return extents[first : bisect_left(extents, begin + length, lo=first, key=attrgetter("begin"))]
 
 
 def _has_non_finite(extent: _FloatExtent, offset: int, block: memoryview) -> bool:
-    """Whether the part of an extent in a block, which begins at `offset`, has NaN or Inf."""
+    """True if the part of an extent in a block, which begins at `offset`, has NaN or Inf."""
     begin, end = max(extent.begin - offset, 0), min(extent.end - offset, len(block))
     raw = torch.frombuffer(block[begin:end], dtype=torch.uint8)
     if (codes := _CODES.get(extent.dtype)) is not None:

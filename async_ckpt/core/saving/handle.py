@@ -1,10 +1,10 @@
-"""The handle of a save, which is a future, and the bar that shows it: `progress=True`.
+"""The handle of a save, which is a future, and its progress bar: `progress=True`.
 
 In: a save under way. Out: its report or its error, for threads and for event loops; lines on stderr or in a notebook,
 drawn by tqdm. Knows nothing of: how a save works.
 
-A task on the loop follows a save that has a bar. A helper thread draws, since a terminal may hold up the thread that
-writes to it. An error of the bar costs the bar, and not the save.
+If a save has a bar, a task on the loop follows it. A helper thread draws, since a terminal may block the thread that
+writes to it. An error of the bar ends the bar, but not the save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..storage.place import Anywhere
 from .tiers import Tiers
 
 _DRAW_SECONDS: Final = 0.2
-# In a log file, where each drawing is a line that stays.
+# In a log file, where each drawing adds a line.
 _LOG_SECONDS: Final = 30.0
 
 _log = logging.getLogger("async_ckpt")
@@ -44,7 +44,7 @@ class SaveHandle(Future[SaveReport]):
 
     It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a separate thread, in
     the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own
-    threads raises RuntimeError at once, since it would wait for itself.
+    threads raises RuntimeError at once, since that thread would wait for itself.
     """
 
     def __init__(self, step: int | None, path: str, staging: Future[None], progress: Callable[[], Progress]) -> None:
@@ -55,21 +55,22 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.places: Tiers | None = None  # of a run at several
-        self.committed: Future[SaveReport] = running_future()  # at one place, or failed; `result` may wait for more
-        self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
+        self.places: Tiers | None = None  # set if the run has several places
+        # resolves when one place has it, or the save has failed; `result` may wait for further places
+        self.committed: Future[SaveReport] = running_future()
+        self.looked_at = False  # the outcome was retrieved; a race costs at most one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._end())
 
     def _end(self) -> None:
-        """Keep the last progress in place of what counts it: whoever keeps a handle keeps no plan of its save."""
+        """Replace the progress callback by its last value, so that a kept handle does not keep its save's plan."""
         last = self._progress()
         self._progress = lambda: last
         self._run_callbacks_soon()
 
     @property
     def staging_completion(self) -> Future[None]:
-        """A future that is done when the snapshot is complete in host memory: what `wait_staged` waits for.
+        """A future that is done when the snapshot is complete in host memory, for which `wait_staged` waits.
 
         handle.staging_completion.result(timeout=60)  # seconds
         """
@@ -84,14 +85,15 @@ class SaveHandle(Future[SaveReport]):
         return self
 
     def at(self, place: Anywhere) -> Future[int]:
-        """A future of the step by which a place of the run holds this step, or a newer one in its stead.
+        """A future that resolves when a place of the run holds this step, or a newer one instead; its result is that
+        step.
 
             handle.at("s3://bucket/run").result(timeout=600)  # seconds
 
-        The place is one of those given to the AsyncCheckpointer. A place that does not answer is tried again until the
+        The place must be one of those given to the AsyncCheckpointer. A place that does not answer is retried until the
         checkpointer is closed; then the future raises StorageUnavailableError. It raises ConflictError if the place has
-        steps of another line, and this save's own error. With several ranks, rank 0 copies and knows. Raises ValueError
-        for another place, and UsageError on another rank.
+        steps of another line, and this save's error if the save fails. With several ranks, call it on rank 0, which
+        copies. Raises ValueError for another place, and UsageError on another rank.
         """
         if self.places is None or self.step is None:
             raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")
@@ -134,14 +136,14 @@ class SaveHandle(Future[SaveReport]):
             handle.wait_staged()
             model.eval()  # a schedule-free optimizer's weights change here
 
-        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay,
+        Call it before changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay,
         tools that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
 
     def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:
-        """Call `fn(handle)` on a thread of the library when the save has ended, or at once if it has.
+        """Call `fn(handle)` on a thread of the library when the save has ended, or at once if it has ended already.
 
         handle.add_done_callback(lambda done: print(done.exception() or done.result()))
         """
@@ -157,7 +159,7 @@ class SaveHandle(Future[SaveReport]):
         ended = loop.create_future()
 
         def resolve() -> None:
-            if not ended.done():  # the await was cancelled
+            if not ended.done():  # otherwise the await was cancelled
                 ended.set_result(None)
 
         def wake(_: object) -> None:
@@ -219,7 +221,7 @@ class SaveHandle(Future[SaveReport]):
 
 
 def skipped(step: int | None, path: str) -> SaveHandle:
-    """The handle of a save that was not begun, since others are under way."""
+    """The handle of a save that was skipped because others are under way."""
     handle = SaveHandle(step, path, running_future(), lambda: Progress(0, 0, 0))
     handle.staging_completion.set_result(None)
     handle.committed.set_result(report := SaveReport("skipped", step, path))
@@ -238,8 +240,8 @@ def named(step: int | None, path: str) -> str:
 
 
 def progress_of(saves: Sequence[SaveHandle]) -> str:
-    """The oldest of these saves and how far it is, in words."""
-    if not saves:  # another thread plans one, or the last has ended just now
+    """The oldest of these saves and its progress, in words."""
+    if not saves:  # another thread is planning a save, or the last one has just ended
         return "another save"
     first = saves[0]
     others = f" and {len(saves) - 1} more" if len(saves) > 1 else ""
@@ -251,7 +253,7 @@ def progress_of(saves: Sequence[SaveHandle]) -> str:
 
 
 class Bars:
-    """The bars of the saves of one ledger, which creates it. Raises ImportError if tqdm is not installed."""
+    """The progress bars of the saves of one ledger, which creates it. Raises ImportError if tqdm is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -260,15 +262,15 @@ class Bars:
             raise ImportError('progress=True needs tqdm to draw with: pip install "async_ckpt[progress]"') from error
 
         class Bar(tqdm):  # type: ignore[misc]
-            monitor_interval = 0  # no thread of tqdm's own: we draw often enough
+            monitor_interval = 0  # no monitor thread: we draw often enough
 
         self._bar = Bar
         self._is_widget = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
     async def follow(self, handle: SaveHandle) -> None:
-        """Draw until the save has ended."""
+        """Draw the bar until the save has ended."""
         ended = asyncio.Event()
-        Future.add_done_callback(handle, lambda _: ended.set())  # it is resolved on this very loop
+        Future.add_done_callback(handle, lambda _: ended.set())  # resolved on this very loop
         try:
             bar = await off_loop(partial(self._begin, handle))
             has_ended = False
@@ -293,14 +295,14 @@ class Bars:
             unit_scale=True,
             mininterval=_DRAW_SECONDS / 2 if is_live else _LOG_SECONDS,
             miniters=1,
-            leave=None,  # below a bar of the user's, only that one stays
+            leave=None,  # below a bar of the user's, only the user's bar stays
         )
 
 
 class LenientFile:
-    """A file that may be closed, or that nobody reads any more.
+    """A file that may be closed, or whose reader may be gone; errors of writing are ignored.
 
-    An error of the file would leave tqdm's lock held, and every bar of the training would wait for ever.
+    Such an error would leave tqdm's lock held, and every other bar of the training would wait forever.
     """
 
     def __init__(self, file: Any) -> None:

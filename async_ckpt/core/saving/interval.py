@@ -1,22 +1,22 @@
-"""The interval between saves that follows from their cost, and from how often the training fails.
+"""The interval between saves, from their cost and from how often the training fails.
 
 In: the costs of recent saves, and the history of the run. Out: the seconds from the beginning of one save to that of
-the next, and the rule that they follow from. Knows nothing of: clocks, and how a cost is measured.
+the next, and the rule that gave them. Knows nothing of: clocks, how a cost is measured.
 
-A save costs training time: the stall, and steps that are slower while it is under way. With a cost of C seconds and an
-interval of T, saves take the share C/T of the time, so `overhead` asks for T = C / overhead.
+A save costs training time: the stall, and the slowdown of steps while the save is under way. With a cost of C seconds
+and an interval of T, saves take the share C/T of the time, so `overhead` requires T = C / overhead.
 
-A failure costs the work since the last save began, T/2 on average. For the mean time M between failures, the sum of
-both is least near T = sqrt(2 C M): J. W. Young, "A first order approximation to the optimum checkpoint interval",
+A failure loses the work since the last save began, T/2 on average. For a mean time M between failures, the sum of both
+costs is minimal near T = sqrt(2 C M): J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17(9), 1974. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
 restart dumps", Future Generation Computer Systems 22(3), 2006, adds terms for failures during a save and for more than
 one failure in an interval:
 
     T = sqrt(2 C M) * (1 + x/3 + x²/9)  with  x = sqrt(C / (2 M)),  if C < 2 M, and otherwise  T = M + C
 
-Daly's interval is the time trained between two saves; ours includes one save, so his "- C" falls away. A save in the
-background becomes durable some time after its call. A failure then costs that much more for any T, so the best T is the
-same.
+Daly's interval is the training time between two saves; ours includes one save, so his term "- C" disappears. A
+background save becomes durable some time after its call. A failure then costs that much more for any T, so the best T
+is the same.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Final, Literal, NamedTuple
 from ..events.goodput import goodput_of
 from ..events.shapes import Event
 
-# The seconds that a save is expected to take while none has been measured.
+# The assumed duration of a save, until one has been measured.
 FIRST_SAVE_SECONDS: Final = 60.0
-# The mean time between failures that is assumed of a run which has not failed yet.
+# The assumed mean time between failures of a run that has not failed yet.
 PRIOR_MTBF_SECONDS: Final = 86_400.0
-# So many failures say more than the assumption.
+# From this number of failures on, the measured mean replaces the assumption.
 _ENOUGH_FAILURES: Final = 3
-# The first save also plans and allocates memory, so a median needs a few saves. More than a few would adapt slowly.
+# The first save also plans and allocates memory, so a median needs several saves. Many more would adapt slowly.
 NUM_SAVES: Final = 5
 
 Rule = Literal["overhead", "mtbf", "durable", "at_least", "at_most", "first"]
@@ -52,15 +52,15 @@ class SaveCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The failures of a run so far, and the seconds for which its processes have run."""
+    """The number of failures of a run so far, and the seconds for which its processes have run."""
 
     count: int = 0
     seconds: float = 0.0
 
     def mtbf_seconds(self, more_seconds: float) -> float:
-        """The mean time between failures; the run has gone on for `more_seconds` without one.
+        """The mean time between failures, if the run has continued for `more_seconds` since without one.
 
-        Until three failures were seen, one more is assumed, within a day.
+        Below three failures, one more failure within a day is assumed.
         """
         seconds = self.seconds + more_seconds
         if self.count >= _ENOUGH_FAILURES:
@@ -69,13 +69,13 @@ class Failures:
 
 
 def median(values: Iterable[float]) -> float:
-    """As `statistics.median`, whose module takes as long to import as six of this library."""
+    """Like `statistics.median`, but importing that module takes as long as importing six modules of this library."""
     ordered = sorted(values)
     return (ordered[len(ordered) // 2] + ordered[~(len(ordered) // 2)]) / 2
 
 
 class Past(NamedTuple):
-    """The failures of a run so far, and the costs of its last saves, by its history."""
+    """The failures of a run so far, and the costs of its last saves, from its history."""
 
     failures: Failures
     costs: Sequence[SaveCost]
@@ -84,7 +84,7 @@ class Past(NamedTuple):
     def of(cls, events: Iterable[Event]) -> Past:
         events = list(events)
         spent = goodput_of(events)
-        # The slower steps beside a save are known once it has ended: the event of the next one tells them.
+        # The slowdown of steps is known only after a save has ended: the event of the next save reports it.
         saves = [
             one for one in events if one["kind"] == "save" and None not in (one["stall_seconds"], one["total_seconds"])
         ]
@@ -94,14 +94,14 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveInterval:
-    """The seconds from the beginning of one save to that of the next, and the rule that they follow from.
+    """The seconds from the beginning of one save to that of the next, and the rule that gave them.
 
         print(ckpt.interval())  # 420 s by overhead: a save costs 4.2 s of training, durable after 9.1 s
 
     `rule` is "overhead" or "mtbf"; "durable" if a save takes that long to become durable; "at_least" or "at_most"; or
-    "first" as long as no save has been measured. `cost_seconds` is the median of what the last five saves have cost,
-    `durable_seconds` the longest time that one of them took to become durable. `mtbf_seconds` is the mean time between
-    failures. A value that is not known, or has no rule, is None.
+    "first" until a save has been measured. `cost_seconds` is the median cost of the last five saves, `durable_seconds`
+    the longest time that one of them took to become durable. `mtbf_seconds` is the mean time between failures. A value
+    that is not known, or has no rule, is None.
     """
 
     seconds: float
@@ -120,10 +120,10 @@ class SaveInterval:
 
 
 class AdaptiveInterval:
-    """The interval by the costs and failures so far. A policy creates it, and guards it by its own lock.
+    """The interval from the costs and failures so far. A policy creates it, and guards it by the policy's lock.
 
-    `mtbf` is the mean time between failures that the user gives, in seconds. If it is "measured", the failures of the
-    run so far give it; if it is None, failures do not count.
+    `mtbf` is the mean time between failures in seconds, as given by the user. With "measured", the failures of the run
+    so far give it; with None, failures do not count.
     """
 
     def __init__(
@@ -144,14 +144,15 @@ class AdaptiveInterval:
         self._costs.append(cost)
 
     def resume(self, past: Past) -> None:
-        """Go on from what the history of the run tells; the costs that this process has measured count as later."""
+        """Continue from the history of the run. Costs that this process has measured count as later ones."""
         self._failures = past.failures
         self._costs.extend([*past.costs, *self._costs])
 
     def after(self, seconds: float) -> SaveInterval:
-        """The interval once this process has run for so many seconds.
+        """The interval after this process has run for `seconds`.
 
-        Raises ValueError at the first decision that knows a cost, if that is above the `mtbf` which the user gives.
+        Raises ValueError at the first decision with a known cost, if that cost is at least the `mtbf` given by the
+        user.
         """
         mtbf = self._failures.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
         if not self._costs:
@@ -173,7 +174,7 @@ class AdaptiveInterval:
     def _bounded(
         self, seconds: float, rule: Rule, cost: float | None, durable: float | None, mtbf: float | None
     ) -> SaveInterval:
-        """The interval within its bounds. None of them has saves follow each other faster than they become durable."""
+        """The interval within its bounds. No bound makes saves follow each other faster than they become durable."""
         if seconds < self._at_least:
             seconds, rule = self._at_least, "at_least"
         if seconds > self._at_most:
@@ -192,10 +193,11 @@ def daly_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def slower_seconds(beside: list[float], plain_seconds: float, stall_seconds: float) -> float:
-    """The seconds that steps have lost beside a save, without its stall; `plain_seconds` is the median step otherwise.
+    """The seconds that steps have lost while a save was under way, without its stall.
 
-    An evaluation or a slow batch beside a save is none of its cost, so the median step beside it counts for all of
-    them. Of one or two steps the median would hold the stall as well, so the sum bounds it.
+    `beside` are the seconds of these steps, `plain_seconds` is the median of other steps. An evaluation or a slow batch
+    during a save is not part of its cost, so the median of `beside` stands for each of them. With one or two steps that
+    median would include the stall, so the sum without the stall is an upper bound.
     """
     if not beside:
         return 0.0

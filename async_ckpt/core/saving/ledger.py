@@ -1,4 +1,4 @@
-"""The saves that are under way, and the account of those that have ended.
+"""The saves that are under way, and statistics of those that have ended.
 
 In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: how a
 save is carried out.
@@ -35,32 +35,32 @@ from .handle import progress_of as progress_of
 from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
-# A stopped terminal takes nothing, and no save waits for it.
+# A stopped terminal accepts no output, and no save waits for it longer than this.
 _LAST_DRAWING_SECONDS: Final = 1.0
 
 _log = logging.getLogger("async_ckpt")
 
-# Saves that have not finished, or have failed and are unseen, the oldest first. Replaced as a whole on the loop's
+# Saves that have not finished, or whose failure nobody has seen, oldest first. Replaced as a whole on the loop's
 # thread, which no signal interrupts; any thread reads it.
 _saves: list[tuple[Ledger, Save]] = []
-# Handles of which no save warns, since their callers raise the errors.
+# Handles for which saves emit no warning, since their callers raise the errors.
 _raised_by_callers: WeakSet[SaveHandle] = WeakSet()
 
 
 def all_saves() -> list[Save]:
-    """The saves of this process that have not finished, or have failed and are unseen."""
+    """The saves of this process that have not finished, or whose failure nobody has seen."""
     return [save for _, save in _saves]
 
 
 def leave_warning(handle: SaveHandle) -> None:
-    """Have no later save warn that this one has failed: the caller raises its error. At the exit it is told still."""
+    """Suppress later saves' warnings about this one, since the caller raises its error. The exit still reports it."""
     _raised_by_callers.add(handle)
 
 
 def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
     """Wait until these saves have ended. Raises the error of one of them.
 
-    For code that passes the error on to the user, who has not looked at it by that.
+    For callers that pass the error on: raising it here does not count as the user's look at it.
     """
     wait_for_all(handles)
     for handle in handles:
@@ -69,7 +69,7 @@ def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
 
 
 def wait_in_training(ended: Future[None], handles: Sequence[SaveHandle] = ()) -> None:
-    """Wait, with signs of life, for a save that has these parts. The caller raises its error, and so theirs."""
+    """Wait for a save that consists of these parts, and log now and then. The caller raises the parts' errors."""
     wait = Wait("in the training", ENDS_THE_WAIT)
     wait_for(ended, None, lambda: wait.goes_on(lambda: progress_of(handles)))
     for handle in handles:
@@ -94,7 +94,7 @@ class Ledger:
         progress: bool = False,
         roots: tuple[str, ...] = (),
     ) -> None:
-        """The arguments and roots of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
+        """Raises TypeError, ValueError, and ImportError as `Bars` does, for arguments of the checkpointer."""
         self.exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
         self._bars = Bars() if flag("progress", progress) else None
@@ -108,7 +108,7 @@ class Ledger:
         self._num_skipped = 0
 
     def begin(self, save: Save) -> None:
-        """Run a save once those before it have begun, and commit it after them. On the loop's thread."""
+        """Run a save once those before it have begun, and commit it after them. Called on the loop's thread."""
         global _saves
         turn, self._last = self._last, save.settled
         save.exit_timeout = self.exit_timeout
@@ -119,9 +119,8 @@ class Ledger:
         get_loop().begin(self._tell(save, turn, operation))
 
     async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
-        """Run a save, and resolve its handle with the outcome once none of its own files is left that does not stay.
-
-        Then apply retention. A failure of either after the commit is logged.
+        """Run a save, and resolve its handle with the outcome once its temporary files are gone. Then apply retention.
+        A failure of clean-up or retention after the commit is logged.
         """
         global _saves
         handle = save.handle
@@ -134,7 +133,7 @@ class Ledger:
             save.settled.set_result(None)
             handle.committed.set_exception(error)
             handle.set_exception(error)
-            with suppress(Exception):  # a convenience, which must not become another error
+            with suppress(Exception):  # a convenience, which must not cause another error
                 await save.after_failure(error)
         else:
             self._count(report)
@@ -149,18 +148,19 @@ class Ledger:
             if failed is not None:
                 save.finished.set_exception(failed)
             elif promise is not None:
-                save.finished.set_result(None)  # whoever closes has the step copied, and gives up what is away
+                # `close` then copies the step, and gives up a place that does not answer
+                save.finished.set_result(None)
             if promise is not None:
                 await self._keep(promise, handle, report)
         finally:
-            if drawing is not None:  # so that a caller that waits for the save prints below it
+            if drawing is not None:  # so that the output of a caller that waits for the save comes below the bar
                 await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
             if not save.finished.done():
                 save.finished.set_result(None)
             _saves = [(ledger, s) for ledger, s in _saves if s is not save or s.is_unseen]
 
     async def _clean(self, handle: SaveHandle, cleaning: Coroutine[Any, Any, None]) -> BaseException | None:
-        """Clean up after a save that is committed. Returns the error, which is logged and counted."""
+        """Clean up after a committed save. Returns the error, which it also logs and counts."""
         try:
             await cleaning
         except BaseException as error:
@@ -170,7 +170,7 @@ class Ledger:
         return None
 
     async def _keep(self, promise: Future[int], handle: SaveHandle, report: SaveReport) -> None:
-        """Resolve the handle of a save that is committed at a volatile place once it is at one that is not."""
+        """Resolve the handle of a save that is committed at a volatile place, once a lasting place has the step."""
         try:
             await asyncio.wrap_future(promise)
         except Exception as error:
@@ -187,25 +187,26 @@ class Ledger:
         self._stall_seconds += report.stall_seconds
 
     def skipped(self, handle: SaveHandle, spans: Spans) -> None:
-        """Count a save that was not begun, since others are under way. From any thread."""
+        """Count a save that was skipped because others are under way. Called from any thread."""
         self._num_skipped = next(self._skips)
         Operation("save", self.roots, spans).end(handle.step, Future.result(handle))
 
     def saves(self) -> list[Save]:
-        """The saves that have not finished, or have failed and are unseen, the oldest first."""
-        with suppress(ClosedError):  # the interpreter is exiting: none begins any more
+        """The saves that have not finished, or whose failure nobody has seen, oldest first."""
+        with suppress(ClosedError):  # the interpreter is exiting, so no save begins any more
             get_loop().sync()
         return [save for ledger, save in _saves if ledger is self]
 
     def progress(self) -> str:
-        """The progress of the saves that the next one waits for, in words."""
+        """The progress of the saves for which the next one waits, in words."""
         return progress_of([save.handle for save in self.saves() if not save.settled.done()])
 
     def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
-        """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of failed ones.
+        """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of failed saves.
 
-        Saves that were given up are not waited for; if the reader `overwrites` the state, the copies of all saves are.
-        `meanwhile` is called now and then. Raises RuntimeError on a thread of this library, if a save is under way.
+        It does not wait for saves that were given up. If the reader `overwrites` the state, it also waits until every
+        save has copied it. `meanwhile` is called now and then. Raises RuntimeError on a thread of this library, if a
+        save is under way.
         """
         begun = self.saves()
         undecided = [save for save in begun if not (save.settled.done() or save.given_up)]
@@ -238,7 +239,7 @@ class Ledger:
 
     @property
     def stall_seconds(self) -> float:
-        """The seconds for which all saves so far have held the training."""
+        """The seconds for which all saves so far have stalled the training."""
         return self._stall_seconds
 
     def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int, num_behind: int) -> dict[str, float]:
@@ -254,16 +255,16 @@ class Ledger:
             "stall_seconds_total": self._stall_seconds,
             "pool_bytes": pool_bytes,
         }
-        del last["last_committed"]  # it always is
+        del last["last_committed"]  # always 1
         return {prefix + key: float(value) for key, value in {**numbers, **last}.items()}
 
     def unseen(self) -> list[SaveHandle]:
-        """The failed saves at whose errors nobody has looked."""
+        """The failed saves whose errors nobody has looked at."""
         return [save.handle for ledger, save in _saves if ledger is self and save.is_unseen]
 
 
 def raise_error_of(failed: Iterable[SaveHandle]) -> None:
-    """Raise the error of the first of these saves; those of the others are noted in it."""
+    """Raise the error of the first failed save; the errors of the others become its notes."""
     errors = [error for handle in failed if (error := handle.exception()) is not None]
     if errors:
         for other in errors[1:]:
@@ -272,21 +273,21 @@ def raise_error_of(failed: Iterable[SaveHandle]) -> None:
 
 
 def abandon(saves: list[Save], why: str) -> None:
-    """Give saves up: they never become visible. Returns when they have ended, or soon."""
+    """Give saves up: they will not be committed. Returns when they have ended, or after a short timeout."""
     for save in saves:
         save.give_up(SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact"))
     wait_for_all([save.finished for save in saves], min(map(_abandon_seconds, saves), default=0.0))
 
 
 def _abandon_seconds(save: Save) -> float:
-    """The time that an abandoned save is waited for."""
+    """The seconds to wait for an abandoned save to end."""
     if save.exit_timeout is None:
         return waits.ABANDON_SECONDS
     return min(waits.ABANDON_SECONDS, max(waits.LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
 
 
 def _user_stacklevel() -> int:
-    """The `stacklevel` of a warning of the caller: the first frame whose code is not this library's."""
+    """The `stacklevel` for a warning of the caller: the first frame whose code is not this library's."""
     level, frame = 2, sys._getframe(1)
     package = __name__.partition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

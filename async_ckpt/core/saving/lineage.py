@@ -1,6 +1,6 @@
-"""The lineage of a run: its line of steps, and the facts that saves and restores leave for the saves after them.
+"""The lineage of a run: its line of steps, and the facts that saves and restores leave for later saves.
 
-In: restores, commits, captured states, writes that hang. Out: what a new save has to know of the earlier ones, and the
+In: restores, commits, captured states, hanging writes. Out: the facts that a new save needs about earlier ones, and the
 groups that it may borrow from them. Knows nothing of: how an archive is written.
 """
 
@@ -41,20 +41,21 @@ from .tiers import Tiers
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
-# The number of the save before all others; with one rank, of every save.
+# The `since` of groups that every save may borrow: with one rank all groups, with several the groups of a restore.
 _FIRST: Final = -(2**63)
 
 _log = logging.getLogger("async_ckpt")
 
 
-# Copies to a run the steps that only other roots have, and returns these: `loading.catch_up.catch_up`.
+# Copies to a run the steps that only other roots have, and returns them: `loading.catch_up.catch_up`.
 CatchUp: TypeAlias = Callable[..., list[int]]
 
 
 class Lineage:
-    """The facts that saves and restores of one checkpointer leave for later saves. From any thread.
+    """The facts that saves and restores of one checkpointer leave for later saves. May be called from any thread.
 
-    The checkpointer creates it; targets report commits to it, and retention asks it. The lock guards tables only.
+    The checkpointer creates it; targets report commits to it, and retention asks it which steps to keep. The lock
+    guards tables only.
     """
 
     def __init__(
@@ -71,22 +72,22 @@ class Lineage:
     ) -> None:
         """`pace_of` gives the pace of the writes to a place."""
         self.roots, self._may_retire = roots, retire
-        self.facts: Callable[[], dict[str, Any]] = dict  # of the training, for its events in the history
+        self.facts: Callable[[], dict[str, Any]] = dict  # about the training, for events in the history
         self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, ranks)
         self._pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
         self.tensors = UnchangedTensors()
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._lock = threading.Lock()
-        # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
+        # The last restore from a step below the newest commit, until a commit follows. Under _lock; read without it.
         self.rolled_back: object | None = None
         self.damaged: Collection[int] = ()  # under _lock: the newer steps, if that restore found all of them damaged
-        self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
+        self._digests: dict[str, bytes] = {}  # the last commit's digests, by group; under _lock
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
-        """The groups of a commit that have the bytes of the commit before: those that it has borrowed, and others.
+        """The groups of a commit whose bytes equal those in the previous commit, borrowed groups included.
 
-        Called once for each commit, in their order.
+        Called once for each commit, in the order of commits.
         """
         with self._lock:
             before, self._digests = self._digests, {name: digest.here for name, digest in digests.items()}
@@ -100,16 +101,17 @@ class Lineage:
 
     @property
     def retire(self) -> bool:
-        """Whether a commit takes newer steps out of the run: as the user says, or because they are damaged."""
+        """True if a commit takes newer steps out of the run: the user allows it, or they are damaged."""
         return self._may_retire or bool(self.damaged)
 
     def restored(
         self, step: int, *, behind: bool, damaged: Collection[int], seconds: float, phases: Mapping[str, float]
     ) -> None:
-        """Note that training goes on from a step; `behind` the newest commit. The restore and its parts took so many
-        seconds.
+        """Note that training continues from a step. `behind`: the step is older than the newest commit. `seconds` is
+        how long the restore took, and `phases` its parts.
 
-        `damaged` are the newer steps that it could not read: saves before the next commit replace or retire them.
+        `damaged` are the newer steps that the restore could not read: saves before the next commit replace or retire
+        them.
         """
         with self._lock:
             self.rolled_back = object() if behind else None
@@ -131,7 +133,7 @@ class Lineage:
                 loop.soon(partial(loop.background.submit, write, lambda _: None))
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """Note an event, which is written with the next save, and tell of a mark; on several ranks, rank 0 does."""
+        """Note an event, which is written with the next save, and report a mark to listeners. Only rank 0 does this."""
         if self._ranks.world.rank == 0:
             if kind == "mark":
                 tell("mark", self._ledger.roots, {facts["mark"]: 1})
@@ -139,23 +141,21 @@ class Lineage:
                 run.events.note(kind, step, **facts)
 
     def committed(self, *, since: object | None) -> None:
-        """Note a commit whose save was begun after the restore `since`: the run goes on from there."""
+        """Note a commit whose save began after the restore `since`. The run continues from this commit."""
         with self._lock:
             if self.rolled_back is since:
                 self.rolled_back, self.damaged = None, ()
 
     def in_flight(self, run: Run) -> Collection[int]:
-        """The steps that retention must not touch at a place: those being saved, those that a save may borrow from, and
-        those that further places are to have.
-        """
+        """The steps that retention must leave at a place: being saved, lending to saves, or still to be copied."""
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
         lenders = self.groups.lenders() | self.tensors.lenders()
         return {step for step in steps if step is not None} | lenders | self.tiers.held(run)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root the steps that only others have. Returns the steps copied to each root.
+        """Copy to each root the steps that only other roots have. Returns the steps copied to each root.
 
-        Raises StorageUnavailableError when a root is still away, after the others have been caught up.
+        Raises StorageUnavailableError if a root still does not answer, after the others have been caught up.
         """
         copied: dict[str, list[int]] = {}
         errors: list[CheckpointError] = []
@@ -204,7 +204,7 @@ class GroupOutline(NamedTuple):
     has_objects: bool
 
     def differences(self, other: GroupOutline) -> list[str]:
-        """The names of differences, and of parts that cannot be compared. None: the same memory, and no write to it."""
+        """The names of what differs, or cannot be compared. Empty: the same memory, without a write to it."""
         if self.has_objects or other.has_objects:
             return ["objects that are not plain data"]
         ours = [(spec.path, spec.dtype, spec.shape) for spec in self.specs]
@@ -222,7 +222,7 @@ class GroupOutline(NamedTuple):
 
 @dataclass(slots=True)
 class SavedGroup:
-    """The archives that a group was last written to, the outline of that state, and the run that has them."""
+    """A group as it was last written: the archives that have it, the outline of that state, and their run."""
 
     step: int
     borrowed: tuple[GroupLocation, ...]
@@ -231,7 +231,7 @@ class SavedGroup:
 
 
 class Driver(NamedTuple):
-    """The archive of the entries that one process holds for all ranks: `driver=`."""
+    """The archive of `driver=`: entries that rank 0 saves on behalf of all ranks."""
 
     image: bytes
     digest: str
@@ -239,12 +239,12 @@ class Driver(NamedTuple):
 
     @classmethod
     def of(cls, entries: Mapping[str, Any], step: int) -> Driver:
-        """Raises ValueError for too many bytes."""
+        """Raises ValueError if the archive is too large."""
         return cls(*small_archive(entries, step=step, max_bytes=_MAX_DRIVER_BYTES), tuple(entries))
 
 
 class StepCall(NamedTuple):
-    """The arguments of one call of `save`, once they are checked."""
+    """The checked arguments of one call of `save`."""
 
     step: int
     joint: JointSave | None = None
@@ -253,28 +253,26 @@ class StepCall(NamedTuple):
     unchanged: Collection[str] = ()
     per_rank: Collection[str] = ()
     driver: Driver | None = None
-    given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+    given_here: frozenset[str] = frozenset()  # the entries of driver= on a rank other than 0, which does not write them
 
 
 @dataclass(slots=True)
 class StepContents:
-    """The contents of one step that is being saved: the call, and what it borrows. The request adds to it as the save
-    is planned.
-    """
+    """The contents of one step that is being saved: the call, and what it borrows. Filled in by the planning."""
 
     call: StepCall
-    number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
+    number: int = 0  # in the order of the calls; from `UnchangedGroups.begin`
     borrowed: tuple[GroupLocation, ...] = ()
-    outline: StateOutline | None = None  # of what is written, if later steps may borrow it
-    over: TakenOver | None = None  # tensors of groups that are written
+    outline: StateOutline | None = None  # outlines the groups that are written, if later steps may borrow them
+    over: TakenOver | None = None  # tensors of written groups that are taken over from earlier steps
 
     @property
     def lenders(self) -> Mapping[str, int]:
-        """The borrowed groups, and the steps that have them."""
+        """The step that lends each borrowed group, by group."""
         return {lent.group: lent.step for lent in self.borrowed}
 
     def lent(self) -> tuple[GroupLocation, ...]:
-        """The archives of earlier steps that this one borrows from."""
+        """The archives of earlier steps that this step borrows from."""
         return (*self.borrowed, *(() if self.over is None else self.over.locations.values()))
 
     def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
@@ -294,28 +292,28 @@ class _Known(NamedTuple):
     """The groups that one save left to be borrowed, by name."""
 
     since: int
-    """The number of the joint save from which on they count."""
+    """The number of the joint save that committed them: later joint saves may borrow them once this one is decided."""
     number: int
-    """That of the save, or of the restore."""
+    """The number of the save or restore itself, in the order of this process."""
     groups: dict[str, SavedGroup]
 
 
 class UnchangedGroups:
-    """The groups of a run that are committed, and that the next save may borrow. From any thread.
+    """The committed groups of a run that the next save may borrow. May be called from any thread.
 
-    A save replaces or retires what is committed at its step and above, perhaps even if it fails. Groups from there that
-    were known before it began are not lent any more: their archives may be gone.
+    A save replaces or retires what is committed at its step and above, perhaps even if it fails. Groups of such steps
+    that were known before the save began are no longer lent, since their archives may be gone.
     """
 
     def __init__(self, slicer: Callable[[], Slicer | None] = lambda: None) -> None:
         """`slicer` finds the slices of tensors that this rank holds, if there are several ranks."""
         self._slicer = slicer
         self._lock = threading.Lock()
-        # Ascending. Replaced as a whole; under _lock, and read without it.
+        # In ascending order. Replaced as a whole; under _lock, and read without it.
         self._known: list[_Known] = []
         self._numbers = itertools.count(1)
-        # (number, step) of the saves that began after the oldest of those. The caller's thread appends without a lock,
-        # since it may be interrupted; those before are removed under _lock.
+        # (number, step) of the saves that began after the oldest entry of `_known`. The caller's thread appends without
+        # a lock, since it may be interrupted; older entries are removed under _lock.
         self._begun: list[tuple[int, int]] = []
 
     def begin(self, step: int) -> int:
@@ -325,12 +323,12 @@ class UnchangedGroups:
         return number
 
     def _newest(self, joint: JointSave | None = None) -> _Known | None:
-        """The newest groups; with several ranks, those that all of them know of when the save begins."""
+        """The newest groups. With several ranks: the newest that all of them know when the save begins."""
         known = [one for one in self._known if joint is None or one.since <= joint.newest_decided]
         return known[-1] if known else None
 
     def _to_lend(self, call: StepCall, own_number: int) -> dict[str, SavedGroup]:
-        """The groups that no save has replaced or retired which began later than they were known: not even this one."""
+        """The known groups, except those of steps that later saves, this one included, may have replaced or retired."""
         known = self._newest(call.joint)
         if known is None:
             return {}
@@ -339,11 +337,11 @@ class UnchangedGroups:
         return {name: group for name, group in known.groups.items() if group.step < lowest}
 
     def without(self, state: Any, call: StepCall, number: int, *, run: Run) -> tuple[Any, tuple[GroupLocation, ...]]:
-        """The state without the unchanged groups of a call that this run has already, and the archives that have them.
+        """The state without the unchanged groups of a call that this run already has, and the archives that have them.
 
-        Several ranks must borrow the same groups, so they all go by the last commit; rank 0 refuses the save if it goes
-        to a place that does not have them. Raises ValueError for a name that is not a group of the state,
-        NotUnchangedError for one that has changed.
+        Several ranks must borrow the same groups, so they all refer to the last commit; rank 0 refuses the save if it
+        goes to a place that does not have them. Raises ValueError for a name that is not a group of the state,
+        NotUnchangedError for a group that has changed.
         """
         names = call.unchanged
         if not names:
@@ -358,14 +356,14 @@ class UnchangedGroups:
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         borrowed: list[GroupLocation] = []
-        # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
+        # Without the lock: the caller's thread may be interrupted, which must not happen while it holds one.
         lent = self._to_lend(call, number)
         for name in sorted(names):
             known = lent.get(name)
             if known is None or (known.run is not run and call.joint is None):
-                continue  # it has to be written
+                continue  # it must be written
             if not still_lends(known.run, known.borrowed):
-                continue  # somebody has deleted it by hand
+                continue  # the archive was deleted by hand
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
             if differences:
@@ -381,7 +379,7 @@ class UnchangedGroups:
         return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
 
     def forget(self, step: int | None) -> None:
-        """Lend nothing any more from a step that was found to be gone, where no other rank counts on it."""
+        """Stop lending groups of a step that is gone; with several ranks, keep them: other ranks may rely on them."""
         with self._lock:
             if all(known.since == _FIRST for known in self._known):
                 self._known = [
@@ -411,19 +409,19 @@ class UnchangedGroups:
                 return
             entries = [one for one in self._known if one.since < joint.number]
             entries.append(_Known(joint.number, contents.number, kept))
-            # Entries that no save can ask for any more go, and with them the protection of their steps.
+            # Drop entries that no save can ask for any more, and with them the protection of their steps.
             oldest = max((one.since for one in entries if one.since <= joint.newest_decided + 1), default=_FIRST)
             self._set([one for one in entries if one.since >= oldest])
 
     def _set(self, known: list[_Known]) -> None:
-        """Under the lock."""
+        """Replace `_known`, under the lock, and drop the begun saves that no entry needs any more."""
         self._known = known
         for begun in self._begun.copy():
             if begun[0] <= known[0].number:
                 self._begun.remove(begun)
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, run: Run) -> None:
-        """Note that groups of a live state hold the bytes of a step at this run: saves may borrow them, too."""
+        """Note that groups of a live state have the bytes of a step of this run, so that saves may borrow them, too."""
         manifest = run.committed(step)
         if manifest is None or not groups:
             return
@@ -449,7 +447,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _relative(node: Json, first: int) -> tuple[Json, bool]:
-    """The node of a group with its tensors counted from the first one; and True if a leaf cannot be compared."""
+    """The node of a group, with its tensors numbered from the first one; and True if a leaf cannot be compared."""
     if isinstance(node, list):
         parts = [_relative(inner, first) for inner in node]
         return [inner for inner, _ in parts], any(unknown for _, unknown in parts)

@@ -1,10 +1,11 @@
 """The mover of one further place: a thread that copies to it the newest step that the nearer places hold.
 
-In: wake-ups; the steps at all these places; copies that saves make there in their own pass. Out: the newest step at the
-place; the ends of waits for it. Knows nothing of: tensors, which place takes a save.
+In: wake-ups; the steps at all these places; copies that saves write there themselves. Out: the newest step at the
+place; resolved waits for it. Knows nothing of: tensors, which place takes a save.
 
-`Arrivals` has what is known of the place. `PassingCopy` is the copy of a save; `_Copier` makes those of the mover, on
-the thread of its `_Worker`. `MovingProcess` is what differs between a training and a process beside it.
+`Arrivals` records what is known of the place. `PassingCopy` is a copy that a save writes; `_Copier` makes the mover's
+own copies, on the thread of its `_Worker`. `MovingProcess` is what differs between a training and a separate moving
+process.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from ..timing import monotonic
 if TYPE_CHECKING:
     from ..host.pool import SegmentPool
 
-# Between two tries to move to a place that does not answer.
+# The first and the longest pause between two tries to move to a place that does not answer.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 60.0
-# Between two looks whether a step has arrived that another process moves.
+# The first and the longest pause between two looks for a step that another process moves.
 _FIRST_LOOK_SECONDS: Final = 0.2
 _LOOK_SECONDS: Final = 5.0
-# Between two looks, at the end, whether a place answers.
+# The pause between two requests to a place, at the end, to see whether it answers.
 _LOOK_AT_END_SECONDS: Final = 2.0
-# How long memory waits for the next copy. New pages for each copy would be a large part of the processor time of copies
-# that follow one another at once, and nothing beside a training that saves once a minute, which gets its memory back.
+# How long memory is kept for the next copy. Allocating new pages for each copy would take much of the processor time of
+# copies that directly follow each other. A training that saves once a minute gets its memory back in between.
 _KEEP_MEMORY_SECONDS: Final = 10.0
 
 _log = logging.getLogger("async_ckpt")
@@ -60,45 +61,43 @@ CopyStep: TypeAlias = Callable[..., list[int]]
 
 
 class MovingProcess:
-    """The process that has a mover for a place, as the mover asks and tells it. By default it moves alone."""
+    """The mover's view of the process that it runs in. By default no other process moves to the place."""
 
     def __init__(self, in_flight: Callable[[Run], Collection[int]]) -> None:
-        """`in_flight` lists the steps that retention leaves alone at a place."""
+        """`in_flight` lists the steps at a place that retention must not delete."""
         self.in_flight = in_flight
 
     def pace(self, *, is_last: bool) -> Pace | None:  # noqa: ARG002
-        """The limit of the bandwidth of a copy, if it has one. `is_last`: somebody waits for the end of the process."""
+        """The bandwidth limit of a copy, if there is one. `is_last`: the process waits for this copy before it ends."""
         return None
 
     def has_ranks(self) -> bool:
-        """Whether other ranks write to the place, too."""
+        """True if other ranks write to the place, too."""
         return False
 
     def other(self, step: int | None, num_bytes: int) -> Told | None:  # noqa: ARG002
-        """The word of another process, if that moves to the place. This one would move `step`, and has copied so many
-        bytes so far.
-        """
+        """The other process that moves to the place, if any. This one would move `step`, and has copied `num_bytes`."""
         return None
 
     def check(self, step: int, num_bytes: int) -> None:
-        """While this process copies `step`: raise StorageUnavailableError if another one moves to the place now."""
+        """While this process copies `step`: raise StorageUnavailableError if another process moves to the place now."""
 
     def found(self, step: int) -> None:
-        """The newest step there was moved by another process, or an earlier one."""
+        """Note that the place's newest step was moved by another process, or before this process started."""
 
     def arrived(self, step: int) -> None:
-        """The place has this step, its newest."""
+        """Note that the place has this step, its newest."""
 
     def failed(self, step: int, why: str) -> None:
-        """The newest step could not be copied."""
+        """Note that the newest step could not be copied."""
 
 
 class _Stopped(CheckpointError):
-    """The move was ended, since nobody waits for it any more."""
+    """The move was stopped, since nobody waits for it any more."""
 
 
 class _Expected(NamedTuple):
-    """A step that somebody waits for, since so many wants; if patient, also after a copy has failed."""
+    """A wait for a step. `since` is the number of wants when it began. A patient wait continues after a failed copy."""
 
     since: int
     step: int
@@ -107,23 +106,23 @@ class _Expected(NamedTuple):
 
 
 class Arrivals:
-    """The steps that one place is known to have and to lack, and the waits for them. From any thread."""
+    """The steps that one place is known to have and to lack, and the waits for them. May be called from any thread."""
 
     def __init__(self, shown: str, tell: Callable[[int], None]) -> None:
-        """`shown` is the place in messages. `tell` is called with each newest step that has come."""
+        """`shown` is the place in messages. `tell` is called with each newest step that has arrived."""
         self.shown, self._tell = shown, tell
-        self._lock = threading.Lock()  # guards all below
-        self._num_wants = 0  # calls of `want`: what was found before the last one is old
-        self.num_seen = 0  # those before the last look of the mover at the places
-        self._newest: int | None = None  # the newest step there, as far as is known
-        self.wanted: int | None = None  # the newest step that the nearer places had
+        self._lock = threading.Lock()  # guards all fields below
+        self._num_wants = 0  # calls of `want`; what was found before the last call is outdated
+        self.num_seen = 0  # the wants that the mover's last look at the places took into account
+        self._newest: int | None = None  # the newest step at the place, as far as known
+        self.wanted: int | None = None  # the newest step of the nearer places
         self._waiting: list[_Expected] = []
-        self.error: CheckpointError | None = None  # why the last copy has failed
-        self._num_failed = 0  # the wants that it took account of
-        self._is_over = False  # nothing is copied there any more
+        self.error: CheckpointError | None = None  # why the last copy failed
+        self._num_failed = 0  # the wants that the failed copy took into account
+        self._is_over = False  # nothing is copied to the place any more
 
     def want(self, step: int) -> None:
-        """A nearer place has just this step, its newest: what the place has of it, and above, does not count."""
+        """Note that a nearer place now has `step`, its newest. The same and later steps at this place are outdated."""
         with self._lock:
             self.wanted = step
             self._num_wants += 1
@@ -131,18 +130,18 @@ class Arrivals:
                 self._newest = None
 
     def begin_look(self) -> None:
-        """Begin a look: what is found takes account of all that was wanted so far, of `num_seen` wants."""
+        """Begin a look at the places. What it finds takes all wants so far into account, `num_seen` of them."""
         with self._lock:
             self.num_seen = self._num_wants
 
     def end_look(self, wanted: int | None, here: int | None) -> bool:
-        """Note the newest step of all places. True if the newest one of this place is news."""
+        """Note the newest step of all places. True if the newest step of this place has changed."""
         with self._lock:
             self.wanted = wanted
             return here is not None and here != self._newest
 
     def arrived(self, step: int, num_wants: int | None = None) -> None:
-        """The place has this step, its newest. `num_wants`: the wants that this takes account of; by default all."""
+        """Note that the place has this step, its newest. `num_wants`: how many wants this answers; by default all."""
         with self._lock:
             known = self._num_wants if num_wants is None else num_wants
             is_newest = known == self._num_wants
@@ -154,9 +153,7 @@ class Arrivals:
             self._tell(step)
 
     def copied(self, error: CheckpointError | None) -> None:
-        """All that was ahead at the last look is copied, or could not be: some wait no longer, after a conflict nobody
-        does.
-        """
+        """Note the end of a copy. After an error, impatient waits fail; after a conflict, all waits fail."""
         with self._lock:
             is_news = str(error) != str(self.error)
             self.error, self._num_failed = error, self.num_seen
@@ -170,7 +167,7 @@ class Arrivals:
             self._fail(error, self._num_failed)
 
     def _fail(self, error: CheckpointError, num_wants: int) -> None:
-        """A copy that took account of so many wants has failed: those who are not patient wait no longer."""
+        """Fail the waits that are not patient, after a failed copy that took `num_wants` wants into account."""
 
         def fail(one: _Expected) -> None:
             words = f"{self._behind(one.step, error)}; it is copied once the place answers"
@@ -179,25 +176,23 @@ class Arrivals:
         self._end(lambda one: not one.is_patient and one.since <= num_wants, fail)
 
     def fail_impatient(self, why: str, step: int | None = None) -> None:
-        """A copy makes no progress, or rank 0 could not copy `step`, its newest: if it is the newest here, too, those
-        who are not patient wait no longer.
-        """
+        """Fail impatient waits: a copy makes no progress, or rank 0 could not copy `step` and no newer one is known."""
         if step is None or self.wanted is None or self.wanted <= step:
             self._fail(StorageUnavailableError(why, path=self.shown), self._num_wants)
 
     def give_up(self, error: Exception) -> None:
-        """End all waits."""
+        """Fail all waits with an error."""
         self._end(lambda _: True, lambda one: one.arrived.set_exception(error))
 
     def end(self) -> None:
-        """Nothing is copied there any more, and nobody waits."""
+        """Note that nothing is copied to the place any more, and fail all waits."""
         with self._lock:
             self._is_over = True
         self.give_up(self._left())
 
     def arrival(self, step: int, *, is_patient: bool = True) -> Future[int]:
-        """A future of the step by which the place holds `step`, or a newer one. If it is not patient, it fails with the
-        next copy that does, or the last, if that one knew of all that was wanted.
+        """A future that resolves when the place holds `step`, or a newer one; its result is that step. Unless it is
+        patient, it fails with the next copy that fails, or with the last one, if that took all wants into account.
         """
         arrived: Future[int] = running_future()
         with self._lock:
@@ -209,12 +204,12 @@ class Arrivals:
             arrived.set_result(newest)
         elif not is_waiting:
             arrived.set_exception(self.error if isinstance(self.error, ConflictError) else self._left())
-        elif self.error is not None:  # the last copy may have known of the step
+        elif self.error is not None:  # the last copy may have included the step
             self._fail(self.error, self._num_failed)
         return arrived
 
     def has(self, step: int) -> bool:
-        """Whether the place is known to have a step, or a newer one."""
+        """True if the place is known to have a step, or a newer one."""
         newest = self._newest
         return newest is not None and newest >= step
 
@@ -230,12 +225,12 @@ class Arrivals:
         return "" if wanted is None else self._behind(wanted, self.error)
 
     def _end(self, ends: Callable[[_Expected], bool], resolve: Callable[[_Expected], None]) -> None:
-        """End these waits, outside the lock."""
+        """Remove the waits that satisfy `ends`, and resolve them outside the lock."""
         with self._lock:
             ending = [one for one in self._waiting if ends(one)]
             self._waiting = [one for one in self._waiting if one not in ending]
         for one in ending:
-            with suppress(InvalidStateError):  # rank 0 was lost meanwhile
+            with suppress(InvalidStateError):  # already failed, since rank 0 was lost
                 resolve(one)
 
     def _left(self) -> StorageUnavailableError:
@@ -249,19 +244,19 @@ class Arrivals:
 
 
 class PassingCopy:
-    """The archive of one step that a save writes to a further place in its own pass, beside the nearer one."""
+    """The archive of one step that a save writes to a further place, at the same time as to the nearer one."""
 
     sink: Sink
-    """Set before the save gets it."""
+    """Set before the save gets this object."""
 
     def __init__(self, step: int, storage: Storage, name: str) -> None:
         self.step, self.storage, self._name = step, storage, name
-        self.written_bytes = 0  # so far, as the save tells
+        self.written_bytes = 0  # so far, as reported by the save
         self.ended: Future[None] = running_future()
         self._is_whole = False
 
     def end(self, *, is_whole: bool) -> None:
-        """The save writes no more: leave no trace unless it is whole. The mover finds what there is. Blocks."""
+        """Note that the save writes no more, and remove the object unless it is whole. Blocks."""
         try:
             if not is_whole:
                 self.sink.abort()
@@ -278,24 +273,22 @@ class PassingCopy:
 
 
 class _Worker:
-    """A thread that works after each `wake`, until it is stopped. From any thread."""
+    """A thread that works after each `wake`, until it is stopped. Methods may be called from any thread."""
 
     def __init__(
         self, work: Callable[[], bool], rest: Callable[[], None], refused: Callable[[RuntimeError], None]
     ) -> None:
-        """`work` returns whether it has to be done again after a pause; `rest` follows when there is none. `refused` is
-        called in their place if the system has no thread left.
-        """
+        """`work` returns True to be repeated after a pause; else `rest` follows. `refused`: no thread could be had."""
         self._work, self._rest, self._refused = work, rest, refused
         self._crew = Crew("move", 1, background=True)
-        self._bell = threading.Event()  # ends a pause
-        self.ended: Future[None] = running_future()  # nothing is done any more
-        self._lock = threading.Lock()  # guards all below
-        self._is_wanted = self.is_running = False  # something is to be done; is being done, or about to be
+        self._bell = threading.Event()  # set to end a pause
+        self.ended: Future[None] = running_future()  # resolves when no work remains after `begin_end`
+        self._lock = threading.Lock()  # guards all fields below
+        self._is_wanted = self.is_running = False  # work is requested; work is running, or about to
         self.is_ending = self.is_stopped = False
 
     def wake(self) -> None:
-        """Work, once more if that is under way."""
+        """Request work; if it is running, it runs once more."""
         with self._lock:
             if self.is_stopped:
                 return
@@ -306,14 +299,14 @@ class _Worker:
             self._crew.submit(self._run, self._refuse)
 
     def begin_end(self) -> None:
-        """Work for the last time, without giving way to the training: then `ended` resolves."""
+        """Work for the last time, at normal priority, and then resolve `ended`."""
         with self._lock:
             self.is_ending = True
         self._crew.hurry()
         self.wake()
 
     def stop(self) -> None:
-        """Work no more. What is under way is to see `is_stopped`."""
+        """Stop working. Work that is running must check `is_stopped`."""
         with self._lock:
             self.is_stopped = self.is_ending = True
             is_running = self.is_running
@@ -323,7 +316,7 @@ class _Worker:
             get_loop().note_call(self.ended)
 
     def pause(self, seconds: float) -> None:
-        """On the thread: wait, at most until somebody wakes or stops it."""
+        """On the worker's thread: wait for `seconds`, or until `wake` or `stop` is called."""
         if not self.is_stopped:
             self._bell.wait(seconds)
             self._bell.clear()
@@ -351,7 +344,7 @@ class _Worker:
             self.is_running = self._is_wanted and not self.is_stopped
             self._is_wanted = False
             if self.is_running:
-                self._bell.clear()  # whoever rings from now on ends the pause
+                self._bell.clear()  # a bell from now on ends the pause
             return self.is_running
 
     def _end(self) -> None:
@@ -366,14 +359,14 @@ class _Copier:
 
     def __init__(self, roots: Roots, copy_step: CopyStep, process: MovingProcess) -> None:
         self._roots, self._run, self._copy_step, self._process = roots, roots.runs[-1], copy_step, process
-        self.step: int | None = None  # the one that is being copied there, perhaps by another process
-        self.num_bytes = 0  # that were copied so far
+        self.step: int | None = None  # the step that is being copied there, perhaps by another process
+        self.num_bytes = 0  # copied so far
         self._pool: SegmentPool | None = None
         self._ended_at = 0.0
         self._gone: int | None = None  # the step that could not be copied at the last try
 
     def copy(self, step: int, ahead: Ahead, *, is_last: bool, check: Callable[[], None]) -> bool:
-        """Copy a step from the nearest place that has it whole. False if all places have to be looked at again."""
+        """Copy a step from the nearest place that has it whole. Returns False if all places must be looked at again."""
         from ..storage.bulk import new_pool  # most runs have one place
 
         self.step, errors = step, list[CheckpointError]()
@@ -396,8 +389,8 @@ class _Copier:
                         pool=self._pool,
                     )
                 except (NotCommittedError, StepExistsError) as error:
-                    # Retention was faster, or another process has committed the step there: look again, but not at once
-                    # for the same step.
+                    # Retention was faster, or another process has committed the step there: look again, but raise if it
+                    # happens twice for the same step.
                     if self._gone == step:
                         raise StorageUnavailableError(str(error), path=self._roots.names[-1]) from error
                     self._gone = step
@@ -432,32 +425,33 @@ class _Copier:
 
 
 class Mover:
-    """Brings one place up to date with those before it. `Tiers` creates it. One thread moves; any may call."""
+    """Brings one place up to date with the nearer ones. `Tiers` creates it. One thread moves; any thread may call."""
 
     def __init__(self, roots: Roots, copy_step: CopyStep, process: MovingProcess) -> None:
-        """`roots` are the nearer places, and last the one that is brought up to date."""
+        """`roots` are the nearer places, and last the place to bring up to date."""
         self.run, self._roots, self._process = roots.runs[-1], roots, process
         self.arrivals = Arrivals(roots.names[-1], process.arrived)
         self.copier = _Copier(roots, copy_step, process)
         self._passing: PassingCopy | None = None  # the last one; it may have ended
         self.worker = _Worker(self._work, self._rest, self.arrivals.give_up)
         self._following = threading.Lock()  # held while `_passing` is set
-        self._is_elsewhere = False  # another process moves, as it was answered last
-        self._seen, self._seen_at = (-1, 0), 0.0  # the bytes that were copied, by whom waits
-        self._answered_at = 0.0  # when the place has answered last, after the end has begun
+        self._is_elsewhere = False  # another process moves to the place, according to its last announcement
+        # the bytes copied, as last seen by `_is_still`, and when they last changed
+        self._seen, self._seen_at = (-1, 0), 0.0
+        self._answered_at = 0.0  # when the place last answered, after the end began
 
     # --- a copy in the pass of a save -------------------------------------------------------------------------
 
     def may_follow(self, step: int) -> bool:
-        """Whether the place is idle, answers, and wants a step."""
+        """True if the place is idle, answers, and lacks this step."""
         is_busy = self.worker.is_running or self.worker.is_stopped or self._is_passing or self._is_elsewhere
-        # Room is made before a copy, and compression takes its time: a save does not wait for either.
+        # Making room and compression take time, and a save waits for neither.
         if is_busy or self.arrivals.error or self.run.keep.free is not None or self.run.compresses:
             return False
         return not self.arrivals.has(step) and self.run.takes(step)
 
     def follow(self, step: int, name: str, create: Callable[[Storage, str], Sink]) -> PassingCopy | None:
-        """Begin a copy in the pass of a save, if the place may have one. Raises the errors of `create`."""
+        """Begin a copy that a save writes itself; None if the place cannot take one. Raises the errors of `create`."""
         with self._following:
             if not self.may_follow(step):
                 return None
@@ -476,12 +470,12 @@ class Mover:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def begin_end(self) -> None:
-        """Have `worker.ended` resolve once the newest step is there, or the place does not answer."""
+        """Make `worker.ended` resolve once the newest step is there, or the place does not answer."""
         self._answered_at = monotonic()
         self.worker.begin_end()
 
     async def ask(self) -> None:
-        """Until the end, see whether the place answers."""
+        """Until the end, keep checking whether the place answers."""
         while not (self.worker.ended.done() or self.worker.is_stopped):
             with suppress(CheckpointError, OSError):
                 await off_loop(partial(self.run.storage.exists, TIERS))
@@ -489,12 +483,12 @@ class Mover:
             await asyncio.wait([asyncio.wrap_future(self.worker.ended)], timeout=_LOOK_AT_END_SECONDS)
 
     def is_going_on(self, *, must_answer: bool = False) -> bool:
-        """Whether the end is to be waited for: it has begun, and copies make progress, or the place answers."""
+        """True if the end must be waited for: copies make progress, and the place answers if it `must_answer`."""
         is_away = must_answer and monotonic() > self._answered_at + waits.ANSWER_SECONDS
         return self.worker.is_ending and not (self.worker.ended.done() or is_away or self._is_still())
 
     async def watch(self, arrived: Future[int]) -> None:
-        """Fail those who wait for the place if a call there does not return. Requests to a store end by themselves."""
+        """Fail the waits that are not patient if a call to the place hangs. Requests to a store end by themselves."""
         future = asyncio.wrap_future(arrived)
         future.add_done_callback(ask_for_exception)
         while not (self.run.storage.remote or (await asyncio.wait([future], timeout=_LOOK_SECONDS))[0]):
@@ -502,40 +496,40 @@ class Mover:
                 self.arrivals.fail_impatient(f"a copy there has made no progress for {waits.FINISH_SECONDS:.0f} s")
 
     def _is_still(self) -> bool:
-        """Whether what is copied has made no progress for long, as far as whoever asks again and again has seen."""
-        uploads = self._is_passing and self.run.storage.remote  # which ends by itself
+        """True if copies have made no progress for FINISH_SECONDS, as far as earlier calls of this method have seen."""
+        uploads = self._is_passing and self.run.storage.remote  # it ends by itself
         num_bytes = self.copier.num_bytes, self._passing.written_bytes if self._passing else 0
         if uploads or not self.worker.is_running or num_bytes != self._seen:
             self._seen, self._seen_at = num_bytes, monotonic()
         return monotonic() > self._seen_at + waits.FINISH_SECONDS
 
     def stop(self) -> None:
-        """End a move that is under way."""
+        """Stop a move that is under way, and end all waits."""
         self.worker.stop()
         self.arrivals.end()
 
     # --- on the mover's thread --------------------------------------------------------------------------------
 
     def _work(self) -> bool:
-        """Bring the place up to date. True if that has failed, and is to be tried again."""
+        """Bring the place up to date. Returns True if that has failed and must be tried again."""
         error: CheckpointError | None = None
         try:
             self._bring_up()
         except CheckpointError as failed:
             error = failed
-        except Exception as failed:  # a client may raise anything, and nobody must wait for a thread that has ended
+        except Exception as failed:  # a client may raise anything, and nobody may be left waiting for a dead thread
             why = failed if isinstance(failed, OSError) else repr(failed)
             error = StorageUnavailableError(f"{self.arrivals.shown}: {why}", path=self.arrivals.shown)
         self.copier.step = None
         self.arrivals.copied(error)
         if error is not None:
-            self.copier.free_memory()  # of which a request may still hold some
+            self.copier.free_memory()  # a request that is still running may hold some
             if not isinstance(error, ConflictError | _Stopped):
                 self._process.failed(self.arrivals.wanted or 0, str(error))
         return isinstance(error, StorageUnavailableError)
 
     def _bring_up(self) -> None:
-        """Move steps until there is none to move, or wait until another process has."""
+        """Move steps until none is left to move, or until another process has moved them."""
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while True:
             self._check()
@@ -543,7 +537,7 @@ class Mover:
             while passing is not None and not wait_for(passing.ended, LIVENESS_SECONDS):
                 self._check()
             self.arrivals.begin_look()
-            # The last step that was copied in the pass of a save: its archive is there, or those of other ranks are.
+            # The last step that a save copied itself: its archive is there, or those of other ranks are.
             first = None if passing is None else passing.step
             ahead = self._roots.ahead(self.run, is_last=self.worker.is_ending, first=first)
             if self._roots.are_taken:
@@ -551,13 +545,13 @@ class Mover:
             here = max((step for step, holders in ahead.holders.items() if self.run in holders), default=None)
             is_news = self.arrivals.end_look(max(ahead.holders, default=None), here)
             if here is not None:
-                if is_news:  # it was not moved by this process
+                if is_news:  # this process has not moved it
                     self._roots.check_taken(self.run)
                     self._process.found(here)
                 self.arrivals.arrived(here, self.arrivals.num_seen)
             told = self._process.other(ahead.step, self.copier.num_bytes)
             if told is not None and self.worker.is_ending and ahead.step is not None and not self.run.takes(ahead.step):
-                told = None  # the last step, which only this process knows to be the last
+                told = None  # only this process knows that this step is the last
             if here is not None and is_news and self._is_elsewhere:
                 self._release(here)
             self._is_elsewhere = told is not None
@@ -573,7 +567,7 @@ class Mover:
                 self.run.root.forget([ahead.step])  # the other process may replace it
 
     def _move(self, step: int, ahead: Ahead) -> None:
-        """Copy a step; then move the tracker, and apply retention, also where the step was held for this."""
+        """Copy a step; then move the tracker, and apply retention, also at places that held the step until now."""
         run, begun = self.run, monotonic()
         if not self.copier.copy(step, ahead, is_last=self.worker.is_ending, check=self._check):
             return
@@ -589,13 +583,13 @@ class Mover:
         run.write_events()
 
     def _release(self, step: int) -> None:
-        """Have the nearer places delete what they held until this step has arrived."""
+        """Apply retention at the nearer places, which kept steps until this one arrived."""
         for one in self._roots.runs[-2::-1]:
             if one.has_start:
                 one.retain(step, replaced=None, in_flight=self._process.in_flight(one))
 
     def _rest(self) -> None:
-        """Keep the memory for the next copy, but not for long."""
+        """Keep the memory for the next copy, but free it after a while."""
         self.worker.pause(self.copier.seconds_to_keep)
         if not self.worker.is_running:
             self.copier.free_memory()

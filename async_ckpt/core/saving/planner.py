@@ -1,4 +1,4 @@
-"""From a state to the plan of its archive, and the host memory that it may have.
+"""The planner: from a state to the layout of its archive, and to the host memory that it may use.
 
 In: captured states, a target. Out: layouts, and numbers of segments. Knows nothing of: copies, saves under way.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SavePlan(NamedTuple):
-    """One save, planned from top to bottom before anything of it begins. It keeps the tensors alive."""
+    """The plan of one save, made before any part of the save begins. It keeps the tensors alive."""
 
     step: int | None
     target: Target
@@ -38,19 +38,19 @@ class SavePlan(NamedTuple):
     layout: Layout
     """The place of each byte in the archive."""
     shared: SharedValues | None
-    """The values that all ranks should have alike, if there are several."""
+    """The values that should be equal on all ranks, if there are several."""
     groups: GroupDigests
     over: TakenOver | None
-    """The tensors that are taken over from earlier steps, if any may be."""
+    """The tensors that are taken over from earlier steps, if that is possible."""
 
 
 class Planner:
-    """The plans of one saver, which creates it. Most saves have the tensors of the save before. From any thread."""
+    """The planner of one saver, which creates it. Reuses the last plan if the tensors are the same. Any thread."""
 
     def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
         self._pool, self._max_in_flight = pool, max_in_flight
-        self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
-        self._groups: Groups = {}  # the place of each in the last archive that had it; replaced as a whole
+        self._plan: TensorPlan | None = None  # the last save's plan; replaced as a whole
+        self._groups: Groups = {}  # the extents of each group in the last archive that had it; replaced as a whole
 
     def lay_out(
         self,
@@ -65,21 +65,21 @@ class Planner:
         return _lay_out(plan, captured, step, ranks=ranks, lenders=lenders)
 
     def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
-        """The digests of the groups of an archive, to be noted; without any groups for a one-off save."""
+        """The digests of the groups of an archive, to be filled block by block. A one-off save has none."""
         if step is None:
             return GroupDigests({})
         before, self._groups = self._groups, {**self._groups, **layout.groups}
         return GroupDigests(layout.groups, before)
 
     def admit(self, layout: Image, target: Target | None) -> int:
-        """Let the pool grow to the needs of an archive. Returns the number of segments that it may have.
+        """Let the pool grow to the needs of an archive. Returns the number of segments that the archive may use.
 
-        Raises ValueError if it cannot hold the segments that have to be there at one time.
+        Raises ValueError if the pool cannot hold the segments that must exist at the same time.
         """
         size = self._pool.segment_bytes
         member = layout.digests
         num_tail = -(-layout.file_bytes // size) - member.data.offset // size if member else 0
-        # The tail waits for all other segments, of which a part is sent while the next one is filled.
+        # The tail waits for all other segments, which are sent in parts: one part is sent while the next one is filled.
         part = 1 if target is None else target.part_segments(layout.file_bytes, size)
         least = num_tail + 2 * part
         self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
@@ -90,7 +90,7 @@ class Planner:
         return self._pool.max_segments
 
     def take_memory(self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Plan a state, and take the memory for its archive, as long as `goes_on()`."""
+        """Plan a state, and take the memory for its archive, while `goes_on()` is True."""
         layout = self.lay_out(captured, step=0)
         self.admit(layout, None)
         num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
@@ -99,8 +99,8 @@ class Planner:
     def may_defer(self, num_segments: int, layout: Image, target: Target) -> bool:
         """True if some tensors may be copied later than others.
 
-        The tensors that are copied first could fill a small pool, and wait there for the later ones: if other saves are
-        under way, or if a sink may hold a segment until another one has come.
+        The tensors that are copied first could fill a small pool and wait there for the later ones: if other saves are
+        under way, or if a sink holds a segment until another one has come.
         """
         is_tight = num_segments * self._max_in_flight > self._pool.max_segments
         size = self._pool.segment_bytes
@@ -130,7 +130,7 @@ def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, s
 
 
 def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) -> SegmentPool:
-    """The pool of these sizes. Raises ValueError for sizes that are not valid."""
+    """A pool with these sizes. Raises ValueError for invalid sizes."""
     segment_bytes = None if segment_bytes is None else whole_bytes("segment_bytes", segment_bytes)
     host_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:

@@ -1,12 +1,13 @@
-"""The rules of when a save is due: after so many steps, after so much time, before the machine goes away.
+"""The rules of when a save is due: by steps, by time, or before the machine goes away.
 
-In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no, the interval
-that follows from what saves cost, and what the time of the training went to.
-Knows nothing of: how a save is made, signals, other ranks.
+In: steps, clocks, whether the process was asked to leave, and the saves that have begun. Out: yes or no, the interval
+that follows from the cost of saves, and the goodput of this process. Knows nothing of: how a save is made, signals,
+other ranks.
 
-The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
-step is expected to take as long as the longest recent one, a save likewise. If that was too cautious, there is room
-for another save once the first has ended, and so it is due; an estimate that is too high costs a save, not progress.
+The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. The
+next step is expected to take as long as the longest recent one, and so is the next save. If these estimates were too
+high, there is time for another save after the first has ended, and so it is due; an estimate that is too high costs a
+save, not progress.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from .signals import Signals, signals_of
 Deadline = Moment | Callable[[], float | None]
 
 MARGIN_SECONDS: Final = 30.0
-# The longest of these is expected next: enough steps to hold an evaluation, few enough to forget the compilation.
+# The longest of this many steps is expected next: enough to include an evaluation, few enough to forget compilation.
 _NUM_STEPS: Final = 100
-# Of saves that begin between two calls of `should_save`: more than any training makes.
+# Saves that begin between two calls of `should_save`: more than any training makes.
 _NUM_STARTS: Final = 64
-# Saves that a rollback within the process may go back over.
+# How many earlier saves a rollback within the process may go back over.
 _NUM_MARKS: Final = 1000
-# How often the history gets the step that was reached: so much of a killed training it does not know.
+# How often the step reached is written to the history. If the training is killed, the history misses up to this much.
 PROGRESS_SECONDS: Final = 60.0
 
 _log = logging.getLogger("async_ckpt")
@@ -53,31 +54,31 @@ _log = logging.getLogger("async_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The rules of when a save is due. `should_save` returns True if any of them says so.
+    """The rules of when a save is due. `should_save` returns True if any of them applies.
 
         AsyncCheckpointer("runs/a", due=Due(every=50, seconds=600))
 
     Args:
         every: a save is due at every step that is a multiple of this, except step 0.
         seconds: a save is due this many seconds after the last one began, or after the checkpointer was constructed.
-        deadline: when the machine is taken away. One last save is due in time for it. A datetime with a time zone,
+        deadline: when the machine is taken away. One last save is due in time before it. A datetime with a time zone,
             seconds since the epoch, or a function that is called at every step and returns the number of seconds left,
             or None if that is not known.
         margin_seconds: how many seconds to leave between the commit of that last save and the deadline.
-        signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM
-            and SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would
-            end the process, the first one no longer does, but a second one of the same kind does. Handlers that were
-            installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only if
-            it is named, and still raises KeyboardInterrupt.
-        overhead: the largest share of training time that saves may cost, such as 0.01. The interval follows from what
-            the last five saves have cost: their stalls, and steps that were slower beside them.
-        mtbf: the mean time between failures in seconds, or "measured": then the history of the run tells it, and it is
-            a day until there were three failures. The interval is the one at which saves and work that is done again
-            cost the least together, about `sqrt(2 * cost * mtbf)` (Young, Communications of the ACM 17(9), 1974), with
-            the higher-order terms of Daly (Future Generation Computer Systems 22(3), 2006). With `overhead` as well,
-            the longer interval counts.
-        at_least, at_most: the bounds of that interval, in seconds. Whatever they are, a save is due only once the one
-            before is durable. The first save is due after a minute.
+        signals: one save is due at the next step after a signal that announces the end of the job. True stands for
+            SIGTERM and SIGUSR1; otherwise, give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal
+            would end the process, the first one no longer does, but a second one of the same kind does. Handlers that
+            were installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only
+            if it is named, and still raises KeyboardInterrupt.
+        overhead: the largest share of training time that saves may cost, such as 0.01. The interval follows from the
+            cost of the last five saves: their stalls, and the slowdown of steps while they were under way.
+        mtbf: the mean time between failures in seconds, or "measured": then it comes from the history of the run, and
+            is a day at the start; below three failures, one more failure within a day is assumed. The interval is the
+            one at which saves and redone work together cost the least, about `sqrt(2 * cost * mtbf)` (Young,
+            Communications of the ACM 17(9), 1974), with the higher-order terms of Daly (Future Generation Computer
+            Systems 22(3), 2006). With `overhead` as well, the longer interval counts.
+        at_least, at_most: the bounds of that interval, in seconds. Regardless of them, a save is due only once the
+            previous one is durable. The first save is due after a minute.
 
     Raises ValueError if a rule is not valid, and TypeError if the deadline is not a time or a signal is not a signal.
     """
@@ -114,7 +115,7 @@ class Due:
 
 
 class SaveStart(NamedTuple):
-    """The start of a save, as `follow` notes it."""
+    """The start of a save, as recorded by `follow`."""
 
     step: int
     at: float
@@ -128,24 +129,24 @@ class SaveStart(NamedTuple):
 
 
 class ProcessGoodput:
-    """The time since `opened` by its use. A policy creates it, tells it of each save and restore, and guards it by its
-    own lock.
+    """The goodput of this process since `opened`. A policy creates it, reports each save and restore to it, and guards
+    it by the policy's lock.
 
-    `stall_seconds` returns the seconds for which saves have held the training so far.
+    `stall_seconds` returns the seconds for which saves have stalled the training so far.
     """
 
     def __init__(self, opened: float, stall_seconds: Callable[[], float]) -> None:
         self.slower_seconds = 0.0
         self._opened, self._stall_seconds = opened, stall_seconds
         self._restore_seconds = self._redone_seconds = 0.0
-        # Steps that were saved or restored, with the seconds trained until then, ascending in both.
+        # (step, seconds trained until then) of saved or restored steps, ascending in both.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_NUM_MARKS)
 
     def saved(self, step: int, at: float) -> None:
         self._marks.append((step, self.spent(at).trained_seconds))
 
     def restored(self, step: int, at: float, seconds: float) -> None:
-        """The training goes back to a step, by a restore that took `seconds`."""
+        """Note that the training returns to a step, by a restore that took `seconds`."""
         self._restore_seconds += seconds
         trained = self.spent(at).trained_seconds
         kept = [mark for mark in self._marks if mark[0] <= step]
@@ -161,20 +162,20 @@ class ProcessGoodput:
 
 
 class _Durations:
-    """The seconds that recent steps and saves have taken. A policy owns it, and guards it by its own lock."""
+    """The seconds that recent steps and saves have taken. A policy owns it, and guards it by the policy's lock."""
 
     def __init__(self, interval: AdaptiveInterval | None, time: ProcessGoodput) -> None:
-        self.interval = interval  # gets the cost of each save; None if no rule needs one
+        self.interval = interval  # receives the cost of each save; None if no rule needs it
         self._time = time
         self._under_way: list[Future[SaveReport]] = []
         self._saves: deque[float] = deque(maxlen=NUM_SAVES)
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
         self._plain_steps: deque[float] = deque(maxlen=_NUM_STEPS)  # while no save was under way
-        self._beside: list[float] = []  # the steps beside the oldest save that is under way
+        self._beside: list[float] = []  # steps while the oldest save was under way
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save was under way when saves were measured last, or has begun since."""
+        """True if a save was under way at the last measurement, or has begun since."""
         return bool(self._under_way)
 
     def begin(self, save: Future[SaveReport]) -> None:
@@ -184,7 +185,7 @@ class _Durations:
         for save in [save for save in self._under_way if save.done()]:
             self._under_way.remove(save)
             beside, self._beside = self._beside, []
-            if Future.exception(save) is None:  # not the handle's own method, which would count as a look
+            if Future.exception(save) is None:  # not the handle's own method, which would count as a look at the error
                 report = Future.result(save)
                 self._saves.append(report.total_seconds)
                 plain = median(self._plain_steps) if self._plain_steps else math.inf
@@ -207,16 +208,16 @@ class _Durations:
 
 
 class _DeadlineRule:
-    """The rule of a deadline. A policy owns it, and guards it by its own lock, except for `seconds_left`."""
+    """The rule of a deadline. A policy owns it, and guards it by the policy's lock, except for `seconds_left`."""
 
     def __init__(self, due: Due, wall_clock: Clock) -> None:
         self._ask, self._margin_seconds = _countdown(due.deadline, wall_clock), due.margin_seconds
-        self._has_failed = False  # the deadline's function raised, and that was logged
+        self._has_failed = False  # the deadline function raised, and that was logged
         self._is_near = False  # after one more step, a save no longer fits
         self._has_tried = False  # a save began while the deadline was near
 
     def seconds_left(self) -> float | None:
-        """Call the user's function, so not under a lock. None if there is no deadline, or it is not known."""
+        """The user's countdown. Must not be called under a lock. None if there is no deadline, or it is not known."""
         try:
             left = self._ask() if self._ask else None
             known = None if left is None or math.isnan(left) else left
@@ -237,15 +238,15 @@ class _DeadlineRule:
             self._is_near = self._has_tried = False
             return False
         self._is_near = True
-        # A save that does not fit by this reckoning is tried once all the same: it may fit, and a commit stays.
+        # A save that does not fit by this estimate is tried once anyway: it may fit, and a commit stays.
         return not durations.is_saving and (seconds_left >= needed or not self._has_tried)
 
 
 class SavePolicy:
     """The answers of `should_save` for one checkpointer, which creates it. Safe to call from any thread.
 
-    `preempted` tells whether the process was asked to leave, `stall_seconds` for how long saves have held the training.
-    `clock` measures durations, `wall_clock` is for a deadline that is a time.
+    `preempted` returns True once the process was asked to leave, `stall_seconds` returns the seconds for which saves
+    have stalled the training. `clock` measures durations, `wall_clock` is for a deadline that is a point in time.
     """
 
     def __init__(
@@ -258,32 +259,32 @@ class SavePolicy:
         wall_clock: Clock = wall_time,
     ) -> None:
         self._due, self._preempted, self._clock = due, preempted, clock
-        # Of saves that `should_save` has not looked at yet; it may never be called, so only the newest are kept.
+        # Saves that `should_save` has not looked at yet. It may never be called, so only the newest are kept.
         self._starts: deque[SaveStart] = deque(maxlen=_NUM_STARTS)
         self._lock = threading.Lock()
-        self._saved_step: int | None = None  # of the newest save, or restored; under _lock, like all below
+        self._saved_step: int | None = None  # the newest step saved or restored; under _lock, like all fields below
         self._saved_at = clock()
         self._asked_step: int | None = None
         self._asked_at = 0.0
         self._answer = False
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
         self._opened_at = self._told_at = clock()
-        self._told_step: int | None = None  # of the newest event that the history has, or of the restore
+        self._told_step: int | None = None  # the step of the newest event in the history, or the restored step
         self._told_slower = 0.0
         self._time = ProcessGoodput(self._opened_at, stall_seconds)
         self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)
 
     @property
     def is_arithmetic(self) -> bool:
-        """True if the answers depend on nothing but steps, so that they are the same in every process."""
+        """True if the answers depend only on steps, and so are the same in every process."""
         due = self._due
         return (due.seconds, due.deadline) == (None, None) and not (due.signals or self.has_interval)
 
     def should_save(self, step: int) -> bool:
-        """True if a save of `step` is due. To be called once at every step; called again, the answer is the same.
+        """True if a save of `step` is due. Call it once at every step; repeated calls return the same answer.
 
-        False for the step of the last save, however that ended, and for the one restored. Raises ValueError when there
-        is no rule, and once the first save has shown that its cost is above `Due(mtbf=…)`.
+        False for the step of the last save, however it ended, and for the restored step. Raises ValueError if there is
+        no rule, or once the first save has shown that its cost is at least `Due(mtbf=…)`.
         """
         if self.is_arithmetic and self._due.every is None:
             raise ValueError(
@@ -300,8 +301,8 @@ class SavePolicy:
             return self._answer
 
     def follow(self, step: int, save: Future[SaveReport]) -> None:
-        """Note that a save has begun, and for later how long it takes. After a skipped one, a save remains due."""
-        # `should_save` looks at it: a caller of `save` that is interrupted must not be while it holds a lock.
+        """Note that a save has begun, and measure later how long it takes. After a skipped save, a save remains due."""
+        # `should_save` looks at it later: a caller of `save` may be interrupted, which must not happen under a lock.
         self._starts.append(SaveStart(step, self._clock(), save, self._preempted()))
 
     @property
@@ -319,17 +320,17 @@ class SavePolicy:
 
     @property
     def has_interval(self) -> bool:
-        """True if an interval follows from what saves cost."""
+        """True if a rule derives an interval from the cost of saves."""
         return self._durations.interval is not None
 
     def spent(self) -> Goodput:
-        """The time of this process by what it went to."""
+        """The goodput of this process."""
         with self._lock:
             self._take_starts()
             return self._time.spent(self._clock())
 
     def reached(self, *, is_last: bool = False) -> int | None:
-        """The step that the history is to be told of as reached, at most once in a minute; None if there is none."""
+        """The step reached, if the history should record it now, at most once in a minute; otherwise None."""
         with self._lock:
             self._take_starts()
             step, now = self._asked_step, self._clock()
@@ -341,7 +342,7 @@ class SavePolicy:
             return step
 
     def facts(self) -> dict[str, Any]:
-        """The facts for the next event in the history: the seconds of slower steps since the last one, the interval."""
+        """The facts for the next event in the history: seconds lost by slower steps since the last one, interval."""
         with self._lock:
             slower, self._told_slower = self._time.slower_seconds - self._told_slower, self._time.slower_seconds
             interval = self._durations.interval
@@ -349,9 +350,7 @@ class SavePolicy:
             return {"slower_seconds": slower or None, "interval": told}
 
     def restored(self, step: int, past: Past | None = None, *, seconds: float = 0.0) -> None:
-        """Begin to count anew, from the step that training goes on from, and by the history of the run. The restore
-        has taken so many seconds.
-        """
+        """Count anew from a restored step, with the history of the run as `past`. The restore took `seconds`."""
         with self._lock:
             self._take_starts()
             self._time.restored(step, self._clock(), seconds)
@@ -390,13 +389,13 @@ class SavePolicy:
         return by_steps or by_time or by_interval or by_deadline or by_signal
 
     def _is_over(self, interval: AdaptiveInterval, now: float) -> bool:
-        """Whether the interval that follows from the costs is over."""
+        """True if the interval that follows from the costs has passed."""
         seconds = interval.after(now - self._opened_at).seconds
         return not self._durations.is_saving and now - self._saved_at >= seconds
 
 
 def interval_of(due: Due) -> AdaptiveInterval | None:
-    """The interval that follows from what is measured; None if no rule needs one."""
+    """The interval derived from measured costs; None if no rule needs one."""
     if (due.overhead, due.mtbf) == (None, None):
         return None
     return AdaptiveInterval(overhead=due.overhead, mtbf=due.mtbf, at_least=due.at_least, at_most=due.at_most)

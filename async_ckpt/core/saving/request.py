@@ -1,4 +1,4 @@
-"""The requests of users: a state to a path, and a state as a step of a run.
+"""The requests of users: to save a state to a path, or as a step of a run.
 
 In: arguments of `save`. Out: targets, and the state to write to them. Knows nothing of: threads, memory.
 """
@@ -35,27 +35,27 @@ class SaveRequest(ABC):
     step: int | None = None
     guard: Any = None
     select: Select = None
-    joint: JointSave | None = None  # the save as all ranks see it, where there are several
-    contents = StepContents(StepCall(-1))  # `begin` sets those of a step of a run
-    copy: Snapshot | None = None  # made first, for this save to be filled from; `written` sets it
+    joint: JointSave | None = None  # the save as all ranks see it, if there are several
+    contents = StepContents(StepCall(-1))  # `begin` sets the contents of a step of a run
+    copy: Snapshot | None = None  # a copy that is made first, and fills this save; set by `written`
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
     _state: Any
 
     def skipped(self) -> str:
-        """Tell the history that the save was not begun, since others are under way. Returns the path of the report."""
+        """Note in the history that the save was skipped: others are under way. Returns the path for the report."""
         return ""
 
     @abstractmethod
     def begin(self) -> Target:
-        """Begin the save, whose turn it is, and return its target. Raises the refusal of the save."""
+        """Begin the save, whose turn it is, and return its target. Raises if the save is refused."""
 
     def written(self) -> Any:
-        """The state to write, once it is this save's turn; it is given once. Raises the refusal of the save."""
+        """The state to write, once it is this save's turn. Can be called only once. Raises if the save is refused."""
         state, self._state = self._state, None  # so that the save does not keep it alive
         return state
 
     def check_captured(self, whole: Capture, optimizers: Optimizers) -> None:  # noqa: ARG002
-        """Raises the refusal of the state that was captured, and warns of its guard, which has these optimizers."""
+        """Raises if the captured state is refused. Also checks `guard`, which has these optimizers."""
         refuse_guard(whole.completions, self.guard)
 
     def taken_over(self, captured: Capture, whole: Capture) -> Capture:  # noqa: ARG002
@@ -64,9 +64,7 @@ class SaveRequest(ABC):
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with a name of the
-    state.
-    """
+    """Raises TypeError unless `driver` is a mapping, and ValueError for entries without a name or with a used one."""
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
@@ -77,14 +75,14 @@ def check_driver(driver: Mapping[str, Any], state: Any) -> None:
 
 
 def check_entries(state: Any, names: Collection[str], option: str) -> None:
-    """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
+    """Raises ValueError, with the name of the option, for a name that is not a top-level entry of the state."""
     for name in names:
         if not isinstance(state, Mapping | SnapshotView) or name not in state:
             raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
 
 
 class FileRequest(SaveRequest):
-    """A state as one object at a path."""
+    """A state to be saved as one object at a path."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class FileRequest(SaveRequest):
 
 
 class FolderRequest(SaveRequest):
-    """A state that is spread over ranks, as a folder at a path. All ranks make it alike."""
+    """A state that is sharded over ranks, to be saved as a folder at a path. All ranks create it in the same order."""
 
     def __init__(
         self,
@@ -126,9 +124,9 @@ class FolderRequest(SaveRequest):
 
 
 class StepRequest(SaveRequest):
-    """A state as one step of a run."""
+    """A state to be saved as one step of a run."""
 
-    _run: Run  # that the step goes to, as far as this rank knows
+    _run: Run  # at the place where the step goes, as far as this rank knows
 
     def __init__(
         self,
@@ -142,7 +140,7 @@ class StepRequest(SaveRequest):
         select: Select,
         mean: WeightMean | None,
     ) -> None:
-        """`is_own_guard`: the guard is of this call, and not the checkpointer's. A part of a state has no `mean`."""
+        """`is_own_guard`: the guard was passed to this call, not to the checkpointer. `select` excludes `mean`."""
         self.step = step
         self.guard, self.select = guard, select
         self.joint: JointSave | None = ranks.called(step)
@@ -150,7 +148,7 @@ class StepRequest(SaveRequest):
         self._state, self._is_own_guard = state, is_own_guard
         self._lineage, self._ranks = lineage, ranks
         self.mean = mean if select is None else None
-        self._of_mean: Collection[Future[None]] = ()  # of the copy of the weights, and of the mean
+        self._of_mean: Collection[Future[None]] = ()  # resolve when the copy of the weights, and the mean, are complete
         self._looks_for_unchanged = False
 
     def check(
@@ -162,7 +160,7 @@ class StepRequest(SaveRequest):
         per_rank: Collection[str],
         driver: Mapping[str, Any] | None,
     ) -> None:
-        """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
+        """Check and take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
         call, state, is_rank_0 = self._call, self._state, not self._ranks.world.rank
         self._looks_for_unchanged = unchanged == "auto" and self.select is None
         overwrite = flag("overwrite", overwrite)
@@ -174,7 +172,7 @@ class StepRequest(SaveRequest):
         if self.mean is not None:
             check_entries(state, self.mean.groups, "Ema(groups=…)")
             if self.mean.group in {*state, *(driver or ())}:
-                raise ValueError(f"ema= adds the entry {self.mean.group!r} to the state, which has one; rename that")
+                raise ValueError(f"ema= adds the entry {self.mean.group!r} to the state, which has one; rename it")
             if not {*unchanged}.isdisjoint(self.mean.groups):
                 raise ValueError(f"ema= averages {', '.join(self.mean.groups)}; leave that out of unchanged=")
             if not {*own}.isdisjoint(self.mean.groups):
@@ -216,12 +214,12 @@ class StepRequest(SaveRequest):
             refuse_guard([one for one in whole.completions if one not in self._of_mean], self.guard)
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
             self.contents.outline = StateOutline(whole)
-            # A trainer saves parts of its state one by one, all with its guard; this is the whole state.
+            # A trainer saves the parts of its state one by one, all with its guard; this is the whole state.
             if not (self.contents.lenders or whole.completions):
                 warn_if_foreign(optimizers, whole.tensors, stacklevel=6)
 
     def begun(self, staged: Future[None]) -> None:
-        """The save has begun, and is in host memory once `staged` is done."""
+        """Note that the save has begun; its state is in host memory once `staged` is done."""
         if self.mean is not None and self._of_mean:
             self.mean.follow(staged)
 
@@ -230,7 +228,7 @@ class StepRequest(SaveRequest):
         if not self._looks_for_unchanged or whole.completions or not lineage.has_one_root:
             lineage.tensors.forget()
             return captured
-        # A step that replaces or retires others is whole.
+        # A step that replaces or retires others must not depend on them, so it is written whole.
         may_take = not (call.overwrite or lineage.rolled_back or call.step in lineage.damaged)
         frozen = frozen_memory(whole)
         captured, self.contents.over = lineage.tensors.begin(captured, frozen, self._run, call.step, may_take=may_take)

@@ -1,12 +1,13 @@
 """One save: from its call until everything that follows its commit is done.
 
-In: how a subclass writes and commits. Out: a handle that is resolved, or an error without a trace of the save.
-Knows nothing of: other saves.
+In: how a subclass writes and commits. Out: a resolved handle; after an error, no trace of the save. Knows nothing of:
+other saves.
 
-The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled`
-when it is committed or has failed and its temporary files are gone, the handle with the report or the error, `finished`
-when retention has been applied, too. A handle that waits for a `promise` is the last. How far the archive is at its
-place is the state of an `Attempt`; a lane of the drain knows only whether it has ended.
+The state of a save is its `life`; this module defines the states and their order. Three futures show it to others, in
+this order: `settled` resolves when the save is committed, or has failed and its temporary files are gone; the handle
+with the report or the error; `finished` when retention has been applied, too. A handle with a `promise` resolves last.
+The progress of the archive at its place is the state of an `Attempt`; a lane of the drain knows only whether it has
+ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -32,7 +33,7 @@ from .handle import SaveHandle, name_of, progress_of
 
 
 class SaveState(Enum):
-    """The states of a save. Bytes are written as soon as they are staged; WRITING begins when all are staged."""
+    """The states of a save. Bytes are written as soon as they are staged; WRITING begins when all bytes are staged."""
 
     PLANNED = "planned"
     STAGING = "staging"
@@ -56,10 +57,10 @@ _GOES: Final[Mapping[SaveState, Collection[SaveState]]] = {
 
 
 class Save(ABC):
-    """One save of any kind: of a state, of files, or by a function of the user's. Subclasses carry it out."""
+    """One save of any kind: of a state, of files, or by a function of the user's. Subclasses implement it."""
 
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
-    written_bytes: int | None = None  # by this process, if the report also counts those of other ranks
+    written_bytes: int | None = None  # written by this process, if the report also counts the bytes of other ranks
 
     def __init__(
         self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress], spans: Spans
@@ -73,42 +74,42 @@ class Save(ABC):
         staged.add_done_callback(lambda _: spans.add("stage", begin))
         self.life = Life(_GOES)
         self.settled = running_future()  # committed or failed, and tidied: the next save may commit
-        self.finished = running_future()  # retention has ended, too; of a save that promises nothing, also the bar
+        self.finished = running_future()  # retention is done, too; of a save without a promise, also the progress bar
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(step, path, staged, progress)
 
     def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
-        """The kind and the roots by which listeners know it. `roots` are those of the checkpointer."""
+        """The kind of the save, and the roots, as reported to listeners. `roots` are those of the checkpointer."""
         return "save", roots
 
     @abstractmethod
     async def run(self, turn: Future[None] | None) -> SaveReport:
-        """Make it durable and, once the save before it is settled (`turn`), visible. Raises the error if that fails."""
+        """Make the save durable and, once the previous save is settled (`turn`), visible. Raises on failure."""
 
     @abstractmethod
     def failed(self, error: BaseException) -> None:
-        """`run` has raised this error: remove every trace of the save. Blocks."""
+        """Remove every trace of the save, after `run` has raised `error`. Blocks."""
 
     def give_up(self, error: BaseException) -> None:
-        """Have `run` raise this error soon, since nobody waits for the save any more. From any thread."""
+        """Make `run` raise this error soon, since nobody waits for the save any more. Called from any thread."""
         self.given_up = error
 
     def promise(self) -> Future[int] | None:
-        """The future that the handle waits for beyond the commit, if there is one."""
+        """The future that the handle waits for after the commit, if there is one."""
         return None
 
     def is_kept(self) -> bool:
-        """Whether the promise was kept after all, once the handle had failed."""
+        """True if the promise was kept after the handle had already failed."""
         return False
 
     async def tidy(self) -> None:  # noqa: B027 - most have no files but those that they commit
-        """After the commit, remove every file of the save that does not stay. The handle waits for this."""
+        """After the commit, remove every temporary file of the save. The handle waits for this."""
 
     async def afterwards(self) -> None:  # noqa: B027 - only runs have retention
-        """Do what follows the commit, when the handle is done: retention."""
+        """Apply retention, after the commit. The handle does not wait for this."""
 
     async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most tell nobody
-        """Tell people of the error. Nobody waits for this."""
+        """Report the error to people. Nobody waits for this."""
 
     async def tell(self, turn: Future[None] | None) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
@@ -134,7 +135,7 @@ class Save(ABC):
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing of the save is left to be done."""
+        """True if nothing of the save remains to be done."""
         return self.finished.done() and self.handle.done()
 
     @property
@@ -144,7 +145,7 @@ class Save(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """True if the save has failed. The question does not count as a look at the error."""
+        """True if the save has failed. Asking does not count as a look at the error."""
         return self.handle.done() and Future.exception(self.handle) is not None
 
     def __repr__(self) -> str:
@@ -152,9 +153,7 @@ class Save(ABC):
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None, *, promises: bool = True) -> None:
-    """Wait until all of these have finished, and until all `promises` are kept. Raises TimeoutError when `timeout`
-    seconds have passed before.
-    """
+    """Wait until all saves have finished, and with `promises` all handles are done. Raises TimeoutError."""
 
     def left() -> list[SaveHandle]:
         return [save.handle for save in saves if not (save.has_ended if promises else save.finished.done())]
@@ -166,7 +165,7 @@ def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = No
 
 
 def wait_for_decisions(saves: Sequence[Save], wait: Wait, meanwhile: Callable[[], None]) -> None:
-    """Wait until each of these is committed, has failed, or was given up. `meanwhile` is called now and then."""
+    """Wait until each save is committed, has failed, or was given up. `meanwhile` is called now and then."""
 
     def left() -> list[SaveHandle]:
         return [save.handle for save in saves if not save.settled.done()]

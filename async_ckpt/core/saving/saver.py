@@ -3,8 +3,8 @@
 In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a target commits.
 
 All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a
-slot that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there,
-too, `_abandon` takes back the save of an interrupted call, known or not.
+slot that it drops is freed automatically. A save becomes known to others on the loop's thread, by `_begin_state`.
+`_abandon`, on the same thread, takes back the save of an interrupted call, known or not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """The saves of one checkpointer, or of the process, with one pool of host memory. From any thread."""
+    """The saves of one checkpointer, or of the process, with one pool of host memory. May be called from any thread."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Saver:
         self._trace = NO_TRACE if trace_file is None else trace_file.trace
         self._keep_warm, self._ranks = keep_warm, ranks or Ranks(Meeting((0, 1)), 1)
         self._finite_checks = None if check is None else FiniteChecks(check)
-        self._orders = itertools.count(1)  # of saves
+        self._orders = itertools.count(1)  # numbers the saves
         self._pid = os.getpid()
         self.is_closed = False
 
@@ -91,7 +91,7 @@ class Saver:
         return os.getpid() == self._pid
 
     def save(self, request: SaveRequest) -> SaveHandle:
-        """Begin a save, as soon as it is its turn.
+        """Begin a save as soon as it is its turn.
 
         Raises UnsupportedStateError, ClosedError, the errors of the request, and under `strict` the last unseen error.
         """
@@ -113,8 +113,8 @@ class Saver:
                 save = self._started(plan, optimizers, spans)
                 save.snapshot.after = request.copy
             begin = partial(self._begin_state, save, slot, plan.device)
-            del plan  # the snapshot alone keeps the tensors alive
-            # A call that copies later is so short that opening the archive beside it would only take the GIL from it.
+            del plan  # so that only the snapshot keeps the tensors alive
+            # A call that defers its copies is so short that opening the archive meanwhile would only cost it the GIL.
             is_short = save.snapshot.defers
             if not is_short:
                 get_loop().soon(begin)
@@ -165,7 +165,7 @@ class Saver:
         )
 
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
-        """The objects that copy, write and commit a plan. None of them begins."""
+        """The objects that copy, write and commit a plan. None of them starts working yet."""
         layout, target, groups, over = plan.layout, plan.target, plan.groups, plan.over
         target.finite = None if self._finite_checks is None else self._finite_checks.of(layout)
         readers = (groups, plan.shared, target.finite, None if over is None else over.digests)
@@ -186,7 +186,7 @@ class Saver:
         return save
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
-        """Make a save of a state known to others. On the loop's thread."""
+        """Make the save of a state known to others. On the loop's thread."""
         if not save.life.go(SaveState.STAGING):
             return  # the call has raised
         drain, spans = save.attempt.drain, save.attempt.spans
@@ -197,7 +197,7 @@ class Saver:
             save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))
             save.finished.add_done_callback(lambda _: get_loop().background.submit(write))
         self._begin(save, slot)
-        if self._keep_warm:  # then neither this save nor the next waits for segments to be written
+        if self._keep_warm:  # so that neither this save nor the next waits until segments are written
             self._reserve(drain.num_segments, device)
 
     def _begin(self, save: Save, slot: Slot) -> None:
@@ -205,7 +205,7 @@ class Saver:
         self.ledger.begin(save)
 
     def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
-        """The call of `save` has raised: its save never becomes visible, and its memory comes back."""
+        """Undo a save whose call has raised: it never becomes visible, and its memory is returned."""
 
         def end() -> None:
             if save.life.now is SaveState.PLANNED:
@@ -217,19 +217,20 @@ class Saver:
             if not save.spans.call.done():
                 save.spans.call.set_result(0.0)
 
-        with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
+        with suppress(ClosedError):  # the interpreter is exiting: the drain gives the save up
             get_loop().soon(end)
         save.snapshot.end(error)
 
     def _snapshot(self, plan: SavePlan, drain: Drain, optimizers: Optimizers) -> Snapshot:
         """The snapshot, which copies tensors into segments for the drain, and from now on alone keeps them alive."""
         captured, layout, loop = plan.captured, plan.layout, get_loop()
-        frozen = captured.frozen  # tensors of held snapshots: they do not change any more, but may still be filled
+        frozen = captured.frozen  # tensors of held snapshots: no longer changed, but perhaps still being filled
         if not self._planner.may_defer(drain.num_segments, layout, plan.target):
             optimizers, frozen = (), frozenset()
         deferred = deferrable(optimizers, captured.tensors)
         if plan.device is not None:
-            # Several threads make it, while the first copies are under way; a copy that finds none says why.
+            # Several threads allocate memory while copies begin. A failure is ignored: the copy that lacks memory
+            # raises.
             self._reserve(drain.num_segments, plan.device, loop.copiers)
         source = SourceTensors(
             captured.specs,
@@ -250,7 +251,7 @@ class Saver:
         )
 
     def take_on(self, save: Save) -> SaveHandle:
-        """Begin a save that stages by itself. No call waits; such saves commit one after the other.
+        """Begin a save that stages by itself. The call does not wait; such saves commit one after the other.
 
         Raises ClosedError.
         """
@@ -260,7 +261,7 @@ class Saver:
         def begin() -> None:
             slot = Slot(None)
             self.admission.enter_at_once(slot)
-            # The next save needs little memory, which is soon allocated again.
+            # The next save needs little memory, which is quickly allocated again.
             save.finished.add_done_callback(lambda _: self.pool.release())
             save.life.go(SaveState.STAGING)
             self._begin(save, slot)
@@ -270,9 +271,7 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> Attempt:
-        """An attempt that streams files to a target, whose snapshot begins before it. Takes seconds for 100,000
-        files.
-        """
+        """An attempt that streams files to a target, after its snapshot has begun. Takes seconds for 100,000 files."""
         from ..staging.file_segments import SourceFiles  # a training saves no files
 
         loop, size = get_loop(), self.pool.segment_bytes
@@ -289,7 +288,7 @@ class Saver:
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
-        """Within the block, threads that wait for memory may have segments that the drain's sinks can do without."""
+        """Within the block, threads that wait for memory may get segments that the drain's sinks can spare."""
         self.pool.add_reliever(drain.relieve)
         try:
             yield
@@ -297,7 +296,7 @@ class Saver:
             self.pool.remove_reliever(drain.relieve)
 
     def prewarm(self, state: Any, note: Callable[[Capture], None]) -> None:
-        """Plan the state and take its host memory now; several threads touch and page-lock it."""
+        """Plan the state and allocate its host memory now; several threads touch and page-lock it."""
         with self._trace.span("prewarm"):
             whole = self._captured(state)
             note(whole)
@@ -307,9 +306,9 @@ class Saver:
             crew.run_all([partial(warm_up, captured.tensors)])
 
     def warm(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> Capture | None:
-        """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.
+        """Prewarm in the background, at the lowest priority. The first save allocates whatever memory is still missing.
 
-        Returns the captured state with all that this process holds, or None if no save of it can follow.
+        Returns the captured state with everything that this process holds, or None if no save of it can follow.
         """
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
@@ -321,9 +320,9 @@ class Saver:
         return None
 
     def expect(self, values: list[Any]) -> None:
-        """Take the memory for the tensors among these values in the background, ahead of a first save that has them.
+        """Allocate memory in the background for the tensors among these values, before a first save of them.
 
-        Not with several ranks, which divide a state that is not known yet.
+        Does nothing with several ranks: the part of each rank is not known yet.
         """
         if not self.is_closed and self.belongs_here and world_of().is_one:
             self._in_background(partial(self._take_for, values))
@@ -335,7 +334,7 @@ class Saver:
         self.pool.reserve(-(-num_bytes // self.pool.segment_bytes), None, pin=first_device(tensors), goes_on=goes_on)
 
     def _reserve(self, num_segments: int, device: torch.device | None, crew: Crew | None = None) -> None:
-        """Take the memory for as many segments in the background, if the pool may have more than it has."""
+        """Allocate memory for this many segments in the background, if the pool may have more than it has."""
         if self.pool.num_bytes < min(num_segments, self.pool.max_segments) * self.pool.segment_bytes:
             self._in_background(lambda goes_on: self.pool.reserve(num_segments, crew, pin=device, goes_on=goes_on))
 
@@ -343,7 +342,7 @@ class Saver:
         loop = get_loop()
 
         def run() -> None:
-            # Without a crew: once the interpreter exits, nobody would end a thread that begins.
+            # Not on a crew: nobody would end its thread if it started after the interpreter began to exit.
             with suppress(Exception), self._trace.span("prewarm"):
                 take(lambda: not (self.is_closed or loop.is_stopped))
 
@@ -357,7 +356,8 @@ class Saver:
     def close(self) -> None:
         """Wait for every save, and free the memory. Ctrl-C gives the saves up.
 
-        Copies after the commit, for which handles wait too, and errors are left to the later `wait`.
+        It neither waits for copies after the commit, for which handles wait too, nor raises errors: the later `wait`
+        does.
         """
         if not self.belongs_here:  # another thread of the parent may have held a lock
             return
@@ -390,7 +390,7 @@ class Saver:
         return capture(state, select, slicer=self._ranks.divider.slicer, state_dict_of=state_dict_of)
 
     def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
-        """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
+        """Enter a slot, and wait for its turn if necessary. Returns False if the save is skipped."""
         note_exit_status()
         self._refuse_if_over()
         wait = Wait(f"in save(){'' if slot.step is None else f' of step {slot.step}'}", ENDS_THE_CALL)

@@ -3,8 +3,8 @@
 In: signals. Out: a flag for each listener. Knows nothing of: steps, saves.
 
 Python runs a handler on the main thread, between any two of its instructions. Ours takes no lock and only sets flags.
-Each signal has one handler for all listeners, which stays in place as long as there is a listener. If another handler
-was installed over ours since, ours cannot be removed: without listeners it does what the handler before it did.
+Each signal has one handler for all listeners, which is installed while there are listeners. If another handler was
+installed over ours, ours cannot be removed; without listeners it only does what the handler before it did.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..host.process import in_forked_child
 
 Signals = bool | Iterable[str | int]
 
-# Kubernetes and spot machines send the first, Slurm what `--signal=USR1@120` says.
+# Kubernetes and spot machines send SIGTERM; Slurm sends the signal given by `--signal=USR1@120`.
 _SENT_BY_SCHEDULERS: Final = ("SIGTERM", "SIGUSR1")
-# The first two cannot be caught; the others mean that the process itself cannot go on.
+# The first two cannot be caught; after the others the process itself cannot continue.
 _NOT_DEFERRABLE: Final = ("SIGKILL", "SIGSTOP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")
 
 
 def signals_of(given: Signals) -> tuple[int, ...]:
-    """The numbers of the signals that a user means; for True, those of schedulers that this system has.
+    """The numbers of the signals that the user means. For True: those that schedulers send and this system has.
 
-    Raises ValueError for a signal that does not exist or that cannot be deferred, and TypeError for anything else.
+    Raises ValueError for a signal that does not exist or cannot be deferred, and TypeError for other values.
     """
     if isinstance(given, bool):
         numbers = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
@@ -48,24 +48,24 @@ def _number_of(given: str | int) -> int:
         raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}')
     number = signal.Signals.__members__.get(given) if isinstance(given, str) else int(given)
     if number is None or number not in signal.valid_signals():
-        raise ValueError(f'this system has no signal {given!r}; the names are as in "SIGTERM"')
+        raise ValueError(f'this system has no signal {given!r}; names are such as "SIGTERM"')
     if _name_of(number) in _NOT_DEFERRABLE:
         raise ValueError(f"{_name_of(number)} ends the process at once; name a signal that can be handled")
     return int(number)
 
 
 class Notice:
-    """The flag that a signal has asked the process to leave. A checkpointer creates it; any thread reads it."""
+    """A flag that is set when a signal asks the process to leave. A checkpointer creates it; any thread reads it."""
 
     def __init__(self, signals: Signals) -> None:
         self._signums = signals_of(signals)
-        self.has_signals = bool(self._signums)  # some ask the process to leave
+        self.has_signals = bool(self._signums)  # some signals ask the process to leave
         self._pid = os.getpid()
         self._is_open = False
         self.is_given = False  # set by a handler
 
     def listen(self) -> None:
-        """Install handlers. Ignored signals stay ignored. Raises RuntimeError on another thread than the main one."""
+        """Install handlers. Ignored signals stay ignored. Raises RuntimeError on any thread but the main one."""
         global _listeners
         if not self._signums:
             return
@@ -82,13 +82,14 @@ class Notice:
         _listeners = (*(ref for ref in _listeners if ref() is not None), weakref.ref(self))
 
     def hears(self, signum: int) -> bool:
-        """True if it listens for a signal. In a forked child none of the parent's does."""
+        """True if this notice listens for a signal. In a forked child, the parent's notices do not."""
         return self._is_open and signum in self._signums and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Put back the earlier handlers of signals without another listener. Idempotent.
+        """Restore the earlier handlers of signals without another listener. Idempotent.
 
-        Only the main thread can change handlers. On another one ours stay, and do what the handlers before them did.
+        Only the main thread can change handlers. When called on another thread, ours stay, and do what the handlers
+        before them did.
         """
         self._is_open = False
         if _is_main_thread():
@@ -97,9 +98,9 @@ class Notice:
                     _put_back(signum)
 
 
-# All of this changes on the main thread alone. `_listeners` is replaced as a whole, since a handler may be reading it.
+# All of this changes only on the main thread. `_listeners` is replaced as a whole, since a handler may be reading it.
 _listeners: tuple[weakref.ref[Notice], ...] = ()
-_installed: set[int] = set()  # signals that we have had a handler for
+_installed: set[int] = set()  # signals that have had a handler of ours
 _deferred: set[int] = set()  # signals that would have ended the process
 
 
@@ -119,7 +120,7 @@ class _Handler:
             _deferred.add(signum)
         else:
             signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)  # so that the exit status says by which signal
+            os.kill(os.getpid(), signum)  # so that the exit status names the signal
 
 
 def _install(signum: int) -> None:
@@ -139,14 +140,14 @@ def _install(signum: int) -> None:
 
 
 def _put_back(signum: int) -> None:
-    """Restore the handler before ours, unless another one was installed over ours since."""
+    """Restore the handler before ours, unless another one was installed over ours."""
     handler = signal.getsignal(signum)
     if isinstance(handler, _Handler):
         signal.signal(signum, handler.before)
 
 
 def _is_caught(signum: int) -> bool:
-    """True if the kernel has a handler; Python reports only handlers that were installed from Python."""
+    """True if the kernel has a handler. Python reports only handlers that were installed from Python."""
     if sys.platform != "linux":
         return False
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
@@ -169,13 +170,13 @@ def _is_main_thread() -> bool:
 def _name_of(signum: int) -> str:
     try:
         return signal.Signals(signum).name
-    except ValueError:  # a real-time signal, which has none
+    except ValueError:  # a real-time signal has no name
         return f"signal {signum}"
 
 
 @in_forked_child
 def _forget() -> None:
-    """Let the child of a fork end by these signals as without us; its one thread is its main thread."""
+    """Let these signals end a forked child as they would without us; its only thread is its main thread."""
     global _listeners
     _listeners = ()
     _deferred.clear()

@@ -1,10 +1,10 @@
 """The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
 
 In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report, or no trace of it.
-Knows nothing of: where segments come from, or their contents.
+Knows nothing of: where segments come from, their contents.
 
-Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing
-ones. The story waits for the last, and decides whether the archive is committed or taken back.
+Filled segments do not pass through the story: `Drain` takes them from the copying threads directly to the writing
+threads. The story waits for the last segment, and decides whether the archive is committed or taken back.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .finite import FiniteCheck
 from .mover import PassingCopy
 from .save import Save, SaveState
 
-# A copy to the next place that does not even open in this time is left to the mover.
+# A copy at the next place that does not open within this time is left to the mover.
 _FOLLOW_SECONDS: Final = 0.05
-# Between two looks whether a copy there has to be sent again.
+# How often to look whether that copy has to be sent again.
 _LOOK_SECONDS: Final = 0.5
 
 
 async def story(attempt: Attempt, turn: Future[None] | None, life: Life[SaveState]) -> None:
-    """Write, then commit once `turn` has come: the save before this one is settled.
+    """Write, then commit once `turn` is done: once the previous save is settled.
 
-    Raises the error if it fails, after every trace of the attempt is gone.
+    Raises the error if the save fails, after every trace of the attempt is gone.
     """
     async with attempt.running():
         with attempt.spans.span("write"):
@@ -53,28 +53,28 @@ async def story(attempt: Attempt, turn: Future[None] | None, life: Life[SaveStat
         if turn is not None:
             await asyncio.wrap_future(turn)
         with attempt.spans.span("commit"):
-            await attempt.agree()  # the other ranks too, if there are any
+            await attempt.agree()  # with the other ranks, if there are any
             await attempt.commit()
         life.go(SaveState.COMMITTED)
 
 
 class ObjectState(IntEnum):
-    """The progress of the object at its place, from each state to the next."""
+    """The progress of the object at its place. Each state follows the one before."""
 
     OPENING = 0  # there is no object yet
-    WRITING = 1  # there is a sink, which takes segments
-    FINISHING = 2  # the object may be visible, and must be taken away if it is not committed
-    DURABLE = 3  # the object is visible, and stays
+    WRITING = 1  # there is a sink, which accepts segments
+    FINISHING = 2  # the object may be visible, and must be removed if it is not committed
+    DURABLE = 3  # the object is visible, and survives a crash
     COMMITTED = 4  # the object is the checkpoint
 
 
 class Attempt:
     """One archive on its way to its place. The saver creates it, the save owns it, and the loop runs it.
 
-    When its block is left by an exception, no trace of it stays. All of it runs on the loop's thread, so there is no
-    lock: between two awaits nothing changes. Calls that block run on helper threads and touch nothing here. The lane
-    belongs to the drain and changes on any thread; its two futures, which resolve once and outside the drain's lock,
-    bring the loop all that it has to know.
+    An exception that leaves its `running()` block removes every trace of it. All of it runs on the loop's thread, so
+    there is no lock: between two awaits nothing changes. Calls that block run on helper threads and touch nothing here.
+    The lane belongs to the drain and changes on any thread; its two futures, which resolve once and outside the drain's
+    lock, tell the loop all that it has to know.
     """
 
     def __init__(self, drain: Drain, target: Target, snapshot: Snapshot, spans: Spans, *, writers: Writers) -> None:
@@ -86,7 +86,7 @@ class Attempt:
         self._opening: asyncio.Task[None] | None = None
         self._finishing: asyncio.Task[None] | None = None  # ends when the archive is durable there
         self._following: asyncio.Task[None] | None = None  # the copy to the next place
-        self.over: Future[None] = running_future()  # nothing of it holds memory any more
+        self.over: Future[None] = running_future()  # resolves when nothing of the attempt holds memory any more
         self._write_seconds = 0.0
 
     @property
@@ -129,7 +129,7 @@ class Attempt:
         """Begin the object, and let the drain write to it."""
         await self.target.begin(self.drain.check)
         self._opening = asyncio.create_task(self._open())
-        # While nothing is open, the drain is idle only after a failure.
+        # While no lane is open, the drain becomes idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
         await asyncio.wait([self._opening, failed], return_when=asyncio.FIRST_COMPLETED)
         self.drain.check()
@@ -152,7 +152,7 @@ class Attempt:
         self._sink = await off_loop(partial(self.target.open, self._size))
 
     async def _open_follower(self) -> PassingCopy | None:
-        """The copy to the next place, if that opens at once."""
+        """The copy to the next place, if it opens at once."""
         opening = asyncio.ensure_future(off_loop(partial(self.target.follow, self._size)))
         await asyncio.wait([opening], timeout=_FOLLOW_SECONDS)
         if not opening.done():
@@ -167,9 +167,10 @@ class Attempt:
                 await off_loop(partial(copy.end, is_whole=False))
 
     async def _follow(self, copy: PassingCopy, lane: Lane) -> None:
-        """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed.
+        """Finish the copy at the next place. If it fails, or its memory is needed, leave no trace of it.
 
-        What has to be sent again is left to the mover, which needs no memory of the save, and hears of the end.
+        If parts have to be sent again, the copy is left to the mover, which needs no memory of the save, and learns
+        when the copy ends.
         """
         is_whole = False
         finishing = asyncio.ensure_future(self._finish_copy(copy.sink, lane))
@@ -191,7 +192,7 @@ class Attempt:
         await off_loop(sink.finish)
 
     async def _finish(self, sink: Sink, lane: Lane) -> None:
-        """Return when the archive is durable; raise when it will not be."""
+        """Return when the archive is durable; raise if it will not be."""
         checked = asyncio.ensure_future(off_loop(self.target.check))
         arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
         failed = [] if sink.failed is None else [asyncio.wrap_future(sink.failed)]
@@ -202,7 +203,7 @@ class Attempt:
             self.state = ObjectState.FINISHING
             await off_loop(self.spans.traced("finish", sink.finish, path=self.target.path))
         except BaseException as error:
-            for future in (checked, arrived, *failed):  # nobody waits for them any more
+            for future in (checked, arrived, *failed):  # nobody waits for these futures any more
                 future.add_done_callback(ask_for_exception)
             self.drain.fail(error)
             raise
@@ -228,11 +229,11 @@ class Attempt:
 
     @property
     def _is_writing(self) -> bool:
-        """Whether a write has begun, and no limit of bandwidth holds it up."""
+        """True if a write has begun, and no bandwidth limit delays it."""
         return self._lane is not None and self._lane.num_writing > 0 and self._lane.pace is None
 
     async def agree(self) -> None:
-        """Wait until all ranks have done their parts, as far as this one is to know."""
+        """Wait for the ranks' agreement: on the deciding rank for all reports, on another rank for the decision."""
         await self.target.agree(self._archive, self._times())
 
     async def commit(self) -> None:
@@ -242,7 +243,7 @@ class Attempt:
         self.state = ObjectState.COMMITTED
 
     async def _take_back(self, *, may_delete: bool) -> None:
-        """Once its calls have returned: end the sink, and remove an object that is not committed."""
+        """End the sink once all calls have returned, and remove an object that is not committed."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
             ask_for_exception(self._opening)
@@ -255,7 +256,7 @@ class Attempt:
         if self.state is not ObjectState.COMMITTED:
             await off_loop(self._sink.abort)
             if self.state in (ObjectState.FINISHING, ObjectState.DURABLE) and may_delete:
-                with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+                with suppress(CheckpointError, OSError):  # the next process sweeps what is left
                     await off_loop(self.target.discard)
         await off_loop(self._sink.close)
 
@@ -296,7 +297,7 @@ class Attempt:
     @property
     def _size(self) -> ObjectSize:
         drain = self.drain
-        room = drain.max_segments - drain.num_tail  # the tail waits for all else
+        room = drain.max_segments - drain.num_tail  # the tail waits for all other segments
         return ObjectSize(drain.file_bytes, drain.segment_bytes, room)
 
     def _times(self) -> SaveTimes:
@@ -312,7 +313,7 @@ class Attempt:
 
 
 class StateSave(Save):
-    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to its target."""
+    """A save of a state: the snapshot fills the segments of an archive, and the attempt writes them to its target."""
 
     _outcome: SaveOutcome
 
@@ -343,7 +344,7 @@ class StateSave(Save):
         return self.life.now is SaveState.COMMITTED and self.attempt.target.is_kept()
 
     def failed(self, error: BaseException) -> None:
-        """Nothing to do: the attempt leaves no trace."""
+        """Do nothing: the attempt leaves no trace."""
 
     async def after_failure(self, error: BaseException) -> None:
         seconds = self.attempt.spans.total()
@@ -364,7 +365,7 @@ class StateSave(Save):
 
 
 class ObjectSize(NamedTuple):
-    """The size of an object, and of the segments that it comes in, of which so many are on loan at a time."""
+    """The size of an object, the size of its segments, and how many segments the sink may hold at a time."""
 
     num_bytes: int
     segment_bytes: int
@@ -378,7 +379,7 @@ class ObjectSize(NamedTuple):
 
 
 class SaveOutcome(NamedTuple):
-    """The report of a committed save, and what only the history of its run has: the sizes of its groups in bytes."""
+    """The report of a committed save, and facts that only the history records: the sizes of the groups in bytes."""
 
     report: SaveReport
     call_seconds: float
@@ -392,88 +393,89 @@ class Target:
     """
 
     has_further_places = False
-    """Whether the next save can go elsewhere if this place does not answer."""
+    """True if the next save can go elsewhere when this place does not answer."""
 
     num_bytes_beside = 0
     """Bytes of other objects of the checkpoint, which `commit` writes."""
 
     num_driver_bytes = 0
-    """Those of them that this process wrote."""
+    """The part of these bytes that this process wrote."""
 
     finite: FiniteCheck | None = None
-    """The check of the values of this rank's archive, if they are checked; set before it is written."""
+    """The check of the values of this rank's archive, if they are checked; set before the archive is written."""
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
-        """`shown` names the place in reports and messages, if that is not the object."""
+        """`shown` names the place in reports and messages; by default the path of the object does."""
         self.storage = storage
         self.path = storage.locate(name if shown is None else shown)
         self.rename(name)
 
     def rename(self, name: str) -> None:
-        """Take another name for the object, before it is opened."""
+        """Give the object another name, before it is opened."""
         self._name, self.name = name, name.rpartition("/")[2]
 
     @property
     def in_order(self) -> bool:
-        """True if its sink sends in file order, and holds what comes early."""
+        """True if its sink sends in file order, and holds segments that arrive early."""
         return self.storage.in_order
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        """The number of segments in a row that its sink must hold at once before it can send any of them."""
+        """The number of consecutive segments that its sink must hold at once before it can send any of them."""
         return self.storage.part_segments(num_bytes, segment_bytes)
 
     async def begin(self, check: Callable[[], None]) -> None:
-        """Wait until it is known what the object is called. `check` is called meanwhile, and may raise."""
+        """Wait until the name of the object is known. `check` is called meanwhile, and may raise."""
 
     def open(self, size: ObjectSize) -> Sink:
         """Begin the object, without a request over a network."""
         return size.create(self.storage, self._name)
 
     def follow(self, size: ObjectSize) -> PassingCopy | None:  # noqa: ARG002
-        """Begin a copy of the object at the next place, if that can take it. A failure there costs the copy alone."""
+        """Begin a copy of the object at the next place, if that place can take it. A failure ends only the copy."""
         return None
 
     def check(self) -> None:
-        """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
+        """Make the checks that need requests over a network, while segments are written. Raises to refuse the save."""
 
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
-        """Tell the other ranks that the object is durable, after these `times`; on the rank that decides, wait for
-        theirs, on another for the decision. Raises when that is a refusal, and what the check of `begin` raises.
+        """Report to the other ranks that the object is durable, after these `times`. Then wait: on the deciding rank
+        for all reports, on another rank for the decision. Raises if the decision is a refusal, and whatever the `check`
+        of `begin` raises.
         """
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
-        """Tell the other ranks that the save has failed.
+        """Report to the other ranks that the save has failed.
 
-        False if it may be committed all the same: then its object stays.
+        Returns False if the save may be committed anyway, so that its object must stay.
         """
         return True
 
     def commit(self, archive: Archive, times: SaveTimes) -> None:
-        """Make the durable object the checkpoint. The save has taken so long."""
+        """Make the durable object the checkpoint. `times` is how long the save has taken so far."""
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:  # noqa: ARG002
-        """The groups with the bytes of the commit before. Called once, after the commit."""
+        """The groups whose bytes equal those in the previous commit. Called once, after the commit."""
         return ()
 
     def promise(self) -> Future[int] | None:
-        """After the commit: what the save waits for still, if there is anything."""
+        """The future that the save still waits for after the commit, if there is one."""
         return None
 
     def is_kept(self) -> bool:
-        """Whether that has come, once it had failed."""
+        """True if the promise was kept after its future had failed."""
         return False
 
     def discard(self) -> None:
-        """Remove a durable object that could not be committed, unless it is the checkpoint after all; and its copy."""
+        """Remove a durable object, and its copy, that could not be committed, unless it is the checkpoint after all."""
 
     def tidy(self) -> None:
-        """Remove what the save has put beside the checkpoint and is not to stay. The handle waits for this."""
+        """Remove the temporary files that the save has put beside the checkpoint. The handle waits for this."""
 
     def afterwards(self, outcome: SaveOutcome) -> None:
-        """Apply retention. The checkpoint is true whatever happens here."""
+        """Apply retention. The checkpoint stands, whatever happens here."""
 
     def failed(self, error: BaseException, seconds: float) -> None:
-        """Tell the history that the save has failed after so many seconds, without a trace. Nobody waits for this."""
+        """Note in the history that the save has failed after `seconds`, without a trace. Nobody waits for this."""
 
     def hangs(self, quiet: Future[None]) -> None:
-        """Note that the save has failed while calls to this place are under way, until `quiet` resolves."""
+        """Note that the save has failed while calls to this place still run. `quiet` resolves when they return."""

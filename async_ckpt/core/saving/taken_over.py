@@ -3,11 +3,11 @@
 In: captured states, and commits. Out: the tensors that need not be copied or written. Knows nothing of: files, threads
 that copy.
 
-Fused optimizers and `.data` write past a tensor's version counter, so an equal counter proves nothing. Taken over are
-only parameters that do not require a gradient, of modules in the state, in the memory and with the counter that they
-had at the last commit. On the host, a sample of their bytes is compared in the call: if one differs, this save takes
-nothing over. Behind the training, all their bytes are compared with the digests of that archive: a write past the
-counter that no sample has shown fails the save. Later saves write such a tensor.
+Fused optimizers and `.data` bypass a tensor's version counter, so an equal counter proves nothing. Only parameters of
+modules in the state are taken over, and only if they do not require a gradient, and have the same memory and counter as
+at the last commit. On the host, the call compares a sample of their bytes: if one sample differs, this save takes
+nothing over. In the background, all their bytes are compared with the digests of the lending archive: a write that
+bypassed the counter and that no sample has shown fails the save. Later saves write such a tensor.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from ..state.names import Path
 from ..state.wrapped import plain_parts
 from .block_digests import GroupDigests
 
-# To look after a smaller tensor costs about as much as to write it.
+# Checking a smaller tensor costs about as much as writing it.
 _LEAST_BYTES: Final = MIB
 _SAMPLE_BYTES: Final = 8 * KIB
 _COPY_BYTES: Final = 256 * KIB
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MANY: Final = 5  # names in a message
 
-_Key: TypeAlias = tuple[Path, tuple[int, ...] | None]  # of a slice: the tensor's path, and its place in the tensor
+# identifies a slice: the tensor's path, and the slice's offsets in the tensor
+_Key: TypeAlias = tuple[Path, tuple[int, ...] | None]
 
 
 class _Appearance(NamedTuple):
-    """The outside of a tensor. As long as it stays the same, no write to the tensor was counted."""
+    """The metadata of a tensor. While they stay the same, no write to the tensor was counted."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class _Appearance(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A tensor of a save that may be taken over. `sample` is empty for one on a device, which would be waited for."""
+    """A tensor of a save that may be taken over. `sample` is empty on a device, where a sample would cost a wait."""
 
     number: int
     key: _Key
@@ -66,11 +67,11 @@ class _Candidate(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The place of a tensor's bytes in the archive of a commit, and the tensor when they were taken."""
+    """The place of a tensor's bytes in the archive of a commit, and the tensor's metadata when they were copied."""
 
     look: _Appearance
     sample: bytes
-    storage: StorageWeakRef  # whose own address is not given to another storage while this exists
+    storage: StorageWeakRef  # while this exists, its address is not reused for another storage
     extent: Extent
     digest: bytes
     archive_name: str
@@ -89,12 +90,12 @@ class _Taken(NamedTuple):
     alias: Alias
 
     def was_written(self) -> bool:
-        """Whether the tensor has other bytes than it should, and no write to it was counted since the call of `save`:
-        after the call the training may change the tensor. Blocks.
+        """True if the tensor's bytes differ from the archive's, although no write to it has been counted. A counted
+        write is the training's, after the call of `save`, which is allowed. Blocks.
         """
         try:
             is_same = _digest(self.alias, self.saved.extent) == self.saved.digest
-        except MemoryGoneError:  # since the call, as the training may
+        except MemoryGoneError:  # freed after the call, which the training may do
             return False
         return not is_same and self.tensor._version == self.saved.look.mark[1]
 
@@ -102,7 +103,7 @@ class _Taken(NamedTuple):
 class TakenOver:
     """The tensors that one save takes over, and those that later saves may take over from it.
 
-    `UnchangedTensors.begin` makes it on the caller's thread; the save's target calls it elsewhere.
+    `UnchangedTensors.begin` creates it on the caller's thread; the save's target calls it on other threads.
     """
 
     def __init__(self, known: dict[_Key, _Saved], distrusted: set[_Key]) -> None:
@@ -110,21 +111,21 @@ class TakenOver:
         self.taken: list[_Taken] = []
         self.lenders: dict[tuple[str, str], int] = {}  # the number of each archive, by folder and name
         self.locations: dict[tuple[str, int], GroupLocation] = {}
-        self.whole_groups: frozenset[str] = frozenset()  # of which nothing is written
-        self.written: dict[int, tuple[_Key, _Appearance, bytes, StorageWeakRef]] = {}  # by the number of the spec
-        self.digests = GroupDigests({})  # of those, once they are laid out
-        self.of_blocks = bytearray()  # of the archive; filled by the drain
+        self.whole_groups: frozenset[str] = frozenset()  # groups without anything to write
+        self.written: dict[int, tuple[_Key, _Appearance, bytes, StorageWeakRef]] = {}  # keyed by the number of the spec
+        self.digests = GroupDigests({})  # for the written tensors, once they are laid out
+        self.of_blocks = bytearray()  # the digests of the archive's blocks; filled by the drain
         self._extents: dict[int, Extent] = {}
 
     def take(self, key: _Key, saved: _Saved, tensor: torch.Tensor) -> int:
-        """The number of the archive that has the tensor."""
+        """Take a tensor over. Returns the number of the archive that has it."""
         self.taken.append(_Taken(key, saved, tensor, Alias(tensor)))
         location = saved.location
         self.locations[location.group, location.step] = location
         return self.lenders.setdefault((location.folder, saved.archive_name), len(self.lenders))
 
     def laid_out(self, layout: Layout) -> None:
-        """The tensors that are written have these places."""
+        """Note the places of the tensors that are written."""
         for i in self.written:
             begin = layout.plan.begins[i]
             assert begin is not None
@@ -153,13 +154,12 @@ class TakenOver:
             )
 
     def drop(self) -> None:
-        """Let go of the tensors."""
+        """Drop the references to the tensors."""
         self.taken = []
 
     def committed(self, run: Run, step: int, own: Archive, named: Archive) -> None:
-        """The archive `own` of this process is committed; the manifest names it, or the list of all ranks, as `named`.
-
-        Later saves may take over the tensors that it has.
+        """Note that the archive `own` of this process is committed, so that later saves may take over its tensors.
+        `named` is the archive in the manifest: `own` itself, or the list of all ranks.
         """
         if not self.written:
             return
@@ -170,31 +170,33 @@ class TakenOver:
 
 
 class UnchangedTensors:
-    """The tensors that were committed by this process and that its next save may take over. From any thread.
+    """The tensors that were committed by this process and that its next save may take over. May be called from any
+    thread.
 
-    A save replaces the table by a new one unless it takes over all that is in it. A save that is under way then adds to
-    a table that nobody reads any more. So the table never refers to an archive that a later save has replaced.
+    A save replaces the table by a new one unless it takes over everything in it. A save that is still under way then
+    adds to a table that nobody reads any more. So the table never refers to an archive that a later save has replaced.
     """
 
     def __init__(self) -> None:
-        self._known: dict[_Key, _Saved] = {}  # replaced as a whole; each change of it is one call of C
+        self._known: dict[_Key, _Saved] = {}  # replaced as a whole; each change of an entry is one atomic call of C
         self._distrusted: set[_Key] = set()
         self._newest = -1  # the highest step that was begun
 
     def forget(self) -> None:
-        """Take nothing over that is committed by now."""
+        """Take over nothing that has been committed so far."""
         self._known, self._newest = {}, -1
 
     def lenders(self) -> set[int]:
-        """The steps that the next save may take tensors from."""
+        """The steps from which the next save may take over tensors."""
         return {saved.location.step for saved in list(self._known.values())}
 
     def begin(
         self, captured: Capture, frozen: set[int], run: Run, step: int, *, may_take: bool
     ) -> tuple[Capture, TakenOver]:
-        """The state without the bytes of tensors that are taken over. `frozen` are the addresses of those that may be.
+        """The state without the bytes of tensors that are taken over. `frozen` are the addresses of the tensors that
+        may be.
 
-        On the caller's thread, which may be interrupted, so it holds no lock.
+        Runs on the caller's thread, which may be interrupted, so it holds no lock.
         """
         candidates = [one for one in _candidates(captured, frozen) if one.key not in self._distrusted]
         known = self._known.copy()
@@ -205,7 +207,7 @@ class UnchangedTensors:
             if (saved := known.get(one.key)) is not None and saved.is_of(one) and saved.location not in gone
         }
         past = {one.key for one in candidates if one.key in same and same[one.key].sample != one.sample}
-        self._distrusted |= past  # and where one was written to past its counter, others may have been
+        self._distrusted |= past  # where one write bypassed the counter, others may have done so
         if step <= self._newest or not may_take or past:
             self._known, known, same = {}, {}, {}
         self._newest = max(step, self._newest)
@@ -257,18 +259,18 @@ def _candidates(captured: Capture, frozen: set[int]) -> Iterator[_Candidate]:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """The digest of some bytes in the middle. Whoever writes to weights past the counter changes most of them."""
+    """The digest of some bytes in the middle. A write that bypasses the counter usually changes most bytes."""
     num_bytes = min(tensor.nbytes, _SAMPLE_BYTES)
     return block_digest(memoryview(ctypes.string_at(tensor.data_ptr() + (tensor.nbytes - num_bytes) // 2, num_bytes)))
 
 
 def _group(path: Path) -> str:
-    """The top-level entry that a tensor is in; "model" for a tensor at the top level."""
+    """The top-level entry that contains a tensor; "model" for a tensor at the top level."""
     return str(path[0]) if len(path) > 1 else "model"
 
 
 def still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
-    """Whether a root still has what it lends. A store is asked at the commit, not on the caller's thread."""
+    """True if a root still has the archives that it lends. True for a store, which is asked only at the commit."""
     if run.storage.remote:
         return True
     try:
@@ -277,11 +279,12 @@ def still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
         return True
 
 
-_scratch = threading.local()  # where bytes are copied to, since their own memory may be freed meanwhile
+_scratch = threading.local()  # holds copies of bytes, since their own memory may be freed meanwhile
 
 
 def _digest(alias: Alias, extent: Extent) -> bytes:
-    """The digest of the bytes of a tensor that lie at `extent` of a file, as `GroupDigests` makes it, of live memory.
+    """The digest of a tensor in live memory as `GroupDigests` would compute it for a file that has the tensor at
+    `extent`.
 
     Raises MemoryGoneError.
     """

@@ -1,4 +1,4 @@
-"""The targets of saves of a run, and of all ranks together: one attempt at a step, or at a folder.
+"""The targets of saves to a run, and of saves by several ranks: one attempt at a step, or at a folder.
 
 In: places, runs. Out: targets. Knows nothing of: tensors.
 """
@@ -49,7 +49,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Alone:
-    """Stands for the `Agreement` of a process that saves alone, and has nothing to agree on."""
+    """Replaces the `Agreement` in a process that saves alone, and has nothing to agree on."""
 
     rank, world_size, has_others, decides, follows = 0, 1, False, True, True
     is_apart = fails_elsewhere = is_told = False
@@ -64,7 +64,7 @@ class Alone:
         """Do nothing: the attempt has its name, and no other rank makes room, writes or decides."""
 
     def _tell(self, *_: Any) -> None:
-        """Do nothing: no other rank waits for a word of this one."""
+        """Do nothing: no other rank waits for a message."""
 
     named = has_room = agree = hear = _wait
     made_room = committed = afterwards = _tell
@@ -75,12 +75,12 @@ class Alone:
 
 
 class JointTarget(Target):
-    """A target that several ranks write to: they agree before the commit."""
+    """A target that several ranks write to. They agree before the commit."""
 
     _agreement: Agreement | Alone
-    _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
-    _manifest: Manifest | None = None  # that another rank has committed
-    _found = ""  # values of this rank that are not finite, in words
+    _of_ranks: RankFiles | None = None  # the manifest names it, if several ranks have agreed
+    _manifest: Manifest | None = None  # set if another rank has committed
+    _found = ""  # this rank's values that are not finite, in words
 
     async def begin(self, check: Callable[[], None]) -> None:
         if self._agreement.has_others:
@@ -93,7 +93,7 @@ class JointTarget(Target):
 
     @property
     def _lent(self) -> Sequence[tuple[str, int]]:
-        """The groups of which this rank's archive refers to earlier steps, and the steps."""
+        """(group, step) for each group in which this rank's archive refers to an earlier step."""
         return ()
 
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
@@ -152,18 +152,18 @@ class FolderTarget(JointTarget):
 
 
 class StepAdmission:
-    """The admission of a step to its place: what refuses it is asked on the rank that decides, at once where no network
-    is asked, and before the commit where that gave no answer. A target makes it, and asks it elsewhere.
+    """The check that a step may be committed at its place. Only the deciding rank makes it: at once if no network is
+    involved, otherwise before the commit. A target creates it on the caller's thread, and calls it on others.
     """
 
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
-        """Raises at once what is known to refuse the step. On another rank than the one that decides, nothing is."""
+        """Raises at once what is known to refuse the step. On a rank that does not decide, nothing is checked."""
         self.rolled_back = lineage.rolled_back
         self.overwrite = call.overwrite or call.step in lineage.damaged
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
-        # Before this process has taken the place; after that, what is committed there tells.
+        # Needed until this process has taken the place; after that, the commits at the place show it.
         self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run))
-        self._is_done = False  # when it was asked, the step could be committed
+        self._is_done = False  # a check has passed
         if agreement.decides:
             run.check_start()
             run.check_known(call.step, overwrite=self.overwrite)
@@ -171,12 +171,12 @@ class StepAdmission:
                 self.again()
 
     def once(self) -> None:
-        """Ask, unless it was answered that the step can be committed. Raises what refuses it."""
+        """Check, unless a check has already passed. Raises what refuses the step."""
         if not self._is_done:
             self.again()
 
     def again(self) -> None:
-        """Ask. Raises what refuses the step."""
+        """Check. Raises what refuses the step."""
         with self.telling_ranks():
             self._run.check(
                 self._call.step,
@@ -189,7 +189,7 @@ class StepAdmission:
 
     @contextmanager
     def telling_ranks(self) -> Iterator[None]:
-        """Explain a step that exists already: if ranks save each for itself, another of them may have committed it."""
+        """Explain a step that exists already: if each rank saves separately, another one may have committed it."""
         try:
             yield
         except StepExistsError as error:
@@ -206,12 +206,12 @@ class StepAdmission:
 
 
 class StepTarget(JointTarget):
-    """One attempt at one step. A request creates it; an attempt calls it elsewhere."""
+    """One attempt at one step. A request creates it; an attempt calls it on other threads."""
 
     def __init__(self, lineage: Lineage, call: StepCall, agreement: Agreement | Alone) -> None:
-        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step, and
-        chooses its place, and whether the next place gets a copy in the same pass. The others know that once the
-        attempt has its name. Raises as `StepAdmission`.
+        """`agreement` is with the other ranks, if there are any. Then rank 0 alone checks and commits the step, chooses
+        its place, and decides whether the next place gets a copy at the same time. The other ranks learn this once the
+        attempt has its name. Raises as `StepAdmission` does.
         """
         run = lineage.roots.runs[agreement.place]
         folder = run.folder(call.step)
@@ -221,10 +221,10 @@ class StepTarget(JointTarget):
         self._lineage, self._call, self._agreement = lineage, call, agreement
         self._check = StepAdmission(lineage, run, call, agreement)
         self.contents = StepContents(call)
-        self._is_announced = False  # tracker and journal name the step
+        self._is_announced = False  # the tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._num_bytes = 0  # of the archive
+        self._num_bytes = 0  # the size of the archive
         self._passing: PassingCopy | None = None
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
 
@@ -236,7 +236,7 @@ class StepTarget(JointTarget):
 
     @property
     def run(self) -> Run:
-        """The run at the place, as far as this rank knows."""
+        """The run at the place of the save, as far as this rank knows."""
         return self._lineage.roots.runs[self._agreement.place]
 
     @property
@@ -262,15 +262,15 @@ class StepTarget(JointTarget):
         if self._agreement.decides and not self.storage.remote:
             if self._take():
                 self._check.again()
-            self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+            self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, since sweeping makes room
         if self._agreement.decides and self.run.keep.free is not None:
             self._make_room()
         return super().open(size)
 
     def _make_room(self) -> None:
-        """Delete steps for which there will be no room, before any rank writes."""
+        """Delete old steps if there is no room for this one, before any rank writes."""
         run = self.run
-        if self.storage.remote:  # it is the folders of nodes
+        if self.storage.remote:  # the place is the folders of nodes
             self.storage.prove(for_run=True)
             self._take()
         self._check.once()
@@ -282,7 +282,7 @@ class StepTarget(JointTarget):
                 broken=self._lineage.damaged,
                 is_part=self._agreement.has_others,
             )
-        except StorageUnavailableError as error:  # the save may fit all the same
+        except StorageUnavailableError as error:  # the save may still fit
             run.root.warn_once("room", f"{run.storage.locate('')}: Keep(free=…) could not delete steps: {error}")
         self._agreement.made_room()
 
@@ -307,7 +307,7 @@ class StepTarget(JointTarget):
             self._replaces = self.run.manifest_to_replace(self._call.step)
 
     def _take(self) -> bool:
-        """Take the place for this process, at its first save there. True if it was taken now."""
+        """Take the place for this process, at its first save there. Returns True if it was taken just now."""
         is_new = self._lineage.roots.take(self.run, self._call.step)
         if is_new:
             self._lineage.roots.tell_places(self.run)
@@ -322,20 +322,20 @@ class StepTarget(JointTarget):
             self._is_announced = True
             return
         if self._agreement.has_others:
-            self.run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
+            self.run.check_taken()  # the other ranks learn of a commit from its manifest, so it must not be void
         elsewhere = (*self.contents.lent(), *self._lent_to_others(), *self._write_driver())
         manifest = self._put_manifest(archive, times, elsewhere)
         self._close_driver()
         if found := self._agreement.found or self._found:
-            self._mark_bad(found)  # before anybody hears of the commit, and copies the step or restarts from it
+            self._mark_bad(found)  # before anybody learns of the commit, and copies the step or restarts from it
         self._agreement.committed(manifest)
         self._is_committed_as(manifest, archive)
         self._lineage.tiers.committed(self.run, self._call.step, manifest.num_bytes)
-        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+        with suppress(CheckpointError):  # the checkpoint is committed already; `afterwards` tries again
             self._announce()
 
     def _lent_to_others(self) -> list[GroupLocation]:
-        """The archives of earlier steps that archives of other ranks refer to, and this rank's does not."""
+        """The archives of earlier steps that archives of other ranks refer to, but this rank's does not."""
         own = {(lent.group, lent.step) for lent in self.contents.lent()}
         others = [(group, step) for group, step in self._agreement.lent if (group, step) not in own]
         return [
@@ -385,12 +385,12 @@ class StepTarget(JointTarget):
         self._is_announced = True
 
     def _write_driver(self) -> list[GroupLocation]:
-        """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
+        """Write the archive of `driver=`, before the manifest that names it. Returns its groups."""
         driver = self._call.driver
         if driver is None:
             return []
         path, num_bytes = self.run.root.driver_path(self._call.step, self._token), len(driver.image)
-        # By a sink, which keeps other processes from sweeping it before the manifest is there.
+        # Use a sink: it keeps other processes from sweeping the archive before the manifest exists.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
         )
@@ -406,12 +406,12 @@ class StepTarget(JointTarget):
         return [GroupLocation(group, self._call.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
-        """Close the sink, once the manifest names the archive or nothing does."""
+        """Close the sink, once the manifest names the archive, or the save has failed."""
         if self._driver_sink is not None:
             self._driver_sink.close()
 
     def refuse(self, error: BaseException) -> bool:
-        self._lineage.tensors.forget()  # perhaps since the step that lends is gone: the next save is whole
+        self._lineage.tensors.forget()  # the lending step may be gone, so the next save is written whole
         is_apart, on_other_rank = self._agreement.is_apart, self._agreement.fails_elsewhere
         if is_apart or on_other_rank or isinstance(error, StorageUnavailableError | StorageFullError):
             self._lineage.tiers.failed(
@@ -444,7 +444,7 @@ class StepTarget(JointTarget):
             if not self._is_announced:
                 self._announce()
         except CheckpointError as error:
-            refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+            refusal = error  # a tracker that cannot be moved must not keep old steps forever
         try:
             self._retain()
         finally:
@@ -460,7 +460,7 @@ class StepTarget(JointTarget):
             self.run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
 
     def _note_save(self, report: SaveReport, call_seconds: float, groups: Mapping[str, int]) -> None:
-        """Tell the history what the save has come to."""
+        """Note the outcome of the save in the history."""
         measured = {name: getattr(report, name) for name in MEASURED}
         self._lineage.note(
             "save",
@@ -494,7 +494,7 @@ class StepTarget(JointTarget):
 
 
 def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> StepTarget:
-    """Begin an attempt at a step; of all ranks together, if there are several. Raises what refuses it."""
+    """Begin an attempt at a step, of all ranks together if there are several. Raises what refuses it."""
     joint, runs = call.joint, lineage.roots.runs
     if joint is None:
         agreement: Agreement | Alone = Alone(os.urandom(4).hex(), lineage.tiers.choose())
@@ -522,7 +522,7 @@ def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> Folde
 
 
 class StaticLease:
-    """A lease of memory that Python keeps alive by itself."""
+    """A lease of memory that Python itself keeps alive."""
 
     def retain(self) -> None: ...
 

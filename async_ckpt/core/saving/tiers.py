@@ -3,9 +3,9 @@
 In: the runs at the places; commits, and failures. Out: a place for each save; the same steps at the places behind it.
 Knows nothing of: tensors, saves under way.
 
-A save is committed at one place: the first that answers and has room. One mover for each further place copies to it
-the newest step that the nearer ones hold, so a place that is slow or away holds up neither a save nor another place.
-Movers only go forward: they leave out what is older than the newest step there, and write nothing where a start has
+A save is committed at one place: the first that answers and has room. Each further place has a mover, which copies to
+it the newest step that the nearer places hold, so a slow or absent place delays neither a save nor another place.
+Movers only go forward: they skip steps older than the newest step at their place, and write nothing where a start has
 committed that this run does not descend from.
 """
 
@@ -35,11 +35,11 @@ from ..storage.store_facts import PROBE
 from ..timing import monotonic
 from .mover import CopyStep, Mover, MovingProcess
 
-# How long a store where a save has failed takes no other one.
+# For how long a store takes no saves after one has failed there.
 _AWAY_SECONDS: Final = 60.0
 
 _log = logging.getLogger("async_ckpt")
-# Those that copy, until they have finished: the exit waits for them, also if nobody has closed their checkpointer.
+# The `Tiers` that copy, until they have finished: the exit waits for them, even if their checkpointer was not closed.
 _all: set[Tiers] = set()
 
 
@@ -47,15 +47,15 @@ class _Out(NamedTuple):
     """A place that takes no saves for now."""
 
     since: float
-    quiet: Future[None] | None  # calls there that have not returned
-    for_good: bool = False  # not all ranks see it
-    on_other_rank: bool = False  # this one cannot tell whether it answers there
+    quiet: Future[None] | None  # resolves when all calls there have returned
+    for_good: bool = False  # not all ranks see the place
+    on_other_rank: bool = False  # it failed on another rank, so this one cannot see whether it answers
 
 
 class Tiers:
-    """The places of one checkpointer, which creates it. From any thread.
+    """The places of one checkpointer, which creates it. May be called from any thread.
 
-    The lock guards tables; it is not held over a call to a place.
+    The lock guards tables; it is not held during a call to a place.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class Tiers:
         in_flight: Callable[[Run], Collection[int]],
         ranks: Ranks,
     ) -> None:
-        """`in_flight` lists the steps that retention leaves alone at a place. Of several `ranks`, rank 0 copies."""
+        """`in_flight` lists the steps that retention must not delete at a place. With several ranks, rank 0 copies."""
         self.runs, self._calls, self._in_flight = roots.runs, ranks.calls, in_flight
         self._lock = threading.Lock()
-        self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
-        self._num_bytes = 0  # of the last step that was committed
+        self._out: dict[Run, _Out] = {}  # places that are skipped; under _lock
+        self._num_bytes = 0  # the size of the last committed step
         self._promised: tuple[int, int] | None = None  # the place and the step that the newest handle waits for
-        self._near, self._has_committed = self.runs[0], False  # of the newest step; whether this rank put it there
+        # where the newest step is; whether this rank has committed
+        self._near, self._has_committed = self.runs[0], False
         self._is_finished = False
         self.exit_timeout: float | None = None  # seconds that the interpreter's exit waits for copies
         self.movers = [
@@ -85,13 +86,12 @@ class Tiers:
     # --- the place of a save ----------------------------------------------------------------------------------
 
     def choose(self) -> int:
-        """The number of the place that the next save goes to: the first that answers and has room. No request over a
-        network is made.
-        """
+        """The number of the place for the next save: the first that answers and has room. Sends no network request."""
         if len(self.runs) == 1:
             return 0
         full: list[int] = []
-        for number, run in enumerate(self.runs):  # one behind that may hang: nobody asks it
+        # stop at the first good one: a further place may hang when it is asked
+        for number, run in enumerate(self.runs):
             if self._answers(run):
                 if self._has_room(run):
                     return number
@@ -99,9 +99,7 @@ class Tiers:
         return full[0] if full else 0
 
     def _answers(self, run: Run) -> bool:
-        """Whether a place may take a save. One that has failed is tried again: a folder at once, if its calls have
-        returned, a store after a minute.
-        """
+        """True if a place may take a save. A failed folder is tried again at once, a failed store after a minute."""
         with self._lock:
             out = self._out.get(run)
         if run.refusal:
@@ -142,8 +140,8 @@ class Tiers:
         for_good: bool = False,
         on_other_rank: bool = False,
     ) -> None:
-        """Note that a save of so many bytes has failed at a place for this reason: until it answers, or has room, saves
-        go to another one. `for_good`: not all ranks see the place.
+        """Note that a save of `num_bytes` has failed at a place. Until the place answers, or has room, saves go to
+        another one. `for_good`: not all ranks see the place. `quiet` resolves when calls that hang there have returned.
         """
         if self.movers:
             with self._lock:
@@ -155,16 +153,16 @@ class Tiers:
                 _log.warning("%s takes no saves%s: %s", run.storage.locate(""), until, error)
 
     def committed(self, run: Run, step: int, num_bytes: int) -> None:
-        """Note a commit, and begin to move it."""
+        """Note a commit, and begin to copy it to further places."""
         self._num_bytes, self._has_committed = num_bytes, True
         self._note_answer(run)
         self.note_commit(run, step)
         self.wake(after=run)
 
     def note_commit(self, run: Run, step: int) -> None:
-        """Note that a step was committed at a place: those behind it are to get it."""
+        """Note that a step was committed at a place, so that the places behind it lack it."""
         if isinstance(run.storage, OneOfNodes):
-            _all.add(self)  # rank 0 copies what lies on this node
+            _all.add(self)  # rank 0 copies from this node's disk, so the exit must wait
         self._near = run
         for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
             if mover.run is run:
@@ -180,7 +178,7 @@ class Tiers:
             arrivals.fail_impatient(why, step)
 
     def wake(self, after: Run | None = None) -> None:
-        """Begin to move what nearer places hold, to the places behind `after`, or to all."""
+        """Begin to copy steps from nearer places to the places behind `after`, or to all."""
         if self.movers:
             _all.add(self)
         first = self.runs.index(after) if after is not None else 0
@@ -188,8 +186,8 @@ class Tiers:
             mover.worker.wake()
 
     def arrival(self, number: int, step: int, *, is_patient: bool = True) -> Future[int]:
-        """A future of the step by which the further place of this number holds `step`, or a newer one. If it is not
-        patient, it fails with the first copy that does.
+        """A future that resolves when the further place of this number holds `step`, or a newer one; its result is that
+        step. Unless it is patient, it fails with the first copy that fails.
         """
         arrived = self.movers[number - 1].arrivals.arrival(step, is_patient=is_patient)
         if not arrived.done():
@@ -226,11 +224,11 @@ class Tiers:
         return arrived
 
     def promise(self, run: Run, step: int) -> Future[int] | None:
-        """The arrival at the first place that is not volatile of a step that was committed at this one. None if that
-        is this one, or there is none.
+        """The arrival of a step, committed at `run`, at the first place that is not volatile. None if `run` is that
+        place, or if no place behind it is lasting.
 
-        It fails once a copy was tried in vain, which takes as long as a save there would take to fail; the step may
-        arrive all the same.
+        The future fails once a copy has been tried without success, which takes as long as a failing save there; the
+        step may still arrive later.
         """
         first = self.runs.index(run)
         lasting = next((number for number in range(first, len(self.runs)) if not self.runs[number].is_volatile), first)
@@ -242,31 +240,29 @@ class Tiers:
         return arrived
 
     def is_kept(self, step: int) -> bool:
-        """Whether a place that is not volatile behind others has a step that was committed, or a newer one."""
+        """True if a further place that is not volatile has this committed step, or a newer one."""
         return any(mover.arrivals.has(step) for mover in self.movers if not mover.run.is_volatile)
 
     @property
     def is_safe(self) -> bool:
-        """Whether a place that is not volatile has the newest step, as far as is known, or there is none."""
+        """True if a lasting place has the newest step, as far as known, or if there is no lasting place behind."""
         behind = [mover for mover in self.movers if not mover.run.is_volatile]
         return not (self._near.is_volatile and behind) or any(mover.arrivals.missing() is None for mover in behind)
 
     @property
     def has_lost(self) -> bool:
-        """Whether a reboot would lose the newest step, which this process has committed."""
+        """True if this process has committed the newest step, and a reboot would lose it."""
         return self._has_committed and not self.is_safe
 
     def next_mover(self, run: Run) -> Mover | None:
-        """The mover to the place behind this one, which may get copies in the pass of a save."""
+        """The mover to the place behind `run`, which saves may also copy to directly."""
         at = self.runs.index(run)
         return self.movers[at] if at < len(self.movers) else None
 
     # --- what is where ----------------------------------------------------------------------------------------
 
     def held(self, run: Run) -> set[int]:
-        """The steps that must stay at a place, since they are being moved, or since a place behind it would keep them
-        for good; the latter while two more saves fit.
-        """
+        """The steps that must stay at a place: being copied, or kept for good behind it (while two more saves fit)."""
         held = {step for mover in self.movers if (step := mover.copier.step) is not None}
         behind = self.movers[self.runs.index(run) :]
         free = run.storage.free_bytes() if behind else None
@@ -280,16 +276,17 @@ class Tiers:
         return "; ".join(self.behind()) or "cleaning up"
 
     def behind(self) -> list[str]:
-        """The steps that further places lack, in words. Nothing is asked."""
+        """The steps that further places lack, in words. Asks no place."""
         return [words for mover in self.movers if (words := mover.arrivals.lag())]
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, timeout: float | None = None, *, say: Callable[[str], None] = _log.warning) -> list[str]:
-        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns in words what is left, which
-        Ctrl-C has it say instead.
+        """Copy the newest step to all places, without a bandwidth limit, and stop. Returns in words what is left; after
+        Ctrl-C, `say` reports it instead.
 
-        A place that does not answer at this moment is not tried again, nor waited for if one that lasts has the step.
+        A place that does not answer is not tried again. It is not waited for if a place that is not volatile has the
+        step.
         """
         if self._is_finished:
             return []
@@ -300,7 +297,7 @@ class Tiers:
                 for mover in self.movers:
                     mover.begin_end()
                     get_loop().begin(mover.ask())
-            for arrived in self._awaited():  # rank 0 ends these waits
+            for arrived in self._awaited():  # rank 0 resolves these arrivals
                 while not wait_for(arrived, LIVENESS_SECONDS) and (timeout is None or monotonic() < begun + timeout):
                     wait.goes_on(lambda: f"copies from this node: {self._behind_in_words()}")
             while going_on := [mover for mover in self.movers if mover.is_going_on(must_answer=self.is_safe)]:
@@ -333,7 +330,7 @@ class Tiers:
         return any(isinstance(run.storage, OneOfNodes) for run in self.runs)
 
     def _awaited(self) -> list[Future[int]]:
-        """The arrivals of what rank 0 copies, from the disk of this node or since a handle waits for it."""
+        """The arrivals that rank 0 copies and this process waits for: from the disk of this node, or for a handle."""
         if self._is_read_by_others:
             missing = enumerate((mover.arrivals.missing() for mover in self.movers), start=1)
             return [self.arrival(n, step) for n, step in missing if step is not None]
@@ -341,9 +338,7 @@ class Tiers:
 
 
 class _Training(MovingProcess):
-    """This process, which saves the steps. Up to the first place that is not volatile, it alone moves them: its handles
-    wait for that.
-    """
+    """The process that saves the steps. It alone moves them up to the first lasting place: its handles wait for it."""
 
     def __init__(
         self,
@@ -353,7 +348,7 @@ class _Training(MovingProcess):
         in_flight: Callable[[Run], Collection[int]],
         ranks: Ranks,
     ) -> None:
-        """`number` is that of the place, among these runs."""
+        """`number` is the index of the place among `runs`."""
         super().__init__(in_flight)
         self._run, self._number, self._ranks = runs[number], number, ranks
         self._pace = pace_of(self._run.storage)

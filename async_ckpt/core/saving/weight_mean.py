@@ -1,12 +1,12 @@
-"""An exponential mean of weights in host memory, which follows the copies that saves make.
+"""An exponential mean of weights in host memory, updated from the copies that saves make.
 
 In: the state of each save, when it is its turn. Out: the state with the mean as one more group. Knows nothing of:
 archives, ranks.
 
-A save with a mean first copies the weights to a buffer of their own. From there the mean is updated and the segments
-are filled, so that a device is read once. The mean is a fold over the saves whose copy was complete, in their order:
-whatever becomes of such a save later, the next one counts its steps from there. A restore replaces the mean by that of
-the archive.
+A save with a mean first copies the weights to a separate buffer. The mean is updated and the segments are filled from
+that buffer, so that a device is read once. The mean is a fold over the saves whose copy was complete, in their order:
+even if such a save fails later, the next one counts its steps from there. A restore replaces the mean by that of the
+archive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..state.tree import InnerTensors, StoredLeaf, parts_in
 from ..state.wrappers import StateDictOf, state_dict_of
 
 GROUP: Final = "ema"
-# Torch divides longer operations among the threads of the training (at::internal::GRAIN_SIZE).
+# For longer operations, torch uses the threads of the training (at::internal::GRAIN_SIZE).
 _CHUNK_ITEMS: Final = 32_767
 
 _log = logging.getLogger("async_ckpt")
@@ -47,19 +47,19 @@ class Mean:
         self.tensors, self.step = tensors, step
 
     def has(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether it has just these tensors."""
+        """True if the mean has exactly these tensors."""
         wanted = {name: (_mean_dtype(one.dtype), one.shape) for name, one in tensors.items()}
         return wanted == {name: (one.dtype, one.shape) for name, one in self.tensors.items()}
 
     def update(self, copies: Mapping[str, torch.Tensor], step: int, decay: float) -> None:
-        """Take the weights of a save, so many steps after the last one."""
+        """Add the weights of a save at `step`. The decay is per step since the last save."""
         num_steps = None if self.step is None else max(0, step - self.step)
         self.step = step
         with torch.no_grad():
             for name, mean in self.tensors.items():
                 if num_steps is None or not (mean.is_floating_point() or mean.is_complex()):
                     mean.copy_(copies[name])
-                elif num_steps:  # a save of the same step again has the same weights
+                elif num_steps:  # a repeated save of the same step has the same weights
                     _move(mean, copies[name].detach(), 1 - decay**num_steps)
 
 
@@ -68,7 +68,7 @@ class Joined(NamedTuple):
 
     state: Any
     futures: Collection[Future[None]] = ()
-    """Those of the copy of the weights, and of the mean."""
+    """Resolve when the copy of the weights, and the mean, are complete."""
     copy: Snapshot | None = None
     """The staging of that copy, if it is this save's own."""
 
@@ -76,28 +76,28 @@ class Joined(NamedTuple):
 class WeightMean:
     """The mean of one checkpointer, which creates it. Saves and restores call it, on the caller's thread.
 
-    Updates run one after the other in the background: each waits until its weights are copied, and until the save
-    before has copied the mean.
+    Updates run one after the other in the background: each waits until its weights are copied, and until the previous
+    save has copied the mean.
     """
 
     group: Final = GROUP
 
     def __init__(self, ema: Ema) -> None:
-        """Raises TypeError for anything else."""
+        """Raises TypeError unless `ema` is an Ema."""
         if not isinstance(ema, Ema):
             raise TypeError(f"ema must be Ema(decay, groups=…), got {ema!r:.100}")
         self._ema, self._memory = ema, BufferPool()
         self._mean: Mean | None = None
-        self._readers: tuple[Future[None], ...] = ()  # the last update, and the save that copies what it has made
+        self._readers: tuple[Future[None], ...] = ()  # the last update, and the save that copies its result
 
     @property
     def groups(self) -> tuple[str, ...]:
         return tuple(self._ema.groups)
 
     def joined(self, state: Any, step: int, guard: Any) -> Joined:
-        """The state of a save with the mean. The copy of the weights begins.
+        """The state of a save with the mean. Begins the copy of the weights.
 
-        Raises UnsupportedStateError, naming the tensor, where there is no mean of one.
+        Raises UnsupportedStateError, naming the tensor, for a tensor that has no mean.
         """
         entries = {key: part_of(state, key) if isinstance(state, SnapshotView) else state[key] for key in state}
         held = None
@@ -112,13 +112,13 @@ class WeightMean:
         mean = self._mean
         if mean is None or not mean.has(copies):
             if mean is not None:
-                _log.warning("the mean of %s begins anew, since they have other tensors", ", ".join(self.groups))
+                _log.warning("the mean of %s begins anew, since their tensors have changed", ", ".join(self.groups))
             mean = self._mean = Mean({name: _blank(name, one) for name, one in copies.items()})
         updated: Future[None] = running_future()
         view = _view(source, structure, mean, updated)
         if held is not None:
             begin_copy(held)
-        # A handle that is kept for long has futures whose callbacks must not keep the copies.
+        # A handle that is kept for long has futures whose callbacks must not keep the copies alive.
         todo = deque([(mean, copies)])
         update = partial(self._update, source.completion, updated, todo, step)
         background = get_loop().background
@@ -143,18 +143,18 @@ class WeightMean:
         conclude(updated, error)
 
     def follow(self, staged: Future[None]) -> None:
-        """The save that was joined has copied the mean once this is done."""
+        """Note that the save last joined has copied the mean once `staged` is done."""
         self._readers += (staged,)
 
     def planned(self, state: Any) -> dict[Any, Any]:
-        """The state with a mean that no save has filled yet, for the plan of the first."""
+        """The state with a mean that no save has filled yet, for the plan of the first save."""
         tensors, mean = self.live(state)
         self._mean = self._mean or mean
         return {**state, GROUP: tensors}
 
     def live(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> tuple[Any, Mean]:
-        """The tensors to fill for a state, in its structure, and the mean that has them. Raises ValueError for a state
-        without the groups, and UnsupportedStateError as `joined`.
+        """The mean's tensors in the structure of a state, to be filled, and the mean that owns them. Raises ValueError
+        for a state without the groups, and UnsupportedStateError as `joined` does.
         """
         if not isinstance(state, Mapping) or not all(name in state for name in self.groups):
             raise ValueError(f"the state lacks an entry of Ema(groups=…): {', '.join(self.groups)}")
@@ -168,14 +168,14 @@ class WeightMean:
         self._memory.release()
 
     def restored(self, mean: Mean | None, step: int) -> None:
-        """Go on from the mean of a step; None if it has none, so that the next save begins one."""
+        """Continue from the mean of a step; with None, the next save begins a new mean."""
         if mean is not None:
             mean.step = step
         self._mean = mean
 
 
 def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a structure by name; tied ones once. Raises UnsupportedStateError for wrapped ones."""
+    """The tensors of a structure by name; tied tensors once. Raises UnsupportedStateError for wrapped tensors."""
     for wrapped in parts_in(structure, InnerTensors):
         raise _unsupported(".".join(map(str, wrapped.path)), wrapped.kind)
     numbers = dict.fromkeys(_primary(source, leaf) for leaf in _tensors(structure))
@@ -183,7 +183,7 @@ def _named(source: SnapshotCopies, structure: Any, copies: Sequence[torch.Tensor
 
 
 def _tensors(structure: Any) -> list[StoredLeaf]:
-    """The tensors of a structure. Arrays and bytes have no mean, and are those of the weights."""
+    """The tensors of a structure. Arrays and bytes have no mean, so those of the weights are saved."""
     return [leaf for leaf in parts_in(structure, StoredLeaf) if leaf.kind == "tensor"]
 
 
@@ -193,7 +193,7 @@ def _primary(source: SnapshotCopies, leaf: StoredLeaf) -> int:
 
 
 def _view(source: SnapshotCopies, structure: Any, mean: Mean, completion: Future[None]) -> SnapshotView:
-    """The mean in the structure of the weights, as a snapshot that is complete when it is updated."""
+    """The mean in the structure of the weights, as a snapshot that is complete once `completion` is done."""
     copies = source.copies().copy()
     for leaf in _tensors(structure):
         copies[leaf.number] = mean.tensors[source.captured.specs[_primary(source, leaf)].dotted]
@@ -201,7 +201,7 @@ def _view(source: SnapshotCopies, structure: Any, mean: Mean, completion: Future
 
 
 def _after(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
-    """Go on once all of these are done, whatever they have come to. No thread waits for that."""
+    """Call `then` once all futures are done, even if they failed. No thread waits for that."""
     if futures:
         futures[0].add_done_callback(lambda _: _after(futures[1:], then))
     else:
@@ -210,7 +210,7 @@ def _after(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
 
 @cache
 def _mean_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """float32, or what is wider or no number with a mean; None for a dtype that torch does not convert."""
+    """The dtype of a mean: at least float32, unchanged for integers; None if torch does not convert this dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     try:

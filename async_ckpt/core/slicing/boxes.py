@@ -1,7 +1,7 @@
-"""A tensor covered by overlapping boxes: each element is taken from one of them; and the bytes to copy from box to box.
+"""A tensor covered by overlapping boxes, each element taken from one of them; and the bytes to copy between boxes.
 
-In: the shape of a tensor, and boxes of it in order of preference. Out: boxes that do not overlap, and the elements in
-none. Knows nothing of: ranks, files, torch.
+In: the shape of a tensor, and boxes of it in order of preference. Out: boxes that do not overlap, and the elements that
+are in no box. Knows nothing of: ranks, files, torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .slices import Ints
 
 
 class Cover(NamedTuple):
-    """The result of `cover`: `taken` are parts of boxes, each with the number of its box; `missing` is in no box."""
+    """The result of `cover`: `taken` are parts of boxes, each with its box's number; `missing` is in no box."""
 
     taken: list[tuple[int, Box]]
     missing: list[Box]
 
 
 def cover(shape: Ints, boxes: Sequence[Box]) -> Cover:
-    """Take each element of a tensor from the first box that has it. A box that is taken whole is one part."""
+    """Take each element of a tensor from the first box that contains it. A box that is taken whole is one part."""
     whole = Box.whole(shape)
     if not whole.num_elements:
         return Cover([], [])
@@ -43,7 +43,7 @@ def cover(shape: Ints, boxes: Sequence[Box]) -> Cover:
 
 
 def _sweep(within: Box, boxes: Sequence[tuple[int, Box]], dim: int, strips: list[tuple[int | None, Box]]) -> None:
-    """Cut `within` at every begin and end of a box along one dimension, and each strip along the next."""
+    """Cut `within` at each begin and end of a box along one dimension, and each strip along the next dimension."""
     if not boxes:
         strips.append((None, within))
         return
@@ -86,7 +86,7 @@ class StridedCopy(NamedTuple):
 
     @property
     def source_bytes(self) -> int:
-        """The bytes of the source from the first copy to the last."""
+        """The number of source bytes from the first copy to the last."""
         return (self.times - 1) * self.source_step + self.length
 
     @property
@@ -94,17 +94,17 @@ class StridedCopy(NamedTuple):
         return self.source + self.source_bytes
 
     def moved(self, num_bytes: int) -> StridedCopy:
-        """The same copies from a source that begins so many bytes before this one."""
+        """The same copies from a source that begins `num_bytes` earlier."""
         return StridedCopy(self.source + num_bytes, *self[1:])
 
     def within(self, begin: int, end: int) -> Iterator[StridedCopy]:
-        """The part of the copies that reads bytes [begin, end) of the source."""
+        """The parts of the copies that read bytes [begin, end) of the source."""
         if self.times == 1:
             first, last = max(begin, self.source), min(end, self.source + self.length)
             if first < last:
                 yield StridedCopy(first, self.target + first - self.source, last - first)
             return
-        # The first copy that ends behind `begin`, and the first that begins at `end` or later.
+        # The first copy that ends after `begin`, and the first that begins at `end` or later.
         first = max(0, (begin - self.source - self.length) // self.source_step + 1)
         last = min(self.times, -(-(end - self.source) // self.source_step))
         while first < last and (head := self._one(first)).source < begin:
@@ -120,7 +120,7 @@ class StridedCopy(NamedTuple):
         yield from cut
 
     def apart(self) -> Iterator[StridedCopy]:
-        """Each copy on its own."""
+        """The copies as separate ones, with `times` 1."""
         yield from map(self._one, range(self.times))
 
     def _one(self, number: int) -> StridedCopy:
@@ -130,10 +130,10 @@ class StridedCopy(NamedTuple):
 
 
 def strided_copies(box: Box, source: Box, target: Box, item_bytes: int) -> Iterator[StridedCopy]:
-    """The copies that bring a box of a tensor from one larger box to another. Both are dense, row by row."""
+    """The copies that bring a box of a tensor from one larger box to another. Both are dense, in row-major order."""
     length, source_step, target_step = item_bytes, item_bytes, item_bytes
     begin, into = 0, 0
-    steps: list[tuple[int, int, int]] = []  # count, and distances in source and target; the innermost first
+    steps: list[tuple[int, int, int]] = []  # count, and distances in source and target; innermost first
     for dim in reversed(range(len(box.sizes))):
         size = box.sizes[dim]
         begin += (box.offsets[dim] - source.offsets[dim]) * source_step

@@ -1,10 +1,10 @@
-"""The ranks that wrote a part of a tensor, by arithmetic, so that a reader need not open the archives of all ranks.
+"""The ranks that wrote a part of a tensor, computed so that a reader need not open the archives of all ranks.
 
-In: the structures of the ranks' states, and the table by which they divided replicated tensors. Out: ranks.
+In: the structures of the ranks' states, and the table that determines how they divided replicated tensors. Out: ranks.
 Knows nothing of: files.
 
-The result is advice: only the index of an archive says where a tensor lies. A rank that is named here without having
-the part costs a look at its archive; if the named ranks do not have everything, other archives are opened.
+The result is advice: only the index of an archive says where a tensor lies. If a rank is named here without having the
+part, its archive is opened in vain; if the named ranks do not have everything, other archives are opened.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .boxes import Box, cover
 from .shares import Holding, ReplicatedBytes, SliceCache, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices, check_mesh
 
-# Ranks, ascending, by the digest of their states' structure.
+# Ranks, in ascending order, by the digest of their states' structure.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class StepItem(NamedTuple):
-    """A tensor or another value of a state, by its path. `dtype` is empty, and `shape` too, for other values."""
+    """A tensor or another value of a state, by its path. For other values, `dtype` and `shape` are empty."""
 
     path: tuple[int | str, ...]
     dtype: str = ""
@@ -37,14 +37,14 @@ class StepItem(NamedTuple):
 
 
 class StepLayout(NamedTuple):
-    """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's
-    layout file.
+    """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's layout
+    file.
 
-    `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
-    ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
-    the mesh that the meshes of all tensors are parts of. `items` are listed if a planner has given each rank a part of
-    the state to write: then the texts have lines for all values, and no rank has all names. `of_some` are names that
-    all ranks of a structure have, and not all others.
+    `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of the
+    ranks listed there wrote a share of what they hold as replicas; all other ranks wrote everything that they hold.
+    `root` is a mesh that contains the meshes of all tensors. `items` are listed if a planner has given each rank a part
+    of the state to write: then the texts have lines for all values, and no rank has all names. `of_some` are names that
+    all ranks of a structure have, but not all other ranks.
     """
 
     classes: Classes
@@ -56,7 +56,7 @@ class StepLayout(NamedTuple):
 
 
 class _TensorLine(NamedTuple):
-    """One tensor of a structure; `spread` is JSON."""
+    """One tensor of a structure. `spread` describes its sharding as JSON."""
 
     item_bytes: int
     shape: Ints
@@ -83,10 +83,10 @@ class ShardLocator:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
         self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
-        self._values = dict[str, set[str]]()  # names of values that are no tensors, in layouts that list them
+        self._values = dict[str, set[str]]()  # names of values that are not tensors, in layouts that list them
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest], self._values[digest] = _parsed(layout.structures[digest])
-        # Tensors that are spread alike, and the structures that contain them.
+        # For each tensor: its distinct shardings, and the structures with each of these.
         self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
             for name, line in tensors.items():
@@ -99,9 +99,9 @@ class ShardLocator:
         self._replicated, self._sole = cache(self._replicated_at), cache(self._sole_writers)
 
     def representatives(self, preferred: float = 0.0) -> set[int]:
-        """One rank for each set of names that ranks have.
+        """One rank for each distinct set of tensors and names that ranks have.
 
-        `preferred`, from 0 to less than 1, is its place among those ranks.
+        `preferred`, from 0 to less than 1, selects the rank: its relative position among the ranks of a set.
         """
         alike: dict[tuple[frozenset[Any], frozenset[str]], list[int]] = {}
         for digest, ranks in self._layout.classes.items():
@@ -112,9 +112,7 @@ class ShardLocator:
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
     def naming(self, names: Iterable[str]) -> set[int]:
-        """Ranks whose archives together have a part of each of these, for a layout that lists items: few, not always
-        the fewest.
-        """
+        """Few ranks (not always the fewest) whose archives together have these names, if the layout lists items."""
         left, ranks = {*names}, set[int]()
         named = {
             min(of): {*self._tensors[digest], *self._values[digest]} for digest, of in self._layout.classes.items()
@@ -126,10 +124,10 @@ class ShardLocator:
         return ranks
 
     def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
-        """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
+        """Ranks whose archives together have all of these boxes, as far as known.
 
-        Among ranks with the same, one that is `preferred` is taken, else the lowest. Preferred ones may be left out if
-        all others are needed.
+        Among ranks with the same part, one that is `preferred` is chosen, otherwise the lowest. Preferred ranks may be
+        left out if all others are needed.
         """
         ranks: set[int] = set()
         others = self._structure_of.keys() - preferred
@@ -145,7 +143,7 @@ class ShardLocator:
         return ranks
 
     def writers(self, name: str) -> frozenset[int]:
-        """The ranks that wrote parts of a tensor. Of ranks that wrote the same, only the lowest may be among them."""
+        """The ranks that wrote parts of a tensor. Of ranks that wrote the same part, possibly only the lowest."""
         lines = self._alike.get(name, {})
         sole = [self._sole(line, digests) for line, digests in lines.items()]
         if None in sole:
@@ -157,7 +155,7 @@ class ShardLocator:
         """The boxes that a rank wrote of each tensor."""
         boxes: dict[str, set[Box]] = {}
         for name, line in self._tensors[self._structure_of[rank]].items():
-            if name not in self._tied[self._structure_of[rank]]:  # else it wrote nothing under this name
+            if name not in self._tied[self._structure_of[rank]]:  # a tied tensor is written only under the stored name
                 candidates = self._candidates(name, [Box.whole(line.shape)], {rank})
                 boxes[name] = {box for other, box in candidates if other == rank and box.num_elements}
         return boxes
@@ -165,9 +163,9 @@ class ShardLocator:
     # --- the ranks that may have a part of a tensor ---------------------------------------------------------
 
     def _candidates(self, name: str, boxes: Sequence[Box], preferred: Collection[int]) -> list[tuple[int, Box]]:
-        """Ranks with the parts of a tensor that they wrote, as far as these touch one of the boxes.
+        """Ranks with the parts of a tensor that they wrote, if these overlap one of the boxes.
 
-        Of ranks that all wrote the same, only the lowest and the preferred ones.
+        Of ranks that all wrote the same part, only the lowest and the preferred ones are included.
         """
         candidates: list[tuple[int, Box]] = []
         for line, digests in self._alike.get(name, {}).items():
@@ -200,7 +198,7 @@ class ShardLocator:
                 yield from self._of_set(name, ranks, slices, preferred)
 
     def _sole_writers(self, line: _TensorLine, digests: tuple[str, ...]) -> frozenset[int] | None:
-        """The ranks that hold a part of a tensor, if no other rank holds the same part; else None."""
+        """The ranks that hold a part of a tensor, if no other rank holds the same part; otherwise None."""
         meshes = self._meshes(line.spread, digests) if line.is_cut else []
         cuts = _cuts(line.spread) if meshes else ()
         num_pieces = prod(meshes[0].shape[dim] for dim in {cut.mesh_dim for cut in cuts}) if meshes else 0
@@ -232,7 +230,7 @@ class ShardLocator:
             yield from ((rank, rectangle.box) for rectangle in slices.rectangles)
 
     def _shared_by(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
-        """The bytes that a rank shares, and the ranks that share them; None for a tensor that it writes alone."""
+        """The bytes that a rank shares with others, and these ranks; None for a tensor that it writes alone."""
         if rank not in self._mates.get(self._structure_of[rank], ()):
             return None, None
         shared, replicated = self._replicated(rank)
@@ -240,7 +238,7 @@ class ShardLocator:
         return (None, None) if replicas is None else (replicated.get(replicas), replicas.ranks)
 
     def _replicated_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
-        """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.division`."""
+        """The replicated tensors of a rank and their bytes, computed as `state.division` does on that rank."""
         digest = self._structure_of[rank]
         mates = self._layout.shared[digest]
         replicas = SliceCache(lambda slices: sharers(slices, rank, mates, self._layout.root))
@@ -260,28 +258,28 @@ class ShardLocator:
     # --- slices and places ------------------------------------------------------------------------------------
 
     def _slices(self, name: str, line: _TensorLine, rank: int) -> Slices | None:
-        """The slices of a tensor that a rank holds; None where they follow from nothing."""
+        """The slices of a tensor that a rank holds; None if they cannot be computed."""
         if line.is_plain:
             return Slices.plain(line.shape)
         place = self._place(line.spread, self._alike[name][line], rank) if line.is_cut else None
         return place and self._at(place[1], line.shape, _cuts(line.spread), place[0])
 
     def _place_of(self, spread: str, digests: tuple[str, ...], rank: int) -> tuple[Mesh, Ints] | None:
-        """The mesh that a rank is in, and its coordinate there."""
+        """The mesh that contains a rank, and the rank's coordinate in it."""
         for mesh in self._meshes(spread, digests):
             if (coordinate := mesh.coordinate_of(rank)) is not None:
                 return mesh, coordinate
         return None
 
     def _meshes_of(self, spread: str, digests: tuple[str, ...]) -> list[Mesh]:
-        """The meshes of this shape that the ranks form: the lowest rank that is in none yet begins the next mesh."""
+        """The meshes of this shape that the ranks form: the lowest rank that is in no mesh yet begins the next one."""
         _, shape, stride, listed, is_inside = json.loads(spread)
         if not is_inside:
             return []
         if listed:
             return [Mesh(listed[0], tuple(shape), (), tuple(listed))] if isinstance(listed, list) else []
         left = {rank for digest in digests for rank in self._layout.classes[digest]}
-        # A mesh may run downwards.
+        # Strides may be negative.
         least = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if step < 0)
         meshes: list[Mesh] = []
         for rank in sorted(left):
@@ -305,9 +303,9 @@ class ShardLocator:
 
 
 def check_structure(text: str, num_ranks: int) -> None:
-    """Raises ValueError, KeyError or TypeError for what does not tell how a state looks to its ranks.
+    """Raises ValueError, KeyError or TypeError for a text that is not a structure.
 
-    A mesh that lies inside of the `num_ranks` that have saved has no more places than those.
+    A mesh that lies inside the `num_ranks` ranks that have saved must not have more places than these.
     """
     for line in dict.fromkeys(_parsed(text)[0].values()):
         spread = json.loads(line.spread)
@@ -329,9 +327,9 @@ _counts = partial(fields.items, of=fields.count)
 
 
 def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str], set[str]]:
-    """The tensors of a structure, for each tied tensor the name of the stored one, and the names of other values."""
+    """The tensors of a structure, the name of the stored tensor for each tied one, and the names of other values."""
     tensors, tied, values = dict[str, _TensorLine](), dict[str, str](), set[str]()
-    known: dict[str, _TensorLine] = {}  # most tensors of a model are alike
+    known: dict[str, _TensorLine] = {}  # most tensors of a model have the same line
     for name, dtype, shape, spread, *to in fields.parsed(f"[{','.join(text.splitlines())}]"):
         if isinstance(dtype, str) and dtype in DTYPES:
             facts = str((dtype, shape, spread))

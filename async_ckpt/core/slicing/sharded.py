@@ -1,10 +1,10 @@
-"""Sharded tensors of any make, as slices and the plain tensors that hold them.
+"""Sharded tensors of any kind, as slices and the plain tensors that hold them.
 
 In: a tensor, a DTensor, FSDP1's or Megatron's ShardedTensor, or a tensor that declares its slices. Out: its `Slices`,
 and a plain tensor for each rectangle. Knows nothing of: other ranks. Calls no collective, and reads no values.
 
-Only this module knows how torch, from 2.6 on, describes shards; it asks for features and not for versions. A class that
-torch imports on demand is not imported here: until then there are no such tensors.
+Only this module knows how torch, from 2.6 on, describes shards; it tests for features, not for versions. Classes that
+torch imports on demand are not imported here: before torch imports them, there are no such tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _MEGATRON = frozenset(
     {"key", "data", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"}
 )
-# A state has one spec for each shape and way to cut it, seldom a thousand.
+# A state has one spec for each combination of shape and placements, seldom more than a thousand.
 _MAX_SPECS = 100_000
 _SHARD = "torch.distributed.tensor.placement_types", "Shard"
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -35,30 +35,30 @@ _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
 
 
 class LocalShards(NamedTuple):
-    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`."""
+    """The slices of one tensor on this rank, with a plain tensor for each rectangle. A `Slicer` creates it."""
 
     slices: Slices
     parts: tuple[torch.Tensor, ...]
 
 
 def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-    """Declare that a plain tensor is one rank's shard of a larger one: the experts of a Mixture-of-Experts, say.
+    """Declare that a plain tensor is one rank's shard of a larger tensor, such as the experts of a Mixture-of-Experts.
 
         experts = mesh["ep"]
         for layer in model.layers:
             async_ckpt.sharded(layer.experts.w1, experts, [Shard(0)])  # (local experts, …) of (all experts, …)
 
-    The tensor stays as it is. Saves and restores, and those of an optimizer's state for a parameter, take it for a
-    DTensor with these placements from then on, so that another number of ranks can restore it. The declaration is of
-    the tensor object, as long as it lives: declare parameters once they are where they stay. A tensor that is not
-    declared is alike on all ranks, or named in `per_rank=`.
+    The tensor itself does not change. From then on, saves and restores treat it as a DTensor with these placements, and
+    an optimizer's state for it, too, so that another number of ranks can restore it. The declaration belongs to the
+    tensor object, and lasts as long as the object: declare parameters after they have been moved to their final place.
+    A tensor that is not declared must be equal on all ranks, or named in `per_rank=`.
 
     Args:
         tensor: a plain tensor or parameter, of the same shape on all ranks of the mesh.
         mesh: torch's DeviceMesh of the ranks that hold its shards and replicas.
         placements: for each dimension of the mesh, `Shard(dim)` or `Replicate()` of torch.distributed.tensor.
 
-    Returns the tensor. Raises TypeError for a tensor that is a DTensor, or is made of others, and ValueError for
+    Returns the tensor. Raises TypeError for a DTensor or a tensor that is made of other tensors, and ValueError for
     placements that do not fit the mesh or the tensor.
     """
     if not is_ordinary(tensor):
@@ -85,14 +85,14 @@ def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch
 
 @functools.cache
 def _declarations() -> Any:
-    """The declared tensors, each with its place. They are compared by identity, and not kept alive."""
+    """The declared tensors, each with its placement. They are compared by identity, and not kept alive."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()
 
 
 def declare_like(tensor: Any, other: torch.Tensor) -> None:
-    """Declare a tensor as another one, if that is declared and has its shape."""
+    """Declare a tensor like `other`, if `other` is declared and has the same shape."""
     if isinstance(tensor, torch.Tensor) and is_declared(other) and tensor.shape == other.shape:
         _declarations()[tensor] = _declarations()[other]
 
@@ -104,11 +104,11 @@ def is_ordinary(value: Any) -> bool:
 
 def is_declared(value: Any) -> bool:
     declared = _declarations()
-    return bool(declared.data) and isinstance(value, torch.Tensor) and value in declared  # `data`: the dict itself
+    return bool(declared.data) and isinstance(value, torch.Tensor) and value in declared  # `data` is the dict itself
 
 
 def as_declared(value: Any) -> Any:
-    """The DTensor that a tensor was declared to be a shard of; any other value as it is."""
+    """The DTensor of which a tensor was declared to be a shard; any other value as it is."""
     return _declarations()[value].around(value.detach()) if is_declared(value) else value
 
 
@@ -125,14 +125,15 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_of_megatron(value: Any) -> bool:
-    """True for a dataclass with the fields, or properties, of Megatron's ShardedTensor, which is no tensor itself."""
+    """True for a dataclass with the fields, or properties, of Megatron's ShardedTensor, which is not a tensor."""
     return declares_fields(value, _MEGATRON)
 
 
 def declares_fields(value: Any, names: Set[str]) -> bool:
     """True for an instance of a dataclass with these fields, some of which may be properties.
 
-    Its class is asked: some dicts and mocks have any attribute, and one that is asked for a name may raise anything.
+    Its class is inspected, not the object: some dicts and mocks have any attribute, and others raise an arbitrary error
+    for an attribute.
     """
     kind = type(value)
     fields: Mapping[str, Any] = getattr(kind, "__dataclass_fields__", {})
@@ -158,7 +159,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class Placed(NamedTuple):
-    """A DTensor without its local tensor."""
+    """The placement of a DTensor, without its local tensor."""
 
     spec: Any  # torch's DTensorSpec: mesh, placements, global shape
     requires_grad: bool
@@ -168,17 +169,17 @@ class Placed(NamedTuple):
         return cls(tensor._spec, tensor.requires_grad)
 
     def around(self, local: torch.Tensor) -> Any:
-        """The DTensor with another local tensor of the same shape, on whichever device that is."""
+        """A DTensor with this placement and the local tensor `local`, of the same shape, on any device."""
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
         return dtensor(local, self.spec, requires_grad=self.requires_grad)
 
 
 class InnerShard(NamedTuple):
-    """A tensor inside of the local tensor of a DTensor, where that is made of several.
+    """A tensor inside the local tensor of a DTensor, if the local tensor is made of several.
 
-    If it is cut as the DTensor is, `whole` is the shape of the inner tensor of all shards. Otherwise a scale may belong
-    to a row, to a block or to all, and these tensors are taken for a stack, with a leading dimension for each cut,
-    which is restored by the same cuts alone.
+    If the inner tensor is cut as the DTensor is, `whole` is the shape of the inner tensors of all shards together.
+    Otherwise it may be a scale that belongs to a row, to a block or to everything. Then the inner tensors of all shards
+    form a stack, with a leading dimension for each cut, which can be restored only with the same cuts.
     """
 
     of: Any
@@ -205,7 +206,7 @@ def shards_of(dtensor: Any, name: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
-    """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
+    """The ranks of torch's DeviceMesh. Raises TypeError for other values."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         raise TypeError(
             f"mesh must be the DeviceMesh that contains the meshes of all tensors, got {device_mesh!r:.100}"
@@ -215,8 +216,8 @@ def mesh_of(device_mesh: Any) -> Mesh:
 
 
 class Slicer:
-    """Finds the slices of tensors that this rank holds. Its owner keeps it from save to save, since it caches meshes
-    and cuts.
+    """Finds the slices of tensors that this rank holds. Its owner keeps it between saves, since it caches meshes and
+    cuts.
 
     slicer = Slicer()
     sliced = slicer.slice(model.weight, name="model.weight")
@@ -224,7 +225,7 @@ class Slicer:
     """
 
     def __init__(self, rank: int | None = None) -> None:
-        """`rank` is the number of this rank in the save; by default the one in the process group."""
+        """`rank` is the number of this rank in the save; by default its rank in the process group."""
         self._rank = rank
         self._mesh_of = functools.cache(mesh_of)
         self._specs: dict[Any, _LocalSlices] = {}
@@ -233,7 +234,7 @@ class Slicer:
         """The shards of a tensor on this rank.
 
         Raises UnsupportedStateError, whose message begins with `name`, for a DTensor that is Partial, has an unknown
-        placement, or another local shape than its placements give; and for slices that contradict their tensor.
+        placement, or whose local shape contradicts its placements; and for slices that contradict their tensor.
         """
         value = as_declared(value)
         if is_dtensor(value):
@@ -251,7 +252,7 @@ class Slicer:
         return LocalShards(slices, (value,) if slices.rectangles else ())
 
     def local_tensor(self, tensor: Any, *, name: str) -> torch.Tensor:
-        """The local tensor of a DTensor, after the collective that it may be the result of. Raises as `slice` does."""
+        """The local tensor of a DTensor, after the collective that produces it, if any. Raises as `slice` does."""
         return self._local_of(tensor, name)[1]
 
     def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
@@ -290,7 +291,7 @@ class Slicer:
         return slices, local
 
     def _as_numbered(self, slices: Slices) -> Slices:
-        """The slices, without a mesh that numbers this rank otherwise: such a mesh tells nothing of other ranks."""
+        """The slices, without a mesh that numbers this rank differently: such a mesh says nothing about other ranks."""
         mesh, coordinate = slices.mesh, slices.coordinate
         if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
             return slices
@@ -307,7 +308,7 @@ class Slicer:
         )
 
     def _of_sharded_tensor(self, tensor: Any, name: str) -> LocalShards:
-        """The shards of FSDP1's ShardedTensor. Over tensor parallelism a shard may be a sharded tensor itself."""
+        """The shards of FSDP1's ShardedTensor. With tensor parallelism, a shard may be a sharded tensor itself."""
         rectangles: list[Rectangle] = []
         parts: list[torch.Tensor] = []
         for shard in tensor.local_shards():
@@ -323,7 +324,7 @@ class Slicer:
 
 
 def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
-    """The cuts of a DTensor. From torch 2.10 on, the spec has a shard order besides the placements."""
+    """The cuts of a DTensor. From torch 2.10 on, the spec has a shard order in addition to the placements."""
     placed = [_placed(placement, num_dims, spec, name) for placement in spec.placements]
     by_factor = any(here and here[1] > 1 for here in placed)
     if getattr(spec, "use_strided_shard_as_shard_order", None) is False or not by_factor:
@@ -339,8 +340,8 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         if first.dim == second.dim and strided.runs > 1 and not _is_cut_from_the_left(spec, mesh, strided):
             raise refused(
                 name,
-                f"with this version of torch {list(spec.placements)} may have been cut from either end of "
-                "the mesh, and nothing says from which; install torch 2.12 or newer",
+                f"with this version of torch {list(spec.placements)} may mean cuts from either end of the mesh; "
+                "install torch 2.12 or newer",
             )
     return cuts
 
@@ -366,11 +367,11 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
 
 
 def _is_cut_from_the_left(spec: Any, mesh: Mesh, strided: Cut) -> bool:
-    """True if the placements of a dimension, one of them with runs, stand for cuts from the left of the mesh.
+    """True if the placements of a dimension, one of them with runs, mean cuts from the left of the mesh.
 
-    In 2.10 and 2.11 torch does not count strided shards among the shards of a dimension. There fully_shard ignores
-    packed tensor parallelism and puts a plain `Shard` before it: the same placements, with the same shapes and other
-    rows. Up to 2.9 they do not stand for that if the size is uneven.
+    In 2.10 and 2.11, torch does not count strided shards among the shards of a dimension. There fully_shard ignores
+    packed tensor parallelism and puts a plain `Shard` before it: the same placements and shapes then mean different
+    rows. Up to 2.9, the placements do not mean cuts from the left if the size is uneven.
     """
     cutting = {at: one for at, one in enumerate(spec.placements) if getattr(one, "dim", None) == strided.dim}
     shards = prod(mesh.shape[mesh_dim] for mesh_dim in cutting)
@@ -397,9 +398,10 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
 
 
 def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
-    """The shards of one tensor from several places of a state, as one. Copies count only if there is nothing else.
+    """The shards of one tensor from several places of a state, joined. Copies count only if there are no originals.
 
-    Raises UnsupportedStateError, whose message begins with `name`, for slices of different tensors or that overlap.
+    Raises UnsupportedStateError, whose message begins with `name`, for slices that overlap or belong to different
+    tensors.
     """
     shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:
@@ -442,7 +444,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
 
 
 def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False) -> Slices:
-    """Slices of given rectangles, after a check that these lie in the tensor and do not overlap."""
+    """Slices of given rectangles, after a check that these lie inside the tensor and do not overlap."""
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
@@ -451,7 +453,7 @@ def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: s
     for number, rectangle in enumerate(ordered, start=1):
         for other in itertools.islice(ordered, number, None):
             if shape and other.global_offsets[0] >= rectangle.global_offsets[0] + rectangle.sizes[0]:
-                break  # all that follow begin behind it, too
+                break  # all later rectangles begin behind it, too
             if rectangle.box.common(other.box) is not None:
                 raise refused(name, f"{rectangle} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
@@ -467,7 +469,7 @@ def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
 def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.Tensor, ...]:
     if len(rectangles) == 1 and rectangles[0].sizes == local.shape:
         return (local,)
-    local = local.detach()  # a view of a parameter would belong to its graph
+    local = local.detach()  # without `detach`, a view of a parameter would belong to its graph
     return tuple(
         local[tuple(slice(at, at + size) for at, size in zip(block.local_offsets, block.sizes, strict=True))]
         for block in rectangles
@@ -484,7 +486,7 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 
 
 def is_of_fsdp1(value: Any) -> bool:
-    """True for torch's ShardedTensor, which FSDP1's sharded state dicts have in place of a parameter."""
+    """True for torch's ShardedTensor, which FSDP1's sharded state dicts contain instead of a parameter."""
     return _is_a(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
 
 
@@ -493,5 +495,5 @@ def _declares_slices(value: Any) -> bool:
 
 
 def refused(name: str, why: str) -> UnsupportedStateError:
-    """The error for a tensor that a save does not take."""
+    """The error for a tensor that cannot be saved."""
     return UnsupportedStateError(f"{name}: {why}; nothing was written", path=name)

@@ -1,11 +1,11 @@
 """The share of replicated tensors that each rank writes, computed without asking the other ranks.
 
 In: the slices of a rank, and the ranks with the same slices. Out: the rectangles that this rank writes.
-Knows nothing of: tensors, other ranks' states.
+Knows nothing of: tensors, the states of other ranks.
 
-The replicated bytes of one set of ranks are laid end to end in the order of names, and divided into as many equal
-shares as there are ranks. Every rank of the set computes the same division, so no two write the same bytes and none
-are left out. Bytes of several sets cannot be laid end to end: two ranks could each leave a tensor to the other.
+The bytes replicated on one set of ranks are laid end to end in the order of names, and divided into equal shares, one
+for each rank. Every rank of the set computes the same division, so no two write the same bytes and none are left out.
+Bytes of several sets cannot be laid end to end: two ranks could each leave a tensor to the other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from .slices import Mesh, Rectangle, Replicas, Slices
 
 T = TypeVar("T")
 
-# The version of this arithmetic, stored with each step: a reader has to find the owners of old checkpoints too.
+# The version of this arithmetic, stored with each step: readers of old checkpoints must find the writers, too.
 VERSION: Final = 2
-# Steps of version 1 are read as well. Their structures did not list tied tensors: readers of such a step look at more
-# archives.
+# Steps of version 1 can be read, too. Their structures did not list tied tensors, so their readers open more archives.
 KNOWN_VERSIONS: Final = frozenset({1, VERSION})
-# Larger tensors are cut at rows. A smaller one goes whole to one rank, so that a state does not fall into crumbs.
+# Larger tensors are cut at rows. A smaller one goes whole to one rank, so that a state is not cut into tiny pieces.
 CUT_BYTES: Final = MIB
-# Small whole tensors are written by every rank that has them, at a negligible price: their values may turn out to
-# differ (running statistics, step counters), and then each archive has those of its rank.
+# Small whole tensors are written by every rank that has them, at a negligible cost: their values may turn out to differ
+# (running statistics, step counters), and then each archive has its rank's values.
 EVERYBODY_BYTES: Final = 64 * KIB
 EVERYBODY_TOTAL_BYTES: Final = 16 * MIB
 # Balances are numbers modulo a prime, so that sizes which are powers of two lose no information.
@@ -54,20 +53,20 @@ class ReplicatedPiece(NamedTuple):
 
 
 class ReplicatedBytes(NamedTuple):
-    """The bytes that one set of ranks holds alike, laid end to end."""
+    """The bytes replicated on one set of ranks, laid end to end."""
 
     pieces: list[ReplicatedPiece]
     num_bytes: int = 0
 
     def share(self, number: int, shares: int) -> Iterator[tuple[str, Rectangle]]:
-        """The rectangles that the rank of this number writes, of `shares` ranks."""
+        """The rectangles that rank `number` of a set of `shares` ranks writes."""
         for piece in self.pieces:
             part = self._part(piece, number, shares)
             if part is not None:
                 yield piece.name, part
 
     def writers(self, name: str, shares: int) -> Iterator[tuple[int, Rectangle]]:
-        """The numbers of the ranks that write a part of a tensor, of `shares` ranks, each with its rectangle."""
+        """The numbers of the ranks, of a set of `shares` ranks, that write parts of a tensor, with their rectangles."""
         for piece in self.pieces:
             if piece.name == name:
                 begin = max(0, piece.at * shares // self.num_bytes - 1)
@@ -84,7 +83,7 @@ class ReplicatedBytes(NamedTuple):
             return rectangle if first <= at < last else None
         dim, rows = next((dim, size) for dim, size in enumerate(rectangle.sizes) if size > 1)
         row_bytes = num_bytes // rows
-        # A row that two shares meet in belongs to the first of them.
+        # A row in which two shares meet belongs to the first of them.
         start, stop = (min(max(0, -(-(end - at) // row_bytes)), rows) for end in (first, last))
         return _rows(rectangle, dim, start, stop) if start < stop else None
 
@@ -92,8 +91,8 @@ class ReplicatedBytes(NamedTuple):
 def rectangles_to_write(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]:
     """The rectangles that this rank writes of each of its tensors, by name: all, some or none of those that it holds.
 
-    The ranks of a set must hold the same under the same names. Together they write every element once; small tensors
-    that are whole on each rank are written by all of them.
+    The ranks of a set must hold the same slices under the same names. Together they write every element once; small
+    tensors that are whole on each rank are written by all of them.
     """
     taken: dict[str, list[Rectangle]] = {name: [] for name in holdings}
     everybody = by_everybody(holdings)
@@ -107,8 +106,8 @@ def rectangles_to_write(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rect
 
 
 def balance(holdings: Mapping[str, Holding], taken: Mapping[str, Sequence[Rectangle]]) -> int:
-    """A checksum of the rectangles that this rank writes of replicated tensors. The first rank of a set subtracts all
-    of them.
+    """A checksum of the rectangles that this rank writes of replicated tensors. The first rank of a set subtracts the
+    checksum of all replicated rectangles.
 
     So the sum over a set is a multiple of `MODULUS` if its ranks write each element once, and hardly ever otherwise.
     """
@@ -122,7 +121,7 @@ def balance(holdings: Mapping[str, Holding], taken: Mapping[str, Sequence[Rectan
 
 
 def _weight(name: str, rectangle: Rectangle) -> int:
-    """A sum over the elements of a rectangle: the weights of two rectangles side by side add up to that of both."""
+    """A sum over the elements of a rectangle: the weights of two adjacent rectangles add up to that of their union."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
     weight = seed
     for dim, (first, size) in enumerate(zip(rectangle.global_offsets, rectangle.sizes, strict=True)):
@@ -131,7 +130,7 @@ def _weight(name: str, rectangle: Rectangle) -> int:
 
 
 def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas, ReplicatedBytes]:
-    """The bytes that a rank shares in, by the ranks that share them; without the tensors that `everybody` writes."""
+    """The bytes that a rank shares with others, by the set of these ranks; without the tensors in `everybody`."""
     pieces: dict[Replicas, list[ReplicatedPiece]] = {}
     ends: dict[Replicas, int] = {}
     for name in sorted(holdings):
@@ -146,7 +145,7 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
 
 
 class SliceCache(Generic[T]):
-    """A function of slices that depends on their mesh and cuts alone, cached: most tensors of a state have the same."""
+    """A cached function of slices that depends only on their mesh, cuts and coordinate: most tensors share these."""
 
     def __init__(self, ask: Callable[[Slices], T]) -> None:
         self._ask, self._answers = ask, dict[Any, T]()
@@ -159,9 +158,10 @@ class SliceCache(Generic[T]):
 
 
 def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:
-    """The ranks that hold the same slices of a tensor as this one, among `mates` known to have the same structure.
+    """The ranks that hold the same slices of a tensor as this one, among `mates`, which are known to have the same
+    structure.
 
-    `root` is a mesh that the meshes of all tensors are parts of.
+    `root` is a mesh that contains the meshes of all tensors.
     """
     if slices.is_plain:
         ranks = list(mates)
@@ -177,7 +177,7 @@ def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None =
 
 
 def _under_root(slices: Slices, rank: int, root: Mesh | None) -> Mesh | None:
-    """The ranks of the root mesh that hold the same slices of a tensor, if the tensor's mesh is a part of it."""
+    """The ranks of the root mesh that hold the same slices, if the tensor's mesh is a part of the root mesh."""
     mesh = slices.mesh
     coordinate = None if root is None else root.coordinate_of(rank)
     if root is None or coordinate is None or mesh is None or slices.cuts is None:
@@ -192,7 +192,7 @@ def _under_root(slices: Slices, rank: int, root: Mesh | None) -> Mesh | None:
 
 
 def by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
-    """The names of the small whole tensors that each rank writes for itself."""
+    """The names of the small whole tensors that every rank writes."""
     names, total = set(), 0
     for name in sorted(name for name, holding in holdings.items() if holding.slices.is_plain):
         slices, item_bytes, _ = holdings[name]

@@ -1,14 +1,14 @@
-"""The rectangles of a sharded tensor that a rank holds, by arithmetic with the same result on every rank.
+"""The rectangles of a sharded tensor that a rank holds, computed with the same result on every rank.
 
 In: shapes, the cuts of a tensor, and a place in a mesh of ranks. Out: frozen values. Knows nothing of: torch,
 processes.
 
-A tensor's cuts follow from its placements alone, and are the same on all ranks. The cuts and the mesh together tell
-the rectangles of any rank. A cut divides as `torch.chunk` does: into pieces of ceil(n / k), the last ones smaller or
-empty. Several cuts of one dimension follow each other, and each divides the pieces of the cut before it. Their order
-is the whole difficulty: fully_shard cuts tensors that tensor parallelism has cut already, so the later dimension of
-the mesh comes first, marked by a `_StridedShard`. With uneven sizes, an order from left to right would name another
-rank for some rows.
+A tensor's cuts follow from its placements alone, and are the same on all ranks. The cuts and the mesh together
+determine the rectangles of every rank. A cut divides as `torch.chunk` does: into pieces of ceil(n / k), the last ones
+smaller or empty. Several cuts of one dimension follow each other, and each divides the pieces of the cut before it.
+Their order is the difficult part: fully_shard cuts tensors that tensor parallelism has already cut, so the later
+dimension of the mesh comes first, marked by a `_StridedShard`. With uneven sizes, cutting from left to right would
+assign some rows to the wrong rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ints: TypeAlias = tuple[int, ...]
 
 
 class Rectangle(NamedTuple):
-    """A block of a global tensor, and its place in the local tensor of a rank.
+    """A block of a global tensor, and its place in a rank's local tensor.
 
     The names are those of torch's `CheckpointableTensor`.
     """
@@ -39,7 +39,7 @@ class Rectangle(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Its place in its tensor."""
+        """The place of the rectangle in the global tensor."""
         return Box(self.global_offsets, self.sizes)
 
     @classmethod
@@ -51,8 +51,8 @@ class Rectangle(NamedTuple):
 class Cut(NamedTuple):
     """A division of dimension `dim` of a tensor into as many pieces as dimension `mesh_dim` of the mesh has ranks.
 
-    With several `runs` the dimension is first cut into that many, and a rank holds its piece of each, one after the
-    other: packed matrices (q, k and v in one) under tensor parallelism.
+    With several `runs`, the dimension is first cut into that many runs, and a rank holds its piece of each run, one
+    after the other: packed matrices (q, k and v in one) under tensor parallelism.
     """
 
     dim: int
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 class Mesh(NamedTuple):
     """Ranks in a grid: the rank at a coordinate is `start` plus its steps times `stride`.
 
-    A grid that is not as regular as that lists its `ranks`, row by row, and has no `stride`.
+    An irregular grid lists its `ranks`, in row-major order, and has no `stride`.
     """
 
     start: int
@@ -73,7 +73,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, shape: Iterable[int], ranks: Iterable[int]) -> Mesh:
-        """The mesh of these ranks, row by row. Raises ValueError unless the shape has a place for each of them."""
+        """The mesh of these ranks, in row-major order. Raises ValueError unless the shape has a place for each."""
         shape, listed = tuple(shape), tuple(ranks)
         if not listed or len(listed) != prod(shape):
             raise ValueError(f"a mesh of shape {shape} does not have {len(listed)} ranks")
@@ -101,14 +101,14 @@ class Mesh(NamedTuple):
         return tuple(coordinate)
 
     def all_ranks(self) -> list[int]:
-        """The ranks of the mesh, row by row."""
+        """The ranks of the mesh, in row-major order."""
         ranks = [self.start]
         for size, stride in zip(self.shape, self.stride, strict=False):
             ranks = [rank + step * stride for rank in ranks for step in range(size)]
         return list(self.ranks) or ranks
 
     def along(self, dims: Sequence[int], coordinate: Ints) -> Mesh:
-        """The part of the mesh that runs along these dimensions through a coordinate."""
+        """The part of the mesh along these dimensions, through a coordinate."""
         start = tuple(0 if dim in dims else step for dim, step in enumerate(coordinate))
         shape = tuple(self.shape[dim] for dim in dims)
         if not self.ranks:
@@ -124,15 +124,15 @@ class Mesh(NamedTuple):
 def check_mesh(mesh: Mesh, num_ranks: int) -> None:
     """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
     if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} must have 1 to {num_ranks} places")
     if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
-        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has ranks or strides that do not fit it")
 
 
 class Replicas(NamedTuple):
     """The ranks that hold the same slices of a tensor, and the number of this rank among them.
 
-    Without `ranks` it is alone.
+    Without `ranks`, this rank has no replicas.
     """
 
     ranks: Mesh | None = None
@@ -150,10 +150,10 @@ class Slices(NamedTuple):
         global_shape: shape of the whole tensor.
         rectangles: the rectangles of the tensor on this rank. None of them is empty, and no two overlap.
         cuts: the cuts that make the rectangles, in their order; empty for a tensor that is whole on each rank; None
-            if the rectangles were given, so that nothing is known of other ranks.
-        mesh: the ranks that the tensor is spread over; None for a tensor that knows of no other rank.
+            if the rectangles were given, so that nothing is known about other ranks.
+        mesh: the ranks over which the tensor is sharded or replicated; None for a plain tensor.
         coordinate: place of this rank in the mesh; None if it is outside, or there is no mesh.
-        is_copy: the giver of the rectangles says that another rank has them too, and writes them.
+        is_copy: whoever gave the rectangles states that another rank has them too, and writes them.
     """
 
     global_shape: Ints
@@ -165,13 +165,13 @@ class Slices(NamedTuple):
 
     @classmethod
     def plain(cls, shape: Iterable[int]) -> Slices:
-        """A whole tensor that knows of no other rank."""
+        """The slices of a whole tensor that is not known to have a mesh."""
         whole = Rectangle.whole(shape)
         return cls(whole.sizes, (whole,) if whole.num_elements else ())
 
     @classmethod
     def at(cls, coordinate: Ints | None, *, global_shape: Iterable[int], cuts: tuple[Cut, ...], mesh: Mesh) -> Slices:
-        """The slices of the rank at a coordinate of the mesh; none for a rank outside of it."""
+        """The slices of the rank at a coordinate of the mesh; none for a rank outside the mesh."""
         shape = tuple(global_shape)
         rectangles = () if coordinate is None else _rectangles(_runs(shape, cuts, mesh.shape, coordinate))
         return cls(shape, rectangles, cuts, mesh, coordinate)
@@ -182,7 +182,7 @@ class Slices(NamedTuple):
 
     @property
     def local_shape(self) -> Ints | None:
-        """The shape of a rank's local tensor by the cuts; None where nothing follows from them."""
+        """The shape of a rank's local tensor according to the cuts; None if it does not follow from them."""
         if self.mesh is None or self.cuts is None or self.coordinate is None:
             return self.global_shape if self.is_plain else None
         runs = _runs(self.global_shape, self.cuts, self.mesh.shape, self.coordinate)
@@ -208,13 +208,13 @@ def cuts_of(
 ) -> tuple[Cut, ...]:
     """The cuts that placements stand for, in their order.
 
-    For each dimension of the mesh `placed` has the tensor's dimension and the split factor (1 for `Shard`), or None
-    for a replica. Cuts go from left to right, with one exception: a split factor equal to the number of pieces that
-    the mesh's dimensions to the right have made means that this cut comes after theirs. fully_shard cuts a tensor
-    that was cut before in this way, and torch writes a shard order so. Any other factor is the number of runs.
+    For each dimension of the mesh, `placed` has the tensor's dimension and the split factor (1 for `Shard`), or None
+    for a replica. Cuts go from left to right, with one exception: a split factor equal to the number of pieces made by
+    the mesh's dimensions to the right means that this cut comes after theirs. This is how fully_shard cuts a tensor
+    that was cut before, and how torch encodes a shard order. Any other factor is the number of runs.
 
     `order` lists, by the tensor's dimension, the dimensions of the mesh in the order of their cuts, if torch states it;
-    split factors are runs then. Raises ValueError if `order` does not name the dimensions that are cut.
+    then split factors are runs. Raises ValueError if `order` does not name the dimensions that are cut.
     """
     by_dim: dict[int, list[Cut]] = {}
     for mesh_dim in reversed(range(len(placed))):
@@ -272,7 +272,7 @@ def _runs(shape: Ints, cuts: Iterable[Cut], mesh_shape: Ints, coordinate: Ints) 
 
 
 def _piece(runs: _Runs, pieces: int, number: int) -> _Runs:
-    """The piece of this number, if the runs are cut as by `torch.chunk`."""
+    """Piece `number` of the runs, cut as `torch.chunk` does."""
     length = sum(stop - start for start, stop in runs)
     size = -(-length // pieces)
     first, last = number * size, (number + 1) * size
@@ -286,7 +286,7 @@ def _piece(runs: _Runs, pieces: int, number: int) -> _Runs:
 
 
 def _joined(runs: _Runs) -> _Runs:
-    """The runs, with those that continue each other joined."""
+    """The runs, with adjacent ones joined."""
     joined: _Runs = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -312,7 +312,7 @@ def _rectangles(held: list[_Runs]) -> tuple[Rectangle, ...]:
 
 
 def _number(coordinate: Sequence[int], shape: Ints) -> int:
-    """The number of a coordinate, row by row."""
+    """The index of a coordinate in row-major order."""
     number = 0
     for step, size in zip(coordinate, shape, strict=True):
         number = number * size + step

@@ -1,12 +1,13 @@
 """One accelerator during one save: its side stream, the order of copies and training, and raw copies of bytes.
 
-In: pieces of device tensors. Out: copies enqueued into segments, and calls that follow the end of each.
-Knows nothing of: optimizers, files, other devices.
+In: pieces of device tensors. Out: copies enqueued into segments, and calls that follow the end of each copy. Knows
+nothing of: optimizers, files, other devices.
 
-Copies run on a side stream that no other code uses. The side stream waits for the training's, the copies are enqueued,
-and the training's stream waits for the last of them; the Python thread waits for none. Small tensors that lie side by
-side in the file are gathered by one kernel into a scratch buffer on the device and cross the bus together. One thread
-for each device waits for the events of the copies, which fire in the order of the stream, and runs what follows each.
+Copies run on a side stream that no other code uses. The side stream waits for the training's stream, the copies are
+enqueued, and the training's stream waits for the last of them; the Python thread waits for none. Small tensors that are
+adjacent in the file are gathered by kernels into a scratch buffer on the device and cross the bus together. One thread
+for each device waits for the events of the copies, which fire in the order of the stream, and runs the call that
+follows each.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from ..host.memory import HostBuffer
 from ..spec import KIB, MIB
 from .side_stream import side_of
 
-# Tensors below this size are gathered by one kernel and cross the bus together.
+# Tensors below this size are gathered on the device and cross the bus together.
 PACK_BELOW: Final = 256 * KIB
-# The dtypes of integers, by the bytes of an item.
+# The dtypes of integers, by item size in bytes.
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A tensor that is not dense is made so in blocks of at most this size, never as a whole.
+# A tensor that is not dense is made dense in blocks of at most this size, never as a whole.
 SCRATCH_BYTES: Final = 32 * MIB
-# The same, of memory that is allocated for each block.
+# The same limit for blocks in memory that is allocated for each of them.
 _BLOCK_BYTES: Final = 4 * MIB
-# If the kernel does not copy for us, a storage is checked before each piece of this size.
+# If the kernel cannot copy for us, a storage is checked before each piece of this size.
 _UNCHECKED_BYTES: Final = 4 * MIB
 
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
-Aliases = Mapping[int, "Alias"]  # by the numbers of tensors
+Aliases = Mapping[int, "Alias"]  # keyed by the numbers of tensors
 
 
 class Device:
-    """The copies of one save from one device. Its snapshot creates it; threads of that snapshot enqueue by it."""
+    """The copies of one save from one device. Its snapshot creates it; threads of that snapshot use it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side = side_of(device)
         self._backend: Backend = self._side.backend
         self._training: Any = None  # the stream that has waited for the first copies
-        # Under `_counting`: the waits that had not ended when somebody looked, and the seconds of the others.
-        self._holds: list[tuple[Any, Any]] = []  # events before and after each
+        # Under `_counting`: waits that had not ended at the last look, and the total seconds of all others.
+        self._holds: list[tuple[Any, Any]] = []  # events before and after each wait
         self._stall_seconds = 0.0
         self._counting = threading.Lock()
 
@@ -70,11 +71,11 @@ class Device:
         return self._backend.on_stream(self.device, self.side)
 
     def follow_training(self) -> None:
-        """Order the copies enqueued from now on after everything enqueued on the current stream until now."""
+        """Order the copies that are enqueued from now on after everything enqueued on the current stream so far."""
         self.side.wait_stream(self._backend.current_stream(self.device))
 
     def hold_training(self) -> None:
-        """Order everything enqueued on the current stream from now on after the copies enqueued until now."""
+        """Order everything that is enqueued on the current stream from now on after the copies enqueued so far."""
         stream = self._backend.current_stream(self.device)
         before, after = self._backend.timing_event(), self._backend.timing_event()
         before.record(stream)
@@ -85,7 +86,7 @@ class Device:
             self._holds.append((before, after))
 
     def has_order(self, address: int) -> bool:
-        """True if memory that a tensor has lost is lent to the training's stream alone, which waits for the copies."""
+        """True if the allocator lends lost memory only to the training's stream, which waits for the copies."""
         return self._backend.lends_only_to(self._training, address, self.device)
 
     def take_scratch(self, num_bytes: int) -> None:
@@ -108,7 +109,8 @@ class Device:
     def enqueue(
         self, into: torch.Tensor, pieces: Iterable[Piece], tensors: Tensors, dense: list[bool], aliases: Aliases
     ) -> Any:
-        """Enqueue the copies of `pieces` into these bytes. From any thread. The event fires when they have ended.
+        """Enqueue the copies of `pieces` into these bytes. From any thread. The returned event fires when they have
+        ended.
 
         A tensor that has an alias is read through the alias. Raises MemoryGoneError if its memory is gone.
         """
@@ -130,10 +132,10 @@ class Device:
     def _parts(
         self, into: torch.Tensor, pieces: Iterable[Piece], tensors: Tensors, dense: list[bool], aliases: Aliases
     ) -> Iterator[_Gatherable]:
-        """Enqueue the copies of all that crosses the bus alone. Yields the rest, which may be gathered before."""
+        """Enqueue the copies of pieces that cross the bus alone. Yields the others, which may be gathered first."""
         for target, number, source, length in pieces:
             if (alias := aliases.get(number)) is not None:
-                # By the copy engine alone: it refuses an address that is not mapped; a kernel would break the device.
+                # Only by the copy engine: it refuses an unmapped address, whereas a kernel would break the device.
                 self._copy(into, target, alias.part_now(source, length))
             elif dense[number]:
                 part = flat_bytes(tensors[number])
@@ -147,11 +149,11 @@ class Device:
                 for at, block, first, last in _blocks(tensors[number], source, source + length, SCRATCH_BYTES):
                     if last - first == block.nbytes:
                         yield _Gatherable(target + at - source, block, is_flat=False)
-                    else:  # the begin or the end of a run of segments is in it
+                    else:  # the segments begin or end within this block
                         self._copy_strided(into, target + at + first - source, block, first, last)
 
     def _copy_gathered(self, into: torch.Tensor, parts: list[_Gatherable], begin: int, end: int) -> None:
-        """Copy parts that lie side by side in the file, by way of one buffer if there is more to do than one copy."""
+        """Copy parts that are adjacent in the file, through one buffer unless a single copy is enough."""
         scratch = None if len(parts) == 1 and parts[0].is_flat else self._side.scratch(end - begin)
         if scratch is None:
             for part in parts:
@@ -177,17 +179,17 @@ class Device:
         into[begin : begin + part.numel()].copy_(part, non_blocking=True)
 
     def _copy_strided(self, into: torch.Tensor, target: int, tensor: torch.Tensor, first: int, last: int) -> None:
-        """Copy some bytes of a tensor that is not dense through small blocks, which are allocated for it."""
+        """Copy some bytes of a tensor that is not dense through small blocks, which are allocated for this."""
         for at, block, begin, end in _blocks(tensor, first, last, _BLOCK_BYTES):
             self._side.make_room()
             try:
                 flat = flat_items(block)
-            except RuntimeError:  # no memory is left; if the device is broken, the next call raises, too
+            except RuntimeError:  # out of memory; if the device is broken, the next call raises, too
                 flat = flat_bytes(self._on_host(block))
             self._copy(into, target + at + begin - first, flat[begin:end])
 
     def _on_host(self, block: torch.Tensor) -> torch.Tensor:
-        """The items of a view side by side in memory of the host, for a device that has none left. Waits for them."""
+        """The items of a view, contiguous in host memory, for a device that has no memory left. Waits for the copy."""
         plain = block.conj() if block.is_conj() else block
         plain = torch._neg_view(plain) if plain.is_neg() else plain
         found = torch.empty(block.shape, dtype=block.dtype, device="cpu")
@@ -197,7 +199,7 @@ class Device:
 
     def _copy_apart(self, view: torch.Tensor, into: torch.Tensor) -> None:
         span = 1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
-        if span > 16 * view.numel():  # much memory of others lies between the items
+        if span > 16 * view.numel():  # much unrelated memory lies between the items
             widest = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
             for part, place in zip(view.tensor_split(2, widest), into.tensor_split(2, widest), strict=True):
                 self._copy_apart(part, place)
@@ -208,7 +210,7 @@ class Device:
         into.copy_(there.as_strided(view.shape, view.stride()))
 
     def sample(self, parts: Sequence[torch.Tensor]) -> HostFetch:
-        """Enqueue the copy of a few bytes of each of these tensors to the host, behind the copies until now."""
+        """Enqueue the copy of a few bytes of each of these tensors to the host, after all copies so far."""
         num_bytes = sum(part.numel() for part in parts)
         with self._side.lock, self.on_side():
             box = self._side.box(num_bytes)
@@ -221,7 +223,7 @@ class Device:
             return HostFetch(self, box, num_bytes, self._side.mark())
 
     def copy_now(self, num_bytes: int, pieces: Sequence[Piece], tensors: list[torch.Tensor], dense: list[bool]) -> None:
-        """Copy a few small pieces to the host, as `enqueue` does, and drop them."""
+        """Copy a few small pieces to the host, as `enqueue` does, and discard them."""
         with self._side.lock:
             box = self._side.box(num_bytes)
         self.wait(self.enqueue(box.tensor, pieces, tensors, dense, {}))
@@ -234,30 +236,31 @@ class Device:
         try:
             self.wait(self.enqueue(box.tensor, [Piece(0, 0, begin, length)], [], [], {0: alias}))
         except BaseException:
-            box.leak()  # the copy into it may still be under way
+            box.leak()  # the copy into it may still be running
             raise
         try:
-            alias.part_now(begin, length)  # it was there, as it still is
+            alias.part_now(begin, length)  # the memory is still there, so it was there during the copy
             return use(box.view[:length])
         finally:
             self._side.give_back(box)
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
-        """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
+        """Run a task that waits for a copy and then does what follows, on the thread that waits for this device's
+        copies.
 
-        The thread waits for nothing else: copies end in the order in which they were enqueued.
+        Tasks run one after the other, since copies end in the order in which they were enqueued.
         """
         self._side.waiter.submit(task, refused)
 
     def wait(self, event: Any) -> None:
-        """Block this thread, off the GIL, until the event has fired."""
+        """Block this thread, without the GIL, until the event has fired."""
         with self._backend.on_device(self.device):
             event.synchronize()
 
     def is_quiet(self) -> bool:
-        """Wait until no copy is under way. False if the device is broken: then copies may still write.
+        """Wait until no copy is running. Returns False if the device is broken: then copies may still write.
 
-        This waits for an event, as a wait for a stream is an error under `torch.cuda.set_sync_debug_mode("error")`.
+        It waits for an event, since waiting for a stream is an error under `torch.cuda.set_sync_debug_mode("error")`.
         """
         try:
             with self._backend.on_device(self.device):
@@ -268,7 +271,7 @@ class Device:
 
 
 class _Gatherable(NamedTuple):
-    """Bytes of one tensor that may be gathered with those beside it: flat bytes, or a view of which all is copied."""
+    """Bytes of one tensor that may be gathered with adjacent ones: flat bytes, or a view that is copied as a whole."""
 
     target: int
     tensor: torch.Tensor
@@ -279,7 +282,7 @@ class _Gatherable(NamedTuple):
         return self.target + self.tensor.nbytes
 
     def may_lie_at(self, offset: int) -> bool:
-        """True if there is room for it at this offset of a scratch buffer, where its items are aligned."""
+        """True if it fits at this offset of a scratch buffer, and its items are aligned there."""
         item_bytes = 1 if self.is_flat else self.tensor.element_size()
         return offset + self.tensor.nbytes <= SCRATCH_BYTES and offset % item_bytes == 0
 
@@ -292,7 +295,7 @@ class HostFetch:
         self._box: HostBuffer | None = box
 
     def bytes(self) -> bytes:
-        """Wait for the bytes and return them. Once."""
+        """Wait for the bytes and return them. Call it once."""
         self._device.wait(self._event)
         assert self._box is not None
         data = bytes(self._box.view[: self._num_bytes])
@@ -301,11 +304,11 @@ class HostFetch:
         return data
 
     def __del__(self) -> None:
-        if self._box is not None:  # the copy into it may still be under way
+        if self._box is not None:  # the copy into it may still be running
             self._box.leak()
 
 
-# ctypes releases the GIL around a foreign call. That pays only if the copy takes longer than the hand-over.
+# ctypes releases the GIL around a foreign call. That pays off only if the copy takes longer than switching threads.
 _releasing_gil = ctypes.memmove
 _keeping_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -321,9 +324,9 @@ def memmove(target: int, source: int, num_bytes: int) -> None:
         _releasing_gil(target, source, num_bytes)
 
 
-# process_vm_writev copies between processes, and so within one.
+# process_vm_writev copies between processes, and so also within one.
 _VECTOR_BYTES: Final = 2 * ctypes.sizeof(ctypes.c_size_t)
-_MAX_VECTORS: Final = 1024  # the kernel takes no more at once
+_MAX_VECTORS: Final = 1024  # the kernel's limit for one call
 _process_vm_writev: Any = None
 if sys.platform == "linux":
     _process_vm_writev = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_writev", None)
@@ -337,11 +340,11 @@ if _process_vm_writev is not None:
 def copy_by_kernel(target: int, source: int, num_bytes: int) -> int | None:
     """Copy host memory from address to address. Returns the number of bytes copied.
 
-    That is less than `num_bytes` if some of the source is not mapped; memmove would end the process. None if the system
-    does not copy: some seccomp profiles refuse the call, and only Linux has it.
+    Fewer than `num_bytes` are copied if some of the source is not mapped, where memmove would end the process. None if
+    the system does not copy: some seccomp profiles refuse the call, and only Linux has it.
 
-    The call takes 1.15 times the time of memmove. Reading from this process instead of writing to it would take 1.6
-    times: the kernel looks up the remote side page by page, and a segment is in huge pages.
+    The call takes 1.15 times as long as memmove. Reading from this process instead of writing to it would take 1.6
+    times as long: the kernel looks up the remote side page by page, and a segment is in huge pages.
     """
     if _process_vm_writev is None:
         return None
@@ -367,13 +370,13 @@ def sample_now(target: bytearray, addresses: torch.Tensor) -> None:
     """Like `sample_by_kernel`, in half the time, for memory that cannot be freed meanwhile."""
     first, last = int(addresses.min()), int(addresses.max())
     memory = _bytes_at(first, addresses.device, last + 1 - first)
-    # Not `torch.take`: it always uses several threads, and waits for those of a training on the host.
+    # Not `torch.take`: it always uses several threads, and waits for threads of a training on the host.
     torch.index_select(memory, 0, (addresses - first).flatten(), out=torch.frombuffer(target, dtype=torch.uint8))
 
 
-@lru_cache(maxsize=4096)  # a tensor takes microseconds to make, and most saves read where the last one did
+@lru_cache(maxsize=4096)  # making a tensor takes microseconds, and most saves read the same memory as the last one
 def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) -> torch.Tensor:
-    """A tensor of `length` bytes that other code owns: every `stride`-th one from an address on."""
+    """A tensor of `length` bytes that other code owns: every `stride`-th byte from an address on."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, (length - 1) * stride + 1)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (stride,))
 
@@ -387,7 +390,7 @@ def _write_vectors(target: int, num_bytes: int, vectors: int, num_vectors: int) 
 
 
 def host_pointer(tensor: torch.Tensor) -> int:
-    """The address of a dense CPU tensor; 0 for any other tensor, and for one without bytes."""
+    """The address of a dense CPU tensor; 0 for any other tensor, and for a tensor without bytes."""
     return tensor.data_ptr() if is_on_host(tensor) and is_dense(tensor) else 0
 
 
@@ -407,14 +410,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryGoneError(RuntimeError):
-    """The memory of a deferred tensor is gone; the snapshot tells the user which."""
+    """The memory of a deferred tensor is gone; the snapshot's error names the tensor."""
 
 
 class Alias:
-    """The bytes of a dense tensor where they lie now, also after its `.data` was replaced.
+    """The bytes of a dense tensor at its current address, which stay readable after its `.data` was replaced.
 
-    An alias keeps the storage alive. The storage may lose its memory all the same, by `untyped_storage().resize_()`.
-    Bytes that were read count only if the memory `is_there` afterwards. A snapshot creates one for each deferred
+    An alias keeps the storage alive. The storage may still lose its memory by `untyped_storage().resize_()`, so bytes
+    that were read count only if the memory `is_there` afterwards. A snapshot creates one alias for each deferred
     tensor; several threads read through it.
     """
 
@@ -429,8 +432,8 @@ class Alias:
     def part(self, begin: int, length: int, stride: int = 1) -> torch.Tensor:
         """`length` bytes from `begin` on, every `stride`-th one.
 
-        They are read by their address. Through the storage, a read just after a resize would be one at address 0, and
-        `set_` would even give the storage memory again.
+        They are read by their address. Through the storage, a read just after a resize would read at address 0, and
+        `set_` would even allocate memory for the storage again.
         """
         return _bytes_at(self.address + begin, self.device, length, stride)
 
@@ -444,9 +447,9 @@ class Alias:
         return (self._storage.data_ptr(), self._storage.nbytes()) == self._memory
 
     def copy_to(self, target: int, begin: int, length: int) -> bool:
-        """Copy some of the bytes, on the host, to an address. False if the storage has lost them meanwhile.
+        """Copy some of the bytes, on the host, to an address. Returns False if the storage has lost them meanwhile.
 
-        If the kernel does not copy for us, a resize by another thread in the middle of the copy ends the process.
+        If the kernel cannot copy for us, a resize by another thread in the middle of the copy ends the process.
         """
         num_done = 0
         while num_done < length and self.is_there():
@@ -461,7 +464,7 @@ class Alias:
         return self.is_there()
 
     def sample_to(self, target: int, addresses: torch.Tensor) -> bool:
-        """Like `copy_to`, for the single bytes at these addresses of it, a tensor as for `sample_by_kernel`."""
+        """Like `copy_to`, for the single bytes at these addresses within it, a tensor as for `sample_by_kernel`."""
         if not self.is_there():
             return False
         num_copied = sample_by_kernel(target, addresses)
@@ -478,7 +481,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset, bytes) blocks that cover bytes [begin, end) of a tensor as it would lie in memory if it were dense.
+    """(offset, bytes) blocks that cover bytes [begin, end) of a tensor, in the order of a dense copy of it.
 
     Blocks have a few MiB, so that a transposed 8 GB weight does not need another 8 GB. Conj and neg views are resolved.
     """
@@ -487,14 +490,14 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
 
 
 def flat_items(block: torch.Tensor) -> torch.Tensor:
-    """The bytes of a view's items side by side, in memory that is allocated for them if they do not lie so."""
+    """The bytes of a view's items, contiguous; in newly allocated memory unless they already are."""
     return flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
 
 
 def _blocks(
     tensor: torch.Tensor, begin: int, end: int, block_bytes: int
 ) -> Iterator[tuple[int, torch.Tensor, int, int]]:
-    """(offset, view, first, last): views of parts of a tensor, and the bytes of each that are among [begin, end)."""
+    """(offset, view, first, last): views of parts of a tensor, and the bytes of each that are in [begin, end)."""
     num_bytes = tensor.nbytes
     if num_bytes <= block_bytes or tensor.dim() == 0:
         first, last = max(0, begin), min(end, num_bytes)
@@ -511,7 +514,7 @@ def _blocks(
 
 
 def _gather(tensor: torch.Tensor, into: torch.Tensor) -> None:
-    """Write the items of a tensor side by side, by one kernel."""
+    """Write the items of a tensor contiguously, by one kernel."""
     tensor = tensor.detach()
     if not (tensor.is_conj() or tensor.is_neg()):
         tensor = as_integers(tensor)

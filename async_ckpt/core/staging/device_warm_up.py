@@ -1,10 +1,10 @@
 """Warm-up: what the first save on a device would otherwise allocate, page-lock or load while training waits.
 
-In: the tensors of a state. Out: buffers, and a small copy of each kind that a save of them makes.
-Knows nothing of: saves, the host memory of segments.
+In: the tensors of a state. Out: buffers, and small copies of each kind that a save of these tensors makes. Knows
+nothing of: saves, the host memory of segments.
 
-A driver may load a kernel when it is first launched, and for that wait until the device is idle. So the small copies
-launch what a save launches, by the same code.
+A driver may load a kernel when it is first launched, and wait for an idle device to do so. So the small copies launch
+the kernels of a save, by the same code.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .device import PACK_BELOW, Device
 from .guard import is_large
 from .tripwires import SAMPLE_BYTES
 
-# Some kernels differ for memory that is not aligned to this.
+# Some kernels differ for memory that is not aligned to this many bytes.
 _ALIGNMENT_BYTES: Final = 16
 
 
 def warm_up(tensors: Iterable[torch.Tensor]) -> None:
     """Make the streams and buffers for the first save of these tensors, guarded or not, and launch its kernels.
 
-    On a thread of the library: page-locking breaks the capture of a graph unless its thread has opted out. A device
-    that is full is warmed up as far as its memory goes.
+    Must run on a thread of the library: page-locking breaks the capture of a graph unless its thread has opted out. A
+    full device is warmed up as far as its memory allows.
     """
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -47,7 +47,7 @@ def warm_up(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _copy_samples(device: Device, num_sampled: int) -> None:
-    """Copy the samples of tripwires, twice: those taken at `save` are kept until the later ones are there."""
+    """Copy samples as tripwires do, twice: the first samples of a save are kept until the second ones are there."""
     with device.on_side():
         memory = torch.zeros(2 * SAMPLE_BYTES, dtype=torch.uint8, device=device.device)
     copies = [device.sample([memory[::2]] * num_sampled) for _ in range(2)]
@@ -56,14 +56,14 @@ def _copy_samples(device: Device, num_sampled: int) -> None:
 
 
 def _copy_pieces(device: Device, views: Iterable[torch.Tensor]) -> None:
-    """Copy small tensors side by side, aligned and not, and then views like these."""
+    """Copy small adjacent tensors, aligned and not, and then views like these."""
     with device.on_side():
         tensors = [_zeros(device, num_bytes) for num_bytes in (_ALIGNMENT_BYTES, _ALIGNMENT_BYTES, 3, 5)]
         tensors += [_view_like(view, device) for view in views]
     pieces: list[Piece] = []
     at = 0
     for number, tensor in enumerate(tensors):
-        if number not in (1, 3):  # which lie beside the one before
+        if number not in (1, 3):  # these two are adjacent to the previous tensor
             at += _ALIGNMENT_BYTES
         pieces.append(Piece(at, number, 0, tensor.nbytes))
         at += tensor.nbytes

@@ -1,4 +1,4 @@
-"""Files in the place of tensors: what they are when a save of them begins, and their bytes in segments.
+"""Files instead of tensors: their metadata when a save of them begins, and their bytes in segments.
 
 In: a folder, and the plan of its image. Out: a source for a snapshot. Knows nothing of: the archive's destination.
 """
@@ -23,7 +23,7 @@ from ..spec import BLOCK_BYTES, GIB
 from .tensors import SourceTensors
 
 _MAX_READERS: Final = 8
-# The map of a sparse member is read as a whole, like a header. One with 8 GiB of data or more would need two sizes
+# The map of a sparse member is read as a whole, like a header. A member with 8 GiB of data or more would need two sizes
 # in its header, which Python's `tarfile` confuses.
 _MAX_RUNS: Final = 16_384
 _MAX_SPARSE_BYTES: Final = 8 * GIB - BLOCK_BYTES
@@ -31,7 +31,7 @@ _O_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class FileSource(NamedTuple):
-    """A file, folder or link as it was when the plan was made."""
+    """A file, folder or link, with its metadata when the plan was made."""
 
     path: str
     num_bytes: int
@@ -39,9 +39,9 @@ class FileSource(NamedTuple):
 
 
 def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
-    """All members of a folder, itself first, in the order of names; and the file behind each.
+    """All members of a folder, the folder itself first, in the order of names; and the file behind each.
 
-    Raises UnsupportedStateError for devices, pipes and links out of the folder: no archive can give them back.
+    Raises UnsupportedStateError for devices, pipes and links out of the folder: no archive can restore them.
     """
     entries: list[TarEntry] = []
     sources: list[FileSource] = []
@@ -86,7 +86,7 @@ def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple
 
 
 def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
-    """The parts of a file that have data: all of it, or the parts between holes if these save at least a block.
+    """The parts of a file that have data: the whole file, or the parts between holes if these save at least a block.
 
     Holes are ignored if there are very many, or if the file has more data than readers of tar agree on.
     """
@@ -116,14 +116,14 @@ def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
 
 
 class FilesImage(NamedTuple):
-    """Files, and the image of the archive that is made of them: its pieces are parts of runs, and these of files."""
+    """Files, and the image of their archive: its pieces are parts of runs, and runs are parts of files."""
 
     image: Tarball
     sources: Sequence[FileSource]
 
 
 class SourceFiles(SourceTensors):
-    """Files in the place of tensors: all of them are read after the call, and must not change until then.
+    """Files instead of tensors: all of them are read after the call, and must not change until they have been read.
 
     The saver creates it, and the snapshot owns it. Segments are filled in file order.
     """
@@ -137,7 +137,7 @@ class SourceFiles(SourceTensors):
 
     @property
     def may_be_late(self) -> frozenset[int]:
-        """The numbers of all runs; of one that is in no segment if there is none, since nothing is read at once."""
+        """The numbers of all runs, since nothing is read at once; never empty, even if there are no runs."""
         return frozenset(range(max(1, len(self._files.image.runs))))
 
     def num_threads(self, *, late: bool) -> int:  # noqa: ARG002
@@ -153,13 +153,13 @@ class SourceFiles(SourceTensors):
         with self._counting:
             self._num_unfilled -= 1
             last = self._num_unfilled == 0
-        if last:  # before the segment is handed on: the archive is not visible without it
+        if last:  # before the segment is handed on, since the archive cannot become visible without it
             self._compare_all()
 
     def _compare_all(self) -> None:
         """Raises TornSnapshotError if a file or folder changed.
 
-        A folder may have new files, and empty files are not read.
+        A folder may have new files, and empty files are not read, so this checks all of them.
         """
         for source in self._files.sources:
             try:
@@ -179,7 +179,7 @@ def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
                 if not num_read:
                     raise _changed(source)
                 target = target[num_read:]
-            _expect_same(source, os.fstat(file.fileno()))  # last, so that no change before it is missed
+            _expect_same(source, os.fstat(file.fileno()))  # last, so that no earlier change is missed
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise _changed(source) from None
     except OSError as error:

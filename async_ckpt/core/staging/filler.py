@@ -3,11 +3,11 @@
 In: the tensors of one instant, and the segments of their archive. Out: leases, handed on one by one as they are filled.
 Knows nothing of: optimizers, files, commits.
 
-The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later,
-and one with bytes of other snapshots last, once these are complete. A segment with several kinds is filled in two goes,
-and its lease is kept in between as far as the lender can spare it. A thread that is free takes the next job together
-with its lease. Copies on the host are done when the fill returns; those from a device are only enqueued, and the thread
-that waits for the device hands the segment on when they have ended.
+The segment is the unit of work. A segment without deferred bytes is filled at once (the pass NOW), a segment with only
+deferred bytes later (LATER), and a segment with bytes of other snapshots last, once these are complete (LAST). A
+segment with several kinds is filled in two passes, and keeps its lease in between if the lender can spare it. A free
+thread takes the next job together with its lease. Copies on the host are done when the fill returns; copies from a
+device are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..timing import NO_TRACE, Clock, Trace
 from .device import Device
 from .tensors import SourceTensors
 
-# The goes in which segments are filled.
+# The passes in which segments are filled.
 NOW: Final = 0
 LATER: Final = 1
 LAST: Final = 2
@@ -44,7 +44,7 @@ class StagingHost(NamedTuple):
 
 
 class SegmentJob:
-    """The filling of one segment: `pieces` in the next go, and `rest` in a second one with the same lease."""
+    """The filling of one segment: `pieces` in the next pass, and `rest` in a second one with the same lease."""
 
     __slots__ = ("events", "is_enqueued", "lease", "literals", "num_bytes", "number", "pieces", "rest")
 
@@ -56,19 +56,19 @@ class SegmentJob:
         self.rest = rest
         self.lease: Lease | None = None
         self.events: list[tuple[Device, Any]] = []
-        self.is_enqueued = False  # a device may write to the lease's memory, until its events have fired
+        self.is_enqueued = False  # a device may write to the lease's memory until its events have fired
 
 
 def _split(
     segments: Sequence[SegmentPlan], may_be_late: frozenset[int], frozen: frozenset[int], may_hold: int
 ) -> tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]]:
-    """The jobs for now, for later, and for the time when the frozen tensors have their bytes, which are late, too. At
-    most `may_hold` segments are filled in two goes, and are in two of these.
+    """The jobs of each pass: NOW, LATER, and LAST, when the frozen tensors have their bytes. Frozen tensors must be in
+    `may_be_late`, too. At most `may_hold` segments are filled in two passes, and so appear in two of the lists.
     """
     jobs: tuple[list[SegmentJob], list[SegmentJob], list[SegmentJob]] = [], [], []
     num_held = 0
     for segment in segments:
-        # The go of each piece: NOW, LATER or LAST.
+        # The pass of each piece: NOW, LATER or LAST.
         goes = [(n in may_be_late) + (n in frozen) for _, n, _, _ in segment.pieces] if may_be_late else []
         goes = goes or [LATER if may_be_late else NOW]
         first, second = min(goes), max(goes)
@@ -104,17 +104,17 @@ class SegmentFiller:
         self._on_end = on_end
         self._num_bytes = sum(segment.num_bytes for segment in segments)
         most = host.lender.max_segments
-        # The receiver keeps its tail until it has all other segments; at least one must stay free.
+        # The receiver keeps its tail until it has all other segments; at least one segment must stay free.
         may_hold = min(most // 2, most - receiver.num_tail - 1)
         self._jobs = _split(segments, source.may_be_late, source.frozen, may_hold)
-        # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
-        # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
-        # it holds `_changed`, nor any lock of the lender or the receiver.
+        # A job and its lease are taken in one step: if memory went to a later segment first, all of it could end up in
+        # a sink that waits for the earlier one. So this lock is held during the wait for the lender. No thread takes it
+        # while holding `_changed`, or any lock of the lender or the receiver.
         self._taking = threading.Lock()
-        # Guards all below, for a few instructions at a time: nothing is called out under it.
+        # Guards all fields below, for a few instructions at a time: nothing is called out under it.
         self._changed = threading.Condition()
         self._num_filling = 0
-        self._num_unfinished = 1  # segments that devices still copy to; and one until all copies are enqueued
+        self._num_unfinished = 1  # segments that devices still copy to, plus one until all copies are enqueued
         self._copied_bytes = 0
         self._error: BaseException | None = None
 
@@ -136,15 +136,15 @@ class SegmentFiller:
         return (piece.tensor for job in self._jobs[NOW] for piece in job.pieces)
 
     def fill(self, go: int) -> None:
-        """Fill the segments of one go, on several threads. Returns when the last one is filled.
+        """Fill the segments of one pass, on several threads. Returns when the last one is filled.
 
-        NOW is what must not wait. LATER is the deferred rest, after `save` has returned; LAST is what is part of other
-        snapshots, which are complete by then.
+        NOW fills everything that must not wait. LATER fills deferred bytes, after `save` has returned. LAST fills bytes
+        of other snapshots, which are complete by then.
         """
         jobs, late = self._jobs[go], go > NOW
         todo = deque(jobs)
         for _ in range(min(self._source.num_threads(late=late), len(jobs)) - 1):
-            # If a helper is refused, this thread copies more.
+            # If no helper can be started, this thread copies more.
             self._host.submit(lambda: self._copy(todo, late), lambda _: None)
         self._copy(todo, late)
         with self._changed:
@@ -154,19 +154,19 @@ class SegmentFiller:
                 raise self._error
 
     def all_enqueued(self) -> None:
-        """No more fills follow: when the devices have copied everything, `on_end` is called."""
+        """Note that no more fills follow: `on_end` is called once the devices have copied everything."""
         self._finish_one()
 
     def check(self) -> None:
-        """Raises if this snapshot or its save has failed."""
+        """Raise the error if this snapshot or its save has failed."""
         if self._error:
             raise self._error
         self._receiver.check()
 
     def stop(self, error: BaseException | None) -> None:
-        """Wait for the copies under way, and give back the memory that was not handed on. No copy begins any more.
+        """Wait for running copies, and return memory that was not handed on. No more copies begin.
 
-        What interrupts the wait is raised in the end: no tensor may go while a thread still reads it.
+        An interrupt of the wait is raised at the end: no tensor may be freed while a thread still reads it.
         """
         interrupt: BaseException | None = None
         with self._changed:
@@ -182,14 +182,14 @@ class SegmentFiller:
             if error is not None:
                 self._give_back_memory()
         finally:
-            # Drop the jobs, and the snapshot, which refers to this object.
+            # Drop the jobs, and the callback, which refers to the snapshot.
             self._jobs, self._on_end = ([], [], []), lambda _: None
         if interrupt is not None:
             raise interrupt
 
     def _give_back_memory(self) -> None:
         """Release the leases of a failed snapshot. Memory that a device may still write to is leaked."""
-        quiet = False  # and stays so if the wait for the devices is interrupted
+        quiet = False  # stays False if the wait for the devices is interrupted
         try:
             quiet = self._source.are_devices_quiet()
         finally:
@@ -227,7 +227,7 @@ class SegmentFiller:
                     self._changed.notify_all()
 
     def _take(self, todo: deque[SegmentJob]) -> list[SegmentJob]:
-        """The next job, with its lease; if devices copy, all that can be had in adjacent memory. Under `_taking`."""
+        """The next job, with its lease; if devices copy, as many as adjacent memory allows. Under `_taking`."""
         jobs = [todo.popleft()]
         if jobs[0].lease is not None:
             return jobs
@@ -243,7 +243,7 @@ class SegmentFiller:
         return jobs[: len(leases)]
 
     def _fill_run(self, jobs: Sequence[SegmentJob], late: bool) -> None:
-        """Fill segments in a row, so that a tensor in several of them is one copy from its device."""
+        """Fill consecutive segments, so that a tensor that spans several of them is one copy from its device."""
         source = self._source
         run = [job.lease.segment for job in jobs if job.lease is not None]
         on_device: dict[Device, list[Piece]] = {}
@@ -289,7 +289,7 @@ class SegmentFiller:
         device.in_turn(wait, refused=self._on_end)
 
     def _lease_of(self, job: SegmentJob) -> Lease | None:
-        """Take the lease out of a job, so that one thread alone releases it or hands it on."""
+        """Take the lease out of a job, so that only one thread releases it or hands it on."""
         with self._changed:
             lease, job.lease = job.lease, None
         return lease

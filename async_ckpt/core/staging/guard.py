@@ -1,7 +1,7 @@
-"""The guard: it keeps an optimizer from stepping while a tensor of it is still being copied (DESIGN §5).
+"""The guard keeps an optimizer from stepping while one of its tensors is still being copied (DESIGN §5).
 
-In: optimizers, and snapshots in progress. Out: the tensors whose copy may overlap training; a step that waits.
-Knows nothing of: files, segments.
+In: optimizers, and snapshots in progress. Out: the tensors whose copy may overlap training; steps that wait. Knows
+nothing of: files, segments.
 
 By passing `guard=` the caller states that a tensor changes only inside `optimizer.step()`. This is never inferred, and
 the tripwires check it.
@@ -27,27 +27,27 @@ from ..state.optimizers import all_of
 from ..state.wrapped import plain_parts
 from ..timing import Clock, Trace
 
-# The copy of a smaller tensor costs less than the account of it.
+# Copying a smaller tensor costs less than tracking it.
 DEFERRED_BYTES: Final = MIB
 
 Optimizers = Sequence[torch.optim.Optimizer]
-# Returns when an optimizer may step, having held the thread or its stream for as long as that took.
+# Returns when an optimizer may step, after blocking the thread or its stream until then.
 Hold = Callable[[], None]
 
 
 class Gate:
-    """The snapshots that hold the steps of one optimizer. A hook asks them on each thread that steps.
+    """The snapshots that hold the steps of one optimizer. A hook calls `hold` on each thread that steps.
 
-    `gate_of` registers the hook once, and it stays: hooks that come and go defeat `torch.compile`.
+    `gate_of` registers the hook once, permanently: hooks that come and go defeat `torch.compile`.
     """
 
     def __init__(self) -> None:
-        # Without a lock: Ctrl-C may end a step at any line, and a lock that is held then would stay so. Each change of
-        # the set, and each copy of it, is one call of C.
+        # Without a lock: Ctrl-C may end a step at any line, and a lock held at that moment would stay locked. Each
+        # change of the set, and each copy of it, is one atomic call of C.
         self._pending: set[Hold] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        """The gate of a copied optimizer is a new one: the copy is for saving, and never steps."""
+        """Give a copied optimizer a new gate: the copy is for saving, and never steps."""
         return Gate()
 
     def close(self, hold: Hold) -> None:
@@ -62,10 +62,10 @@ class Gate:
 
 
 def _before_step(gate: Gate, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hold a step: at its beginning or, if it begins with a closure, after that.
+    """Hold a step: at its beginning or, if it begins with a closure, after the closure.
 
-    A closure computes the forward and backward pass, which the copies may overlap. A save that is begun in it is
-    waited for, too. Returns other arguments for the step, or None.
+    A closure computes the forward and backward pass, which the copies may overlap. The step also waits for a save that
+    begins in the closure. Returns other arguments for the step, or None.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure) or not _calls_closure_first(optimizer):
@@ -81,15 +81,16 @@ def _before_step(gate: Gate, optimizer: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step is one of torch's own: these change nothing before they have called the closure."""
+    """True if the step is one of torch's own: these change nothing before they have called the closure."""
     return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim.")
 
 
 @cache
 def _untraced_hook() -> Callable[..., None]:
-    """`_before_step`, which torch.compile does not trace into the step: traced, the hook would depend on the snapshots.
+    """`_before_step`, excluded from torch.compile: if it were traced into the step, the compiled step would depend on
+    the snapshots.
 
-    Making it imports what the constructor of an optimizer has imported already.
+    Making it imports only modules that the constructor of an optimizer has imported already.
     """
     hook: Callable[..., None] = torch.compiler.disable(_before_step)
     return hook
@@ -103,25 +104,26 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     if gate is None:
         gate = Gate()
         optimizer.register_step_pre_hook(partial(_untraced_hook(), gate))
-        _gates[optimizer] = gate  # last: a gate that is known is registered
+        _gates[optimizer] = gate  # last, so that every known gate is registered
     return gate
 
 
 class FirstSteps:
-    """Shows `see`, a method, the tensors of guarded optimizers before their first steps: most make their state in one.
+    """Shows `see`, a method, the tensors of guarded optimizers before their first steps, in which most create their
+    state.
 
     The gates own this object until it has shown that state. It keeps no optimizer alive, and never fails a step.
     """
 
     def __init__(self, optimizers: Optimizers, see: Callable[[list[Any]], None]) -> None:
         self._optimizers, self._see = [weakref.ref(one) for one in optimizers], weakref.WeakMethod(see)
-        self._num_left = 2 * len(optimizers)  # some never have a state
+        self._num_left = 2 * len(optimizers)  # some optimizers never have a state
         for one in optimizers:
             gate_of(one).close(self.hold)
 
     def hold(self) -> None:
-        """Show the tensors. The step is not held: what `see` does with them is done by other threads."""
-        with suppress(Exception):  # whatever it is, a save says it
+        """Show the tensors. This does not hold the step, since `see` leaves all work to other threads."""
+        with suppress(Exception):  # any error will be raised by a save
             if is_capturing():
                 return
             see, optimizers = self._see(), [one for ref in self._optimizers if (one := ref()) is not None]
@@ -135,7 +137,8 @@ class FirstSteps:
 
 
 class StepBarrier:
-    """Keeps the guarded optimizers from stepping until every copy of one snapshot is enqueued, and counts for how long.
+    """Keeps the guarded optimizers from stepping until every copy of one snapshot is enqueued, and measures how long
+    they wait.
 
     The snapshot owns it: the caller's thread closes it, the thread that copies lifts it, and steps wait on any thread.
     """
@@ -143,16 +146,17 @@ class StepBarrier:
     def __init__(self, optimizers: Optimizers, clock: Clock, trace: Trace) -> None:
         self._gates = [gate_of(optimizer) for optimizer in optimizers]
         self._clock, self._trace = clock, trace
-        self.seconds = 0.0  # for which steps have waited; known once the barrier is lifted
+        self.seconds = 0.0  # how long steps have waited; known once the barrier is lifted
         self._waiting_since: list[float] = []
-        # Only `lift` takes the lock. A step waits without one: Ctrl-C may end the wait at any line, and a lock that is
-        # held then would stay so. Each waiter is one append, and puts back the token that it takes from the bell.
+        # Only `lift` takes the lock. A step waits without a lock: Ctrl-C may end the wait at any line, and a lock held
+        # at that moment would stay locked. A waiter registers by one append, and puts the token that it takes from the
+        # bell back.
         self._lifting = threading.Lock()
         self.is_lifted = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def close(self, hold: Hold) -> None:
-        """Have every step call `hold` from now on."""
+        """Make every step call `hold` from now on."""
         for gate in self._gates:
             gate.close(hold)
 
@@ -173,7 +177,7 @@ class StepBarrier:
                         wait.goes_on(progress)
 
     def lift(self) -> None:
-        """Let all steps go on. Idempotent."""
+        """Let all steps continue. Idempotent."""
         with self._lifting:
             if self.is_lifted:
                 return
@@ -189,10 +193,10 @@ class StepBarrier:
 
 def unwrapped(guard: Any) -> Optimizers:
     """The torch optimizers that the user has passed as `guard`: one, several, containers of several, or wrappers such
-    as accelerate's. Of a container these are the optimizers that it steps, and itself if it has hooks: whichever is
-    stepped, it waits.
+    as accelerate's. A container stands for the optimizers that it steps, and for itself if it has hooks: a step of any
+    of them waits.
 
-    Raises TypeError for anything else.
+    Raises TypeError for other values.
     """
     if guard is None:
         return ()
@@ -212,11 +216,11 @@ def unwrapped(guard: Any) -> Optimizers:
 
 
 def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer that a wrapper ends in. None if there is none.
+    """The innermost torch optimizer of a wrapper; None if there is none.
 
     A wrapper may be a torch optimizer itself, as accelerate's is, and yet run no hooks.
     """
-    # A scheduler has an optimizer and a step(), but its step() is not that of the optimizer.
+    # A scheduler has an optimizer and a step(), but that is not the optimizer's step().
     if isinstance(wrapper, torch.optim.lr_scheduler.LRScheduler):
         return None
     inner = _innermost(wrapper.optimizer) if hasattr(wrapper, "optimizer") else None
@@ -224,24 +228,23 @@ def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step() calls them: one that was never initialised as an optimizer has none."""
+    """True if its step() calls hooks. An optimizer that was never initialised as one has none."""
     is_hooked = getattr(type(optimizer).step, "hooked", False)
     return bool(is_hooked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state,
-    or inside of a wrapped tensor there.
+    """The tensors that may be copied after `save` has returned: large, dense tensors in an optimizer's params and
+    state, or inside a wrapped tensor there.
 
-    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
-    The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable`
-    groups: replaying a graph runs no hooks; nor has it one of a container that holds such an optimizer. A CPU tensor
-    in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor is a tensor on a device without
-    streams.
+    The result maps the number of each tensor to the optimizer's own tensor of the same memory, which may be another
+    object. It is empty while a stream is captured into a graph. It has no tensor of an optimizer with `capturable`
+    groups, or of a container that holds such an optimizer: replaying a graph runs no hooks. A CPU tensor in the state
+    of an optimizer for a device (AdamW's `step`) is never deferred, nor is a tensor on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}
-    guarded: dict[int, torch.Tensor] = {}  # by address: the largest tensor that begins there
+    guarded: dict[int, torch.Tensor] = {}  # keyed by address: the largest tensor that begins there
     captured: set[int] = set()  # addresses that a graph may change
     for optimizer in optimizers:
         is_captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -257,7 +260,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
     return {
         i: owner
         for i, tensor in enumerate(tensors)
-        # A flat buffer begins like the first parameter in it, but has more bytes.
+        # A flat buffer begins at the address of its first parameter, but has more bytes.
         if is_large(tensor)
         and (owner := guarded.get(tensor.data_ptr())) is not None
         and (tensor is owner or tensor.nbytes <= owner.nbytes)
@@ -269,10 +272,10 @@ _seen_guards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def warn_if_foreign(optimizers: Optimizers, tensors: Sequence[torch.Tensor], *, stacklevel: int) -> None:
-    """Warn at the first save of a guard if no tensor of the state is a parameter of these optimizers, or in their
-    state: then the call copies everything. The optimizers may be from before the model was moved or wrapped.
+    """Warn at the first save of a guard if the state contains no parameter or state tensor of these optimizers: then
+    the call copies everything. The optimizers may have been created before the model was moved or wrapped.
 
-    Views of the optimizers' memory count, and so does each of several optimizers for all.
+    Views of the optimizers' memory count. One match is enough for all optimizers.
     """
     if not tensors or all(one in _seen_guards for one in optimizers):
         return
@@ -289,7 +292,7 @@ def warn_if_foreign(optimizers: Optimizers, tensors: Sequence[torch.Tensor], *, 
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor lies in; 0 without any."""
+    """The address of the memory that a tensor lies in; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
@@ -305,12 +308,12 @@ def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """True for a strided tensor that is worth deferring."""
+    """True for a strided tensor that is large enough to be deferred."""
     return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 
 class _InheritedGuard:
-    """Stands for the guard of the checkpointer, in the signature of `save`."""
+    """Represents the checkpointer's guard in the signature of `save`."""
 
     def __repr__(self) -> str:
         return "that of the checkpointer"
@@ -320,7 +323,7 @@ INHERITED: Any = _InheritedGuard()
 
 
 def refuse_guard(completions: Collection[object], guard: Any) -> None:
-    """Raises ValueError for a guard beside held snapshots, which are copied already."""
+    """Raises ValueError for a guard in addition to held snapshots, which are copied already."""
     if completions and guard:
         raise ValueError(
             "guard= belongs in the call of snapshot(), which is already done; leave it out here, even if the "

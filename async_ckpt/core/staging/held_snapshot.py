@@ -1,4 +1,4 @@
-"""A snapshot that is held: the host copy of one instant, for any number of readers.
+"""A held snapshot: the host copy of one instant, for any number of readers.
 
 In: a state. Out: its parts by name, until it is closed. Knows nothing of: its readers.
 """
@@ -23,14 +23,14 @@ class HeldSnapshot(SnapshotView):
         with async_ckpt.snapshot({"model": model}) as snap:
             handle = ckpt.save(snap, step=100)
 
-    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`.
-    A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
+    It can be indexed by name. A save or export that reads it keeps the parts that it reads until it is done, even after
+    `close`. A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
     def __init__(
         self, state: Any, *, guard: Any, memory: BufferPool, max_bytes: int | None = None, waits: bool = False
     ) -> None:
-        """One that `waits` for memory is known to end soon; another is refused."""
+        """With `waits`, it waits if memory is short, since its readers end soon; otherwise it is refused."""
         self._began, self._call_seconds = monotonic(), 0.0
         optimizers, crew = unwrapped(guard), get_loop().copiers
         captured = capture(state, local_parts=True)
@@ -49,7 +49,7 @@ class HeldSnapshot(SnapshotView):
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
-        # Bound to the source, which the parts share: while there is a part, the memory stays.
+        # Bound to the source, which the parts share: the memory stays while any part exists.
         source = SnapshotCopies(captured, copy.tensors, copy.completion)
         self._release = weakref.finalize(source, copy.release)
         self._release.atexit = False
@@ -58,16 +58,17 @@ class HeldSnapshot(SnapshotView):
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the snapshot has held the caller's thread or stream so far: the call, the copies, and the guard.
+        """Seconds that the snapshot has stalled the caller's thread or stream so far: the call, the copies, and the
+        guard.
 
         print(snap.stall_seconds)  # 0.012
 
-        They are not part of the reports of its readers, each of which covers its own call.
+        They are not part of its readers' reports, each of which covers its own call.
         """
         return self._call_seconds + self._copy.snapshot.stall_seconds
 
     def close(self) -> None:
-        """Give the memory back, except for what is still being read. May be called again.
+        """Return the memory, except for parts that are still being read. May be called again.
 
         snap.close()  # leaving the `with` block does it
         """

@@ -1,7 +1,7 @@
 """Host copies: the second form of staging, for code that needs tensors rather than a file.
 
-In: the tensors of one instant. Out: tensors on the host, whose memory stays as long as something refers to them.
-Knows nothing of: the uses of the copies.
+In: the tensors of one instant. Out: tensors on the host, whose memory stays while anything refers to them. Knows
+nothing of: how the copies are used.
 
 A copy has one buffer of exact size, which is cut into segments only so that a `Snapshot` can fill it, with its streams,
 guard and tripwires. Storages are copied, not tensors, so that tensors which shared memory share it again.
@@ -38,7 +38,7 @@ from .guard import Optimizers, deferrable
 from .snapshot import Snapshot
 from .tensors import ANY_COPY, SourceTensors, Wording
 
-# For vector loads; CUDA aligns its own allocations in the same way.
+# For vector loads; CUDA's own allocations have the same alignment.
 _ALIGNMENT: Final = 512
 _MAX_IDLE: Final = 8
 
@@ -46,7 +46,7 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class LentBuffer:
-    """A buffer on loan, and what the memory of one copy is counted by."""
+    """A buffer on loan, with the facts by which the memory of its copy is counted."""
 
     __slots__ = ("buffer", "is_held", "num_bytes")
 
@@ -57,20 +57,20 @@ class LentBuffer:
 
 
 class BufferPool:
-    """The buffers of host copies, used again and again. From any thread; `saving.default` owns one for the process.
+    """The reusable buffers of host copies. May be called from any thread; `saving.default` owns one for the process.
 
-    Copies that are under way have no more than half of the free memory together; the next copy waits. Memory that other
-    code keeps after the end of a copy is not counted. A copy that is `held` for as long as its owner likes is refused
-    instead, and counts until nothing refers to it. At most twice the memory that was ever needed at one time is kept
-    for the next copies, which is enough for several that differ in size.
+    Copies in progress use at most half of the free memory together; the next copy waits. Memory that other code keeps
+    after the end of a copy is not counted. A copy that is `held`, with no end in sight, is refused instead of waiting,
+    and counts until nothing refers to it. At most twice the memory that was ever needed at one time is kept for later
+    copies, which is enough for several that differ in size.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Finalizers change both, perhaps on a thread that holds the lock: each change of theirs is one call of C.
+        # Finalizers change both, perhaps on a thread that holds the lock: each change is one atomic call of C.
         self._idle: deque[HostBuffer] = deque()
         self._lent: set[LentBuffer] = set()
-        # Guards what is added to `_lent`, and all below. Buffers are made and freed without it.
+        # Guards additions to `_lent`, and all fields below. Buffers are made and freed without it.
         self._changed = threading.Condition()
         self._most_bytes = 0
         self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
@@ -80,7 +80,7 @@ class BufferPool:
         return bool(self._sharers)
 
     def share(self, let_go: Callable[[], None]) -> None:
-        """Make copies in shared memory. `let_go` is called where memory is short, and lets go of copies if it can."""
+        """Make copies in shared memory from now on. `let_go` is called when memory is short, to drop copies."""
         with self._changed:
             self._sharers = [*self._sharers, let_go]
 
@@ -105,8 +105,8 @@ class BufferPool:
     ) -> LentBuffer:
         """Wait for a buffer of at least this size, near `device`.
 
-        One copy alone never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the
-        limit of all that are held. A buffer that is to be `shared` is an ordinary one where the system refuses.
+        A single copy never waits. If it is `held`, raises MemoryError instead of waiting; `max_bytes` is then the limit
+        of all held copies. With `shared`, the buffer is an ordinary one if the system refuses shared memory.
         """
         loan, wait = LentBuffer(num_bytes, is_held=held), Wait("", ENDS_THE_CALL)
         if held and not self._has_room(loan, max_bytes):
@@ -125,18 +125,18 @@ class BufferPool:
         return loan
 
     def lend(self, num_bytes: int, *, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
-        """A tensor of bytes that is held. Its memory comes back when nothing refers to it. Raises as `take` does."""
+        """A held tensor of bytes. Its memory is returned when nothing refers to it any more. Raises as `take` does."""
         loan = self.take(max(1, num_bytes), held=True, max_bytes=max_bytes, shared=shared)
         return torch.frombuffer(self.array_over(loan), dtype=torch.uint8)[:num_bytes]
 
     def array_over(self, loan: LentBuffer) -> Any:
-        """An array to which tensors in the buffer refer; when the last of them goes, the buffer is free again."""
+        """An array to which tensors in the buffer refer. When the last of them is freed, the pool gets the buffer."""
         array = loan.buffer.array()
         weakref.finalize(array, self._give_back, loan).atexit = False
         return array
 
     def _is_counted(self, loan: LentBuffer, max_bytes: int | None) -> bool:
-        """Count a copy. False if another has to end before, after a short wait for that."""
+        """Count a copy. If another copy must end first, waits for a short time and returns False."""
         with self._changed:
             # A callback, or a function that runs on a copy, would wait for itself.
             may_wait = not is_library_thread() and self._bytes(held=False) > 0
@@ -150,11 +150,11 @@ class BufferPool:
             return True
 
     def end(self, loan: LentBuffer) -> None:
-        """A copy has ended. Memory that is still in use counts only if the copy is held."""
+        """Note that a copy has ended. Memory that is still in use counts only if the copy is held."""
         if loan.is_held:
             return
         self._lent.discard(loan)
-        # A finalizer must not wait for the lock. A copy that waits looks again by itself, too.
+        # A finalizer must not wait for the lock. Copies that wait also look again after a timeout.
         if self._changed.acquire(blocking=False):
             try:
                 self._changed.notify_all()
@@ -163,7 +163,7 @@ class BufferPool:
 
     @property
     def lent_bytes(self) -> int:
-        """The memory of copies now."""
+        """The memory of all copies at this moment."""
         return self._bytes(held=False) + self._bytes(held=True)
 
     def _bytes(self, *, held: bool) -> int:
@@ -173,7 +173,7 @@ class BufferPool:
         return self._bytes(held=True) + loan.num_bytes <= self._limit(max_bytes)
 
     def _limit(self, max_bytes: int | None) -> int:
-        """The limit of all that are held and one more copy: that of its call, or what is free."""
+        """The limit for all held copies and one more: the limit given by the call, or the free memory."""
         return self._bytes(held=True) + self._idle_bytes() + spare_memory_bytes() if max_bytes is None else max_bytes
 
     def _refusal(self, loan: LentBuffer, max_bytes: int | None) -> MemoryError:
@@ -186,9 +186,9 @@ class BufferPool:
         )
 
     def _give_back(self, loan: LentBuffer) -> None:
-        """Nothing refers to the buffer any more. Called by a finalizer."""
+        """Return a buffer that nothing refers to any more. Called by a finalizer."""
         buffer = loan.buffer
-        if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory
+        if os.getpid() != self._pid or buffer.is_leaked:  # a forked child owns none of the memory
             return
         self._lent.discard(loan)
         if buffer.fd is not None and not self.is_shared:
@@ -200,7 +200,7 @@ class BufferPool:
                 self._idle.popleft().free()
 
     def release(self) -> None:
-        """Give the buffers that are not in use back to the system."""
+        """Return the buffers that are not in use to the system."""
         with suppress(IndexError):
             while True:
                 self._idle.popleft().free()
@@ -258,7 +258,7 @@ class _BufferSegments:
         return [Lease(self, segment) for segment in self._segments[order[1] :][:num_segments]]
 
     def take_back(self, segments: Sequence[Segment]) -> None:
-        """Nothing follows: the memory belongs to the tensors."""
+        """Do nothing: the memory belongs to the tensors."""
 
     def write_off(self, _: Segment) -> None:
         self._buffer.leak()
@@ -267,7 +267,7 @@ class _BufferSegments:
         lease.release()
 
     def check(self) -> None:
-        """A copy in memory has no other part that could fail."""
+        """Do nothing: a copy in memory has no other part that could fail."""
 
 
 class _SourceStorage:
@@ -282,17 +282,17 @@ class _SourceStorage:
         self.at = 0
 
     def replace_by(self, tensor: torch.Tensor, name: str) -> None:
-        """Copy the storage by this tensor if it covers it: a guard can only know tensors."""
+        """Copy the storage by this tensor if it covers the storage: a guard knows only tensors."""
         if not self.whole and _covers(tensor):
             self.tensor, self.name, self.whole = tensor.detach(), name, True
 
 
 class HostCopy:
-    """A copy of ordinary tensors (dense memory of their own, on the CPU or CUDA) on the host.
+    """A copy of ordinary tensors (with their own dense memory, on the CPU or CUDA) on the host.
 
     `tensors` are the copies, in order, with the same shapes, strides, offsets and sharing. Their bytes are there when
-    `completion` has resolved. An errand, a held snapshot or a stager creates it, calls `begin` on the caller's thread,
-    and `release` when it needs the copies no longer.
+    `completion` has resolved. A held snapshot, a save of copies or a DCP stager creates it, calls `begin` on the
+    caller's thread, and `release` when it no longer needs the copies.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class HostCopy:
                 optimizers=optimizers,
             )
             self.tensors = _rebuilt(tensors, of_each, owner)
-            # The owner may drop them while they are being filled.
+            # The owner may drop the copies while they are being filled.
             self.snapshot.keeps = self.tensors
         except BaseException:
             self.release()
@@ -349,11 +349,11 @@ class HostCopy:
         return self.snapshot.completion
 
     def begin(self) -> None:
-        """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+        """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
         self.snapshot.begin()
 
     def release(self) -> None:
-        """Drop the copies; the next one may have the memory. Idempotent."""
+        """Drop the copies, so that the next copy may have the memory. Idempotent."""
         self.tensors = []
         self._memory.end(self._loan)
 
@@ -362,7 +362,7 @@ class HostCopy:
 
 
 def _place(parts: Sequence[_SourceStorage]) -> int:
-    """Give each storage its place in the buffer. Returns the size of all."""
+    """Assign each storage its place in the buffer. Returns the total size."""
     at = 0
     for part in parts:
         part.at = at
@@ -381,7 +381,7 @@ def _to_copy(parts: Sequence[_SourceStorage], optimizers: Optimizers, wording: W
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """True if a tensor is its whole storage, as it lies in memory."""
+    """True if a tensor covers its whole storage, in the order of memory."""
     return is_dense(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

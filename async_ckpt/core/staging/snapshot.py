@@ -3,10 +3,10 @@
 In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
 Knows nothing of: files, digests, commits.
 
-`Snapshot.begin` runs on the caller's thread: it notes where the tensors lie, has everything filled that must not wait,
-and makes the training's stream wait for the copies that are enqueued on devices. Deferred tensors follow on a
-background thread, while the optimizers' steps wait. When their last copy is enqueued, `tripwires` looks at them once
-more and the steps go on, behind the copies on their streams. When the last copy has ended, `completion` resolves.
+`Snapshot.begin` runs on the caller's thread: it notes where the tensors lie, fills everything that must not wait, and
+makes the training's stream wait for the copies that are enqueued on devices. Deferred tensors follow on a background
+thread, while the optimizers' steps wait. When their last copy is enqueued, `tripwires` checks them once more and the
+steps continue, ordered after the copies on their streams. When the last copy has ended, `completion` resolves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tripwires import Tripwires
 class Snapshot:
     """The staging of one save. The saver or a `HostCopy` creates and owns it.
 
-    A snapshot begins on the caller's thread and ends on a background one. `completion` resolves when the copy is
+    A snapshot begins on the caller's thread and ends on a background thread. `completion` resolves when the copy is
     complete and nothing was torn.
     """
 
@@ -50,18 +50,18 @@ class Snapshot:
         self.stage_seconds = 0.0
         self._start = host.clock()
         self.keeps: object = None  # kept alive until the last copy has ended
-        self.after: Snapshot | None = None  # that it copies from, and was made for it
+        self.after: Snapshot | None = None  # a snapshot made for this one, which copies from it
         self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
         self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
         self._tripwires: Tripwires | None = None
-        self._ending = threading.Lock()  # taken by the end that counts, and never released
+        self._ending = threading.Lock()  # acquired by the first end, and never released
 
     # --- the caller's thread ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Copy, or enqueue the copy of, everything that must not wait. Returns when the caller may go on.
+        """Copy, or enqueue the copy of, everything that must not wait. Returns when the caller may continue.
 
-        A failure ends in `completion`; only what is not an Exception (Ctrl-C) is raised as well.
+        A failure ends in `completion`; only an exception that is not an Exception (Ctrl-C) is raised as well.
         """
         source = self._source
         try:
@@ -76,7 +76,7 @@ class Snapshot:
             try:
                 if self._filler.fills_now:
                     self._fill_now()
-            finally:  # also behind the copies of a save that has failed: they still read
+            finally:  # also after the copies of a save that has failed, since they still read
                 for device in devices:
                     device.hold_training()
             if self._filler.fills_later:
@@ -85,7 +85,7 @@ class Snapshot:
         except Exception as error:
             self.end(error)
         except BaseException as error:
-            # A task of asyncio must not end in one of these: it would end the loop.
+            # A task of asyncio must not end with such an exception, which would end the loop.
             self.end(interrupted(error))
             raise
 
@@ -95,7 +95,7 @@ class Snapshot:
         return bool(self._source.deferred)
 
     def _fill_now(self) -> None:
-        """Have the crew fill everything that must not wait.
+        """Let the crew fill everything that must not wait.
 
         An interrupt ends the wait for the crew, but no copy halfway.
         """
@@ -133,14 +133,14 @@ class Snapshot:
         devices = self._source.devices
         if devices and not self.completion.done():
             if is_capturing():
-                self.completion.exception()  # an event from outside must not get into the graph: wait here
+                self.completion.exception()  # an event from outside must not get into the graph, so wait here
             else:
                 for device in devices.values():
                     device.hold_training()
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the guard has held the thread, and copies the streams, so far."""
+        """Seconds that the guard has stalled threads, and copies have stalled streams, so far."""
         before = 0.0 if self.after is None else self.after.stall_seconds
         return before + self._barrier.seconds + self._source.stall_seconds()
 
@@ -152,7 +152,7 @@ class Snapshot:
     def _fill_later(self) -> None:
         try:
             self._filler.fill(LATER)
-            self._let_go()  # the other snapshots have guards of their own
+            self._let_go()  # the other snapshots have their own guards
             self._source.wait_for_frozen()
             self._filler.fill(LAST)
             self._filler.all_enqueued()
@@ -160,7 +160,7 @@ class Snapshot:
             self.end(error)
 
     def _let_go(self) -> None:
-        """Every copy of a tensor that may change is enqueued: let the optimizers step."""
+        """Let the optimizers step, now that every copy of a tensor that may change is enqueued."""
         if self._tripwires:
             self._tripwires.look_at_bytes()
         self._barrier.lift()
@@ -189,7 +189,7 @@ class Snapshot:
         except BaseException as interrupt:
             error = error or interrupted(interrupt)
             raise
-        finally:  # whatever was raised: others wait for the completion
+        finally:  # whatever was raised, others wait for the completion
             self._barrier.lift()
             self._barrier.open(self.hold)
             self._source.drop()

@@ -1,7 +1,7 @@
 """The tensors of one instant: where the memory of each lies, and how its bytes get into a segment.
 
-In: the tensors of a save. Out: their bytes in segments; for tensors on devices, enqueued copies.
-Knows nothing of: leases, threads, optimizers.
+In: the tensors of a save. Out: their bytes in segments; for tensors on devices, enqueued copies. Knows nothing of:
+leases, threads, optimizers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Wording(NamedTuple):
 
 ANY_COPY: Final = Wording()
 
-# What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
-# would every segment with such a tensor, of which few can be filled in two goes.
+# The limits of what `locate` copies itself when tensors are deferred. Waking a thread for small tensors would stall the
+# caller longer, and so would filling every segment with such a tensor at once, since few segments can be filled in two
+# passes.
 _SMALL_BYTES: Final = 64 * KIB
 _MAX_SMALL: Final = 1024
 _MAX_SMALL_BYTES: Final = 2 * MIB
-# A copy of hundreds of MB saturates a host's memory with few threads.
+# A copy of hundreds of MB saturates a host's memory bandwidth with few threads.
 _MAX_COPIERS: Final = 8
 _WORTH_A_HELPER_BYTES: Final = 64 * MIB
 
@@ -43,8 +44,8 @@ _WORTH_A_HELPER_BYTES: Final = 64 * MIB
 class SourceTensors:
     """The tensors that one snapshot copies. The caller of `Snapshot` creates it, and the snapshot owns it.
 
-    The object has no lock: `locate` sets it up on the caller's thread before any other thread sees it, the threads that
-    copy only read it, and `drop` is called when none of them copies any more.
+    It needs no lock: `locate` sets it up on the caller's thread before any other thread sees it, the threads that copy
+    only read it, and `drop` is called when none of them copies any more.
     """
 
     def __init__(
@@ -58,29 +59,28 @@ class SourceTensors:
         copies_small: bool = False,
         wording: Wording = ANY_COPY,
     ) -> None:
-        """`deferred` has the optimizer's own tensor by the number of each tensor that may be copied later.
+        """`deferred` has the optimizer's own tensor, by the number of each tensor that may be copied later.
 
-        `frozen` tensors are parts of other snapshots: they change no more, and have their bytes once `after` has
-        resolved. With `copies_small`, `locate` copies small tensors beside deferred ones, and the segments get their
-        bytes later, too: not so for a held snapshot, whose readers take arrays as they are after the call.
+        `frozen` tensors are parts of other snapshots: they no longer change, and have their bytes once `after` has
+        resolved. With `copies_small`, and if tensors are deferred, `locate` copies small tensors at once, so that their
+        segments can be filled later, too. A held snapshot does not use this, since its readers take arrays as they are
+        after the call.
         """
         self.specs, self.tensors, self.deferred = specs, tensors, deferred
         self.frozen, self._after, self.wording = frozen, after, wording
         self.devices: dict[torch.device, Device] = {}
-        # The device of each tensor at the call: a parameter may move to another one.
+        # The device of each tensor at the call, since a parameter may later move to another one.
         self._device_of: list[Device | None] = [None] * len(tensors)
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
-        self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
-        self._storages: list[Any] = []  # are kept until all is copied
-        self._addresses: dict[int, int] = {}  # of those on devices
+        self.aliases: dict[int, Alias] = {}  # deferred tensors are read through their aliases
+        self._storages: list[Any] = []  # kept until everything is copied
+        self._addresses: dict[int, int] = {}  # addresses of storages on devices
         self._small = self._small_ones() if deferred and copies_small else ()
-        self._copies: torch.Tensor | None = None  # of the small ones
+        self._copies: torch.Tensor | None = None  # copies of the small tensors
 
     def _small_ones(self) -> list[int]:
-        """The numbers of small tensors on the host, such as the steps of AdamW. No deferred tensor is small, and frozen
-        ones may lack their bytes.
-        """
+        """The numbers of small tensors on the host, such as AdamW's steps. Frozen ones may lack their bytes yet."""
         small: list[int] = []
         left = _MAX_SMALL_BYTES
         for i, tensor in enumerate(self.tensors):
@@ -128,9 +128,9 @@ class SourceTensors:
         return self.frozen.union(self.deferred, self._small)
 
     def needs_frozen(self, numbers: Iterable[int]) -> bool:
-        """True if copying these tensors has to wait for the snapshots that frozen tensors are parts of.
+        """True if copying these tensors must wait for the snapshots that frozen tensors are parts of.
 
-        Without any frozen tensor, all tensors are copied at once, those of other snapshots among them.
+        Without frozen tensors, all tensors are copied at once, including those of other snapshots.
         """
         return bool(self._after) and not (self.frozen and self.frozen.isdisjoint(numbers))
 
@@ -139,9 +139,10 @@ class SourceTensors:
             completion.result()
 
     def num_threads(self, *, late: bool) -> int:
-        """The number of threads worth having. `late`: `save` has returned, and one processor stays with the training.
+        """The number of threads that are useful. `late`: `save` has returned, and one processor is left to the
+        training.
 
-        To enqueue copies from devices is one thread's work.
+        Enqueueing copies from devices needs only one thread.
         """
         if late:
             return min(_MAX_COPIERS // 2, max(1, num_cpus() - 1))
@@ -174,7 +175,7 @@ class SourceTensors:
                     segment.tensor[at : at + block.numel()].copy_(block)
 
     def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
-        """Enqueue the copies of pieces on a device; the event fires when they have ended.
+        """Enqueue the copies of pieces on a device. The returned event fires when they have ended.
 
         Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory.
         """
@@ -189,8 +190,8 @@ class SourceTensors:
     def gone_from_devices(self) -> set[int]:
         """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.
 
-        `record_stream` would keep that memory, but mark a tensor for life: to free it would be a call of the runtime
-        from then on, which ends a forked child, and a process whose device is broken.
+        `record_stream` would keep that memory, but it marks a tensor permanently: freeing it would then be a call of
+        the CUDA runtime, which ends a forked child, and a process whose device is broken.
         """
         moved = [(i, at) for i, at in self._addresses.items() if self._storages[i].data_ptr() != at]
         devices = self._device_of
@@ -218,14 +219,14 @@ class SourceTensors:
         return sum(device.stall_seconds() for device in self.devices.values())
 
     def drop(self) -> None:
-        """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
+        """Drop the tensors, since a handle may be kept for long. The devices stay, for `stall_seconds`."""
         self.specs, self.tensors, self.deferred = (), [], {}
         self._device_of, self._pointers, self._dense = [], [], []
         self.aliases, self._storages, self._addresses, self._copies = {}, [], {}, None
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Add a piece; one that goes on where the last one ends lengthens it."""
+    """Add a piece, or lengthen the last piece if the new one continues it."""
     if pieces:
         target, number, source, length = pieces[-1]
         if (target + length, number, source + length) == piece[:3]:

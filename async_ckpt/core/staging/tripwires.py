@@ -1,4 +1,4 @@
-"""Tripwires: they show that a tensor was written to while its copy was still to come.
+"""Tripwires detect that a tensor was written to before its copy was complete.
 
 In: deferred tensors, at `save` and later. Out: the numbers of torn tensors. Knows nothing of: segments, threads.
 """
@@ -20,7 +20,7 @@ from .tensors import SourceTensors
 SAMPLE_BYTES: Final = 64
 _STEPS: Final = torch.arange(SAMPLE_BYTES, dtype=torch.int64, device="cpu")
 # The number of tensors that are sampled at once. For more than 32,768 numbers, torch would use several threads, and
-# wait for those of a training on the host.
+# wait for threads of a training on the host.
 _AT_ONCE: Final = 128
 
 
@@ -32,7 +32,7 @@ class _WatchedTensor:
     def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """`owner` is the optimizer's own tensor of this memory, perhaps the same object."""
         self.number, self.alias = number, alias
-        # An odd stride meets every byte of an item in turn.
+        # With an odd stride, samples hit every byte position of an item in turn.
         self.stride = (alias.num_bytes // SAMPLE_BYTES - 1) | 1
         self._owner, self._counters = owner, (tensor,) if tensor is owner else (tensor, owner)
         self._versions = list(map(version_of, self._counters))
@@ -44,9 +44,10 @@ class _WatchedTensor:
 
 
 def _sampled_on_host(tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> bytearray:
-    """Samples of tensors on the host, taken at once; zeros for a tensor that is gone, whose number is added to `gone`.
+    """Samples of tensors on the host, taken at once. A tensor that is gone gets zeros, and its number is added to
+    `gone`.
 
-    On the caller's thread, where no tensor can go, `gone` is None.
+    On the caller's thread, where no tensor can be freed, `gone` is None.
     """
     samples = bytearray(len(tensors) * SAMPLE_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
@@ -56,7 +57,7 @@ def _sampled_on_host(tensors: Sequence[_WatchedTensor], gone: set[int] | None) -
     if gone is None:
         sample_now(samples, addresses)
     elif sample_by_kernel(address, addresses) != len(samples):
-        # A tensor is gone, or the kernel does not copy for us: sample each by itself.
+        # A tensor is gone, or the kernel cannot copy for us: sample each tensor separately.
         for at, watched in enumerate(tensors):
             if not watched.alias.sample_to(address + at * SAMPLE_BYTES, addresses[at]):
                 gone.add(watched.number)
@@ -64,11 +65,11 @@ def _sampled_on_host(tensors: Sequence[_WatchedTensor], gone: set[int] | None) -
 
 
 class Tripwires:
-    """Versions and samples of one snapshot's deferred tensors, taken in `begin` and compared later.
+    """Version counters and samples of one snapshot's deferred tensors, taken in `begin` and compared later.
 
-    A version counter that moved proves a write. One that stands still proves nothing, as fused kernels and `.data` do
-    not move it, so bytes are compared, too. The thread that copies looks at bytes; versions are looked at by whichever
-    comes first, that thread or a step of the optimizer.
+    A version counter that moved proves a write. A counter that did not move proves nothing, as fused kernels and
+    `.data` do not move it, so bytes are compared, too. The thread that copies compares the bytes. The counters are
+    compared by that thread or by the optimizer's next step, whichever comes first.
     """
 
     def __init__(self, source: SourceTensors) -> None:
@@ -82,7 +83,7 @@ class Tripwires:
         self._gone: set[int] = set()
         self._before = {device: self._sample(device, tensors, None) for device, tensors in self._on.items()}
         self._after: dict[torch.device, Callable[[], bytes]] = {}  # these wait for the samples, and are called once
-        # Empty, or one entry. `setdefault` is one call of C, so that no lock is needed: Ctrl-C may interrupt a step.
+        # Empty, or one entry. `setdefault` is one atomic call of C, so no lock is needed: Ctrl-C may interrupt a step.
         self._moved: dict[str, list[int]] = {}
 
     def look_at_versions(self) -> None:
@@ -92,9 +93,9 @@ class Tripwires:
             self._moved.setdefault("first look", moved)
 
     def look_at_bytes(self) -> None:
-        """Take the second samples: every copy is done or enqueued, and no optimizer steps yet."""
+        """Take the second samples: every copy is done or enqueued, and no optimizer has stepped yet."""
         for device, tensors in self._on.items():
-            with suppress(MemoryGoneError):  # it is in `_gone`
+            with suppress(MemoryGoneError):  # the tensor is in `_gone`
                 self._after[device] = self._sample(device, tensors, self._gone)
         self._look_for_gone()
 
@@ -115,9 +116,10 @@ class Tripwires:
     def _sample(
         self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None
     ) -> Callable[[], bytes]:
-        """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies.
+        """Sample tensors of one device: on the host at once, or on the device's side stream, after the copies.
 
-        Raises MemoryGoneError if one is gone from a device: reading memory that is not mapped would break it.
+        Raises MemoryGoneError if a tensor is gone from a device: reading memory that is not mapped would break the
+        device.
         """
         if device not in self._devices:
             groups = (tensors[begin : begin + _AT_ONCE] for begin in range(0, len(tensors), _AT_ONCE))
