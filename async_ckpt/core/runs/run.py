@@ -93,9 +93,9 @@ class Run:
         compresses: bool = False,
         opening: str = "",
     ) -> None:
-        """`every`: only steps that are multiples of this are copied here from other roots. `is_volatile`: a reboot loses
-        the files here. `compresses`: archives that are copied here are compressed. `opening` is a random text for the
-        checkpointer, the same at all of its roots.
+        """`every`: only steps that are multiples of this are copied here from other roots. `is_volatile`: a reboot
+        loses the files here. `compresses`: archives that are copied here are compressed. `opening` is a random text for
+        the checkpointer, the same at all of its roots.
 
         Raises ValueError for `Keep(free=)` at a place whose free space is unknown.
         """
@@ -258,7 +258,8 @@ class Run:
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
-        """The part of `check` that makes no request to the storage, unless this object has committed the step before."""
+        """The part of `check` that makes no request to the storage, unless this object has committed the step before.
+        """
         if step in self.root.committed_here and not overwrite:
             try:
                 self.root.read(step, say=False)
@@ -380,7 +381,7 @@ class Run:
             except CorruptCheckpointError:
                 return True  # a damaged manifest may name any archive
             missing -= {(step, name) for name in manifest.own_names}
-        if missing:  # perhaps the lender was overwritten, and steps that borrowed from it before still name the archives
+        if missing:  # the lender may have been overwritten after other steps had borrowed these archives
             self.root.forget(list(self.root.known.borrowers))
             borrowers = self.view().borrowers.values()
             missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
@@ -867,8 +868,8 @@ class Run:
     def _announce(self, manifest: Manifest) -> None:
         """Put the intent of `manifest`, then raise RunTakenError if another process has taken the run.
 
-        A start that takes the run puts its file first and then lists the intents. So either it sees this intent, and has
-        the replacement refused, or its file is seen here, and the manifest is not put.
+        A start that takes the run puts its file first and then lists the intents. So either it sees this intent, and
+        has the replacement refused, or its file is seen here, and the manifest is not put.
         """
         with suppress(FileExistsError):
             self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
