@@ -1,5 +1,4 @@
-"""`index.json`, the first member: the contents of the archive and their extents, known before its first byte is
-written.
+"""`index.json`, the first member: contents and extents of the archive, known before its first byte is written.
 
 In: the plan of an archive. Out: its text; and from an untrusted text, a consistent index. Knows nothing of: files,
 torch. An index that passes all checks cannot cause a large allocation: every extent lies inside the file and no two
