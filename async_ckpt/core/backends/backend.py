@@ -225,7 +225,7 @@ class Backend:
 
 
 def accelerator_device() -> torch.device | None:
-    """The accelerator that torch was built for, without an index; None if there is none. torch 2.6 raises instead."""
+    """The accelerator that torch was built for; None if this machine has none, where torch 2.6 itself raises."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:

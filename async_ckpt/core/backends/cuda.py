@@ -77,8 +77,7 @@ def _is_done(name: str, *arguments: Any) -> bool:
 
 @cache
 def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded, found through torch's own library; None if there is none, as under ROCm.
-    """
+    """The CUDA runtime that torch has loaded, found through torch's library; None if there is none, as under ROCm."""
     with suppress(OSError, AttributeError):
         runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
         runtime.cudaStreamCreateWithFlags.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]

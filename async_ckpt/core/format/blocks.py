@@ -54,7 +54,7 @@ def content_bytes(data: bytes | bytearray) -> int:
     facts = json.loads(data[tar.BLOCK : tar.BLOCK + length])["compressed"]
     num_bytes = facts["num_bytes"]
     if type(num_bytes) is not int or num_bytes < 0 or facts["block_bytes"] != BLOCK_BYTES:
-        raise ValueError(f"{facts!r:.100} is not the size of an archive, and of its blocks")
+        raise ValueError(f"{facts!r:.100} does not have the sizes of an archive and its blocks")
     return num_bytes
 
 

@@ -293,7 +293,7 @@ def _tensors(
         if "alias" in row:
             alias = fields.count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
-                raise ValueError(f"tensor {path!r:.200} is an alias of no tensor before it")
+                raise ValueError(f"tensor {path!r:.200} is an alias, but not of a tensor before it")
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.is_spread, of.lent))
             continue

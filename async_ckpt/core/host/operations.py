@@ -173,7 +173,7 @@ class Listening:
             self._queue.put(ended)
         elif not self._has_dropped:
             self._has_dropped = True
-            _log.error("%r does not return; it hears of no more operations until it does", self)
+            _log.error("%r does not return; further operations are dropped until it does", self)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the listener was called with all operations that ended before this call. Returns False after

@@ -228,8 +228,8 @@ class Crew:
                 workers_ended.acquire()
                 num_left -= 1
         except BaseException as error:
-            # Ctrl-C, or no thread left: no further task begins, and running tasks end before the caller closes
-            # anything.
+            # Ctrl-C, or no thread left: begin no further task, and wait for the running ones, which may use files that
+            # the caller closes next.
             errors.append(error)
             for _ in range(num_left):
                 workers_ended.acquire()

@@ -103,7 +103,7 @@ def records(data: bytes) -> dict[str, bytes]:
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise ValueError("a record is compressed")
         if sum(info.file_size for info in infos) > len(data):
-            raise ValueError("its records are larger than all of it")
+            raise ValueError("its records are larger than the whole file")
         ignore_missing_checksums(infos)
         infos_by_name = {info.filename.partition("/")[2]: info for info in infos}
         if len(infos_by_name) < len(infos):
@@ -205,7 +205,7 @@ class _TrustRecorder(Recorder):
 
 
 def _unsafe_among(names: Iterable[tuple[str, str]], contents: Mapping[str, bytes]) -> set[str]:
-    """Those of these names that torch's weights-only unpickler refuses, found by giving it a pickle of names alone."""
+    """The names that torch's weights-only unpickler refuses, found by giving it a pickle of these names alone."""
     program = b"".join([b"\x80\x02", *(f"c{module}\n{name}\n".encode() for module, name in names), b"."])
     head = {name: data for name, data in contents.items() if not name.startswith("data/")}
     zipped = io.BytesIO(_zip({**head, "data.pkl": program}))
@@ -387,7 +387,7 @@ def _value(survey: _Survey, *arguments: Any) -> _Opaque:
 def _encode(survey: _Survey, text: Any, codec: Any) -> _Bytes:
     """Allow bytes as protocol 2 writes them. Other codecs run other code, and some expand their input."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
-        raise ValueError("it encodes text in another way than pickle does")
+        raise ValueError("it encodes text by another codec than pickle does")
     survey.spend(len(text))
     return _Bytes(len(text))
 

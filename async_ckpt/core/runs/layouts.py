@@ -46,7 +46,7 @@ def parse(data: bytes) -> StepLayout:
     classes = of_all.classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
     if not all(classes.values()):
-        raise ValueError("a structure is that of no rank")
+        raise ValueError("a structure belongs to no rank")
     structures = {digest: text(raw["structures"][digest]) for digest in classes}
     for lines in structures.values():
         check_structure(lines, sum(map(len, classes.values())))
