@@ -21,8 +21,8 @@ Names are imported on first access. They may change in each minor version; publi
   `verification` compares it with its digests, `states` splits any checkpoint into named items.
 - States: `capture` splits a state into its leaves, `captured` is a state at one instant, `leaf_names` are the names of
   its leaves and dtypes, `wrappers` and `optimizer_parts` look inside wrapped models and optimizers, `another_kind`
-  compares a saved state with an optimizer, and `loaders` two data loaders. `guards` delay optimizer steps; `sharded` and
-  `boxes` are the geometry of shards; `backends` and `device` handle tensors on devices.
+  compares a saved state with an optimizer, and `loaders` two data loaders. `guards` delay optimizer steps; `sharded`
+  and `boxes` are the geometry of shards; `backends` and `device` handle tensors on devices.
 - Ranks: `worlds` are the ranks that save together; in a `rendezvous`, all of them meet.
 - Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` has the savers and the memory
   that one-off saves share, a `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to

@@ -1,4 +1,4 @@
-"""Which steps of a run are committed.
+"""Runs: who may commit a step, which commits count, and which steps are kept.
 
 `roots.py` is a run at several roots, `run.py` a run at one. `root.py` lists a root, `manifest.py` commits a step,
 `tenure.py` is the right of one process to commit, and `starts.py` decides which commits count. `marks.py` records which
