@@ -30,9 +30,7 @@ class TornSnapshotError(CheckpointError):
 
 
 class NotUnchangedError(CheckpointError):
-    """Groups that were passed as `unchanged=` have changed since they were saved; nothing was written. `names` lists
-    them.
-    """
+    """Groups passed as `unchanged=` have changed since they were saved; nothing was written. `names` lists them."""
 
     names: tuple[str, ...]
 
@@ -95,8 +93,7 @@ class NotCommittedError(CheckpointError, FileNotFoundError):
 
 
 class NoGoodStepError(CheckpointError):
-    """No step of the run can be restored because of its marks: all are marked bad, or a good step is required and none
-    is marked good.
+    """Marks leave no step of the run to restore: all are marked bad, or none is good, if that is required.
 
     `steps` lists the steps that were passed over.
     """
@@ -167,8 +164,7 @@ class RunTakenError(CheckpointError):
     """Another process has the run: it has taken it over from this process, or it took it before and is still alive.
 
     `host`, `pid` and `since` (seconds since the epoch, by its clock) identify that process; the steps that it commits
-    count. If `undecided` is True, the manifest of the save was put before this was known, so the step may be committed
-    all the same.
+    count. With `undecided`, the manifest was put before this was known, so the step may be committed all the same.
     """
 
     path: str

@@ -14,8 +14,7 @@ Names are imported on first access. They may change in each minor version; publi
   `write_by_torch` calls torch.save, `pack` makes a tar of a folder.
 - The host: `threads`, `waits`, `process` for state that a forked child must not keep, `limits` for processors and free
   memory, `memory` and `shared_memory`, `loops` for the background loop, `operations` for listeners.
-- Basics: `timing` is the clock, `spec` has units and checks of arguments, `fields` checks JSON, `reports` has reports
-  and texts for sizes.
+- Basics: `timing` is the clock, `spec` has units and checks of arguments, `fields` checks JSON, `reports` shows sizes.
 - Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` copies a step.
 - Stored data: `find` opens the checkpoint at a path, `contents` is an opened checkpoint, `fill` reads it into memory,
   `verification` compares it with its digests, `states` splits any checkpoint into named items.
@@ -24,9 +23,8 @@ Names are imported on first access. They may change in each minor version; publi
   compares a saved state with an optimizer, and `loaders` two data loaders. `guards` delay optimizer steps; `sharded`
   and `boxes` are the geometry of shards; `backends` and `device` handle tensors on devices.
 - Ranks: `worlds` are the ranks that save together; in a `rendezvous`, all of them meet.
-- Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` has the savers and the memory
-  that one-off saves share, a `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to
-  further places.
+- Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` is what one-off saves share, a
+  `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to further places.
 - Files of other programs: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests`
   records and compares the digests of a framework's files.
 """

@@ -85,8 +85,7 @@ class Destination:
 
     `num_bytes` counts all objects of the step, of all ranks. `write_seconds` is the time from the call until the
     archive of this rank was durable at the place. `retryable` is True if the whole archive stayed in memory until then,
-    so that a failed upload could have been repeated from the beginning. `error` is always None, since a save that
-    cannot be committed at its place fails.
+    so that a failed upload could have been repeated. `error` is None: a save is committed at one place, or fails.
     """
 
     path: str

@@ -136,8 +136,7 @@ class RankFacts(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The division of one tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) over mesh number
-    `mesh`.
+    """The division of a tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) over a mesh.
 
     If `cuts` is None, the division follows no rule, and `held` lists the boxes of this rank.
     """
@@ -234,8 +233,7 @@ class Keep:
             others borrow from counts once.
         free: a limit for disks instead of a rule. Before a save, steps are deleted until at least this many bytes will
             be free after it, even if other rules keep them: first steps that are marked bad, then the oldest, and last
-            the steps that `every`, `best` and `good` keep. The newest step, and the newest that is not marked bad, are
-            kept.
+            those that `every`, `best` and `good` keep. The newest step, and the newest not marked bad, stay.
 
     Raises ValueError if a rule is not valid.
     """
@@ -352,9 +350,7 @@ def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
 
 
 def seconds_or_none(name: str, value: Any) -> float | None:
-    """Check a duration in seconds from the user. Raises TypeError unless it is a number or None, and ValueError if it
-    is negative.
-    """
+    """Check seconds from the user. Raises TypeError unless they are a number or None, ValueError if negative."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"{name} must be a number of seconds or None, got {value!r:.100}")
     if value is not None and not value >= 0:

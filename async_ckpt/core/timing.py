@@ -80,9 +80,7 @@ TIMEKEEPER: Final = Timekeeper()
 
 
 class Trace:
-    """A trace of each thread's work, as events of Chrome's trace format, which Perfetto shows. Methods may be called
-    from any thread.
-    """
+    """Each thread's work as events of Chrome's trace format, which Perfetto shows. Thread-safe."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -147,8 +145,7 @@ class Interval(NamedTuple):
 
 
 class Spans:
-    """The seconds spent in named spans of one operation. If a name is entered twice, the seconds add up, and the phase
-    includes the gap.
+    """The seconds spent in named spans of one operation. A name entered twice adds up; its phase includes the gap.
 
     Needs no lock, since only one thread at a time uses a name.
     """

@@ -19,8 +19,7 @@ _END: Final = b"\n]\n"
 
 
 class TraceFile:
-    """The file of one trace. An existing file is overwritten; the events of each save are added when the save has
-    ended.
+    """The file of one trace, which overwrites an existing one. The events of each save are added at its end.
 
     A checkpointer creates, writes and closes the file. Raises OSError if it cannot be created. A later error fails no
     save; `close` raises it.

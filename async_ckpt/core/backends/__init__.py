@@ -111,9 +111,7 @@ def is_at(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def is_capturing() -> bool:
-    """True while the current stream is captured into a graph. Graphs do not replay hooks, and accept no events from
-    outside.
-    """
+    """True while the current stream is captured into a graph, which does not replay hooks or accept outside events."""
     backend = _of_process()
     return backend is not None and backend.is_capturing()
 

@@ -172,8 +172,7 @@ class Backend:
     def taken_bytes(self, num_bytes: int) -> int:
         """The memory that a buffer of this size takes.
 
-        If it comes from torch's allocator, that rounds up to the next power of two, on every kind of device
-        (ATen/core/CachingHostAllocator.h).
+        On every device, torch's allocator rounds up to the next power of two (ATen/core/CachingHostAllocator.h).
         """
         return num_bytes if self._can_register else 1 << (num_bytes - 1).bit_length()
 
@@ -235,8 +234,7 @@ def accelerator_device() -> torch.device | None:
 def page_locked(num_bytes: int) -> torch.Tensor | None:
     """Page-aligned memory from torch's allocator of page-locked memory; None if it cannot be allocated.
 
-    Large allocations usually begin on a page. Only if one does not, a page more is requested, which may take twice the
-    memory.
+    Large allocations usually begin on a page. If one does not, a page more is requested, which may double the memory.
     """
     for slack_bytes in (0, PAGE_BYTES):
         try:

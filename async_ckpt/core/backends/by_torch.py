@@ -18,9 +18,7 @@ from .backend import Backend, accelerator_device
 
 
 class _ModuleByTorch:
-    """A device module with the names that a backend needs, from torch's generic classes. All other names come from the
-    device's own module, if there is one.
-    """
+    """A device's module (if any), with the names that a backend needs replaced by torch's generic classes."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

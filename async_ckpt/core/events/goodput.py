@@ -115,9 +115,7 @@ def _made(seconds: Mapping[str, float], **facts: Any) -> Goodput:
 
 
 def _starts_of(events: Sequence[Mapping[str, Any]]) -> list[_StartSpent]:
-    """The starts with their events. Events of older versions have no `opened`: there, each closing of the run ends a
-    start.
-    """
+    """The starts with their events. In old logs without `opened`, each closing of the run ends a start."""
     starts: list[_StartSpent] = []
     for one in events:
         opened = one.get("opened")

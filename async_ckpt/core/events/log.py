@@ -52,9 +52,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class EventLog:
-    """The log of events at one root. A Run creates and owns it. Methods may be called from any thread; `note` and
-    `write` never raise.
-    """
+    """The log of events at one root. A Run creates and owns it. Thread-safe; `note` and `write` never raise."""
 
     def __init__(self, storage: Storage, clock: Clock, opened: float | None = None) -> None:
         """`opened` is the time at which this process opened the run, in seconds since the epoch."""

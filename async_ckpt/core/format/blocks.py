@@ -69,9 +69,7 @@ def end(blocks: Sequence[CompressedBlock]) -> bytes:
 
 
 def end_extent(num_bytes: int, total_bytes: int) -> Extent:
-    """The extent of `end` in a tar of `total_bytes`, for an archive of `num_bytes`. Raises ValueError if the tar is too
-    short.
-    """
+    """The extent of `end` in a tar of `total_bytes`, for an archive of `num_bytes`. Raises ValueError without room."""
     length = tar.BLOCK + align_up(-(-num_bytes // BLOCK_BYTES) * _LINE_BYTES, tar.BLOCK) + tar.END_BYTES
     if total_bytes < HEAD_BYTES + length:
         raise ValueError("it is too short")

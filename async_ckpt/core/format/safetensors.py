@@ -48,9 +48,7 @@ class Row(NamedTuple):
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The code and shape of a tensor in an archive. A dtype that few readers know is stored as U8 with one more
-    dimension.
-    """
+    """The code and shape of a tensor in an archive. Dtypes that few readers know are U8 with one more dimension."""
     item_bytes, code = DTYPES[dtype]
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
@@ -124,9 +122,7 @@ def parse_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
 
 
 class HeaderTable(NamedTuple):
-    """The entries of a header. `rows` has, for each tensor, the number of its kind and its extent (begin, end); `kinds`
-    has the code and shape of each kind.
-    """
+    """The entries of a header. A row has the number of a kind (code and shape), and the extent (begin, end)."""
 
     rows: dict[str, tuple[int, int, int]]
     kinds: list[tuple[str, list[int]]]
@@ -134,9 +130,7 @@ class HeaderTable(NamedTuple):
 
 
 def parse_table(data: bytes) -> HeaderTable:
-    """Like `parse_header`, but suited to hundreds of thousands of tensors: it creates few objects that the garbage
-    collector has to visit.
-    """
+    """Like `parse_header`, but creates few objects for the garbage collector: for hundreds of thousands of tensors."""
     kinds, length = _Kinds(), int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or 8 + length > len(data):
         raise ValueError(f"safetensors header of {length} bytes does not fit")
@@ -151,9 +145,7 @@ def parse_table(data: bytes) -> HeaderTable:
 
 
 def parse_file_header(data: bytes, file_bytes: int) -> HeaderTable:
-    """Like `parse_table`, but for a whole file. Also raises ValueError for names that are not UTF-8, and unless the
-    tensors fill the file without gaps.
-    """
+    """Like `parse_table`, for a whole file. Raises ValueError also for gaps, and for names that are not UTF-8."""
     table = parse_table(data)
     _refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
     _refuse_gaps(table, file_bytes - len(data))

@@ -66,8 +66,6 @@ def parse_header(block: bytes) -> tuple[str, int]:
 
 
 def has_checksum(block: bytes) -> bool:
-    """True if a block of 512 bytes has a correct checksum, in any tar format. Raises ValueError if the checksum is not
-    an octal number.
-    """
+    """True if the checksum of a header of any tar format is correct. Raises ValueError if it is not octal."""
     stored = int(block[148:156].strip(b" \0") or b"-1", 8)
     return stored == sum(block) - sum(block[148:156]) + 8 * ord(" ")

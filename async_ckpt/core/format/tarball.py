@@ -115,9 +115,7 @@ def _header(entry: TarEntry) -> bytes:
 
 
 def _map(entry: TarEntry) -> bytes:
-    """Decimal numbers, one per line: the number of runs, then offset and length of each. If the file ends with a hole,
-    an empty run marks the end.
-    """
+    """Decimal numbers, one per line: the number of runs, then offset and length of each. An empty run marks the end."""
     runs = [*entry.runs]
     if not runs or sum(runs[-1]) < entry.num_bytes:
         runs.append((entry.num_bytes, 0))

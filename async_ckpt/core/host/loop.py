@@ -82,8 +82,7 @@ class Loop:
         self.soon(lambda: self.copiers.submit(task, refused))
 
     def writers(self, root: str = "") -> Crew:
-        """The threads that write to `root`: one of several roots, or a root with a bandwidth limit. Other saves use the
-        crew of "".
+        """The threads that write to `root`: one of several, or one with a bandwidth limit. Other saves use that of "".
 
         With separate crews, a root that hangs or waits does not block the others.
         """

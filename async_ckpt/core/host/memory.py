@@ -282,8 +282,7 @@ def _node_at(path: Path) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Take the pages of an untouched range from this node, while it has free pages. Returns False if that is refused.
-    """
+    """Take the pages of an untouched range from this node while it has free pages. Returns False if refused."""
     if _MBIND is None or sys.platform != "linux":
         return False
     words = (ctypes.c_ulong * (node // _NODES_PER_WORD + 1))()

@@ -72,8 +72,7 @@ class Ended:
 
 
 class Operation:
-    """A save, publication, restore or pull in progress. The code that performs it creates this object and calls `end`.
-    """
+    """A save, publication, restore or pull in progress. The code that performs it creates it and calls `end`."""
 
     def __init__(self, kind: Kind, roots: tuple[str, ...], spans: Spans, context: Context | None = None) -> None:
         """`spans` began with the operation. `context` defaults to a copy of the present context."""
@@ -176,9 +175,7 @@ class Listening:
             _log.error("%r does not return; further operations are dropped until it does", self)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the listener was called with all operations that ended before this call. Returns False after
-        `timeout` seconds.
-        """
+        """Wait until the listener was called with all operations ended so far. False after `timeout` seconds."""
         if self._is_closed:
             return True
         called = threading.Event()

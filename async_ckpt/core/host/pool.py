@@ -63,9 +63,8 @@ class SegmentLender(Protocol):
     ) -> list[Lease]:
         """Wait for up to `num_segments` adjacent segments in one buffer, and at least one.
 
-        The lowest `order` (save, segment) is served first. With `pin` they are page-locked for this device, on the
-        calling thread, which must work for it. `check` is called repeatedly while waiting, and raises if waiting has
-        become pointless.
+        The lowest `order` (save, segment) is served first. With `pin` they are page-locked for this device, by a thread
+        that works for it. `check` is called repeatedly while waiting, and raises if waiting has become pointless.
         """
 
     def take_back(self, segments: Sequence[Segment]) -> None:
@@ -298,9 +297,7 @@ class SegmentPool:
         return [Lease(self, segment) for segment in segments]
 
     def _claim_now(self, num_segments: int, pin: torch.device | None) -> int:
-        """Count up to `num_segments` new segments, within the budget, and return their number. The caller holds the
-        lock.
-        """
+        """Count up to `num_segments` new segments, within the budget. Returns their number. Requires the lock."""
         at_once = self.max_run if pin else 1
         num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
         if pin and num_new:
@@ -326,10 +323,8 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Call `relieve` when a lease has to wait. Relievers are called in the order in which they were added, until
-        one returns True, which means that it has released segments.
-
-        The argument of `relieve` is True if the last wait has timed out.
+        """Call `relieve` when a lease has to wait, the oldest reliever first, until one returns True: it has released
+        segments. The argument of `relieve` is True if the last wait has timed out.
         """
         with self._changed:
             self._relievers = [*self._relievers, relieve]
@@ -370,8 +365,7 @@ class SegmentPool:
         pin: torch.device | None,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Fill the pool up to `num_segments` segments, touched (and page-locked) by the threads of `crew`, or by this
-        thread.
+        """Fill the pool up to `num_segments` segments, touched (and page-locked) by `crew`, or by this thread.
 
         Blocks until that is done. Each run is claimed just before it is made, so a lease that is requested meanwhile
         does not wait for all runs. `goes_on` is called before each run; no more are made once it returns False.

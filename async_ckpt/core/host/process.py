@@ -34,9 +34,7 @@ def in_forked_child(forget: Forget) -> Forget:
 
 
 class OnceInProcess(Generic[K, V]):
-    """Objects that a process creates once for each key. A forked child starts with none, and never finalizes those of
-    its parent.
-    """
+    """Objects that a process creates once per key. A forked child starts without, and never finalizes its parent's."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make

@@ -52,9 +52,7 @@ _ends: set[weakref.finalize[..., Any]] = set()  # finalizers of its maps
 
 @in_forked_child
 def _let_go() -> None:
-    """In a forked child, which does not inherit the maps: close the descriptors, so that the memory ends with the
-    parent.
-    """
+    """In a forked child, which does not inherit the maps, close the descriptors: the memory ends with the parent."""
     for fd in _fds:
         with suppress(OSError):
             os.close(fd)
@@ -120,9 +118,7 @@ def _close(fd: int) -> None:
 
 
 def make_shared(num_bytes: int) -> tuple[Any, int]:
-    """New shared memory and its descriptor, which is closed when the memory is freed. Raises OSError if the system has
-    no such memory.
-    """
+    """New shared memory and its descriptor, which is closed with it. Raises OSError if the system has none."""
     if not CAN_SHARE or fcntl is None:
         raise OSError(errno.ENOSYS, "this system cannot share memory between processes by a descriptor")
     num_bytes = align_up(max(1, num_bytes), _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE)
@@ -158,8 +154,7 @@ def provide(fd: int, address: int, num_bytes: int) -> None:
 
 
 class ReadOnlyMaps:
-    """Maps of memory of another process, kept for the next time that it lends the same memory. For one thread at a
-    time.
+    """Maps of another process's memory, kept for the next time that it lends the same. For one thread at a time.
 
     Without huge pages, which few systems allow for such memory, mapping and unmapping take as long as copying. The
     owner may overwrite mapped memory that is not lent, so only lent memory is read.
@@ -169,8 +164,7 @@ class ReadOnlyMaps:
         self._maps: dict[int, torch.Tensor] = {}  # by inode number, which is unique while the memory is mapped
 
     def of(self, fds: Sequence[int]) -> list[torch.Tensor]:
-        """The memory behind these descriptors, as tensors that must not be written to. Of other maps, the last two are
-        kept.
+        """The memory behind these descriptors, as tensors that must not be written to. Keeps only two other maps.
 
         Raises OSError, and ValueError for memory whose size could change.
         """

@@ -101,8 +101,7 @@ def is_library_thread() -> bool:
 
 
 class Crew:
-    """Up to `max_threads` threads that take tasks in order. A thread is started if a task is submitted while none is
-    idle.
+    """Up to `max_threads` threads that take tasks in order. If none is idle, a new task starts a thread.
 
     With `background`, the threads run at low priority, so that they yield to the training. A crew belongs to the
     process that created it, and does nothing in a forked child.
@@ -306,8 +305,7 @@ def give_way() -> None:
 
 
 def _give_way() -> None:
-    """Lower the calling thread's priority for processor and disk. Only on Linux do threads have own priorities
-    (sched(7)).
+    """Lower the calling thread's priority for processor and disk. Only Linux has priorities of threads (sched(7)).
 
     The nice value alone affects disk requests only under the scheduler BFQ.
     """
@@ -332,9 +330,7 @@ def running_future() -> Future[Any]:
 
 
 def resolve(outcome: Future[S], fn: Callable[[], S]) -> None:
-    """Make a call and resolve the future with its result or exception. Unlike asyncio's futures, it takes
-    StopIteration.
-    """
+    """Make a call, and resolve the future with its outcome. Unlike asyncio's futures, it accepts StopIteration."""
     try:
         outcome.set_result(fn())
     except BaseException as error:

@@ -85,9 +85,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Wait:
-    """One wait of one thread, which begins with the creation of this object. `caller` and `ctrl_c` are parts of the
-    logged line.
-    """
+    """One wait of one thread, from its creation on. `caller` and `ctrl_c` are parts of the logged line."""
 
     def __init__(self, caller: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
         self._caller, self._ctrl_c, self._say = caller, ctrl_c, say
@@ -124,8 +122,7 @@ def wait_for(future: Future[Any], timeout: float | None = None, goes_on: Callabl
 
 
 def _deadline(timeout: float | None) -> float | None:
-    """The time at which a wait of `timeout` seconds ends, perhaps in the past. Raises TypeError if it is not a number.
-    """
+    """The end of a wait of `timeout` seconds, perhaps in the past. Raises TypeError if it is not a number."""
     if timeout is None:
         return None
     try:
@@ -146,8 +143,7 @@ def wait_for_all(
 
 
 def growing_pauses(first_seconds: float, longest_seconds: float) -> Iterator[float]:
-    """An endless series of pauses for polling, in seconds: each is 1.5 times the one before, up to `longest_seconds`.
-    """
+    """An endless series of pauses for polling, in seconds: each 1.5 times the last, up to `longest_seconds`."""
     seconds = first_seconds
     while True:
         yield seconds

@@ -112,9 +112,7 @@ def records(data: bytes) -> dict[str, bytes]:
 
 
 def ignore_missing_checksums(infos: Iterable[zipfile.ZipInfo]) -> bool:
-    """Keep zipfile from comparing checksums if torch has saved the file under `set_crc32_options(False)`, which makes
-    them all 0. Returns True if it has.
-    """
+    """Skip zipfile's checks if torch saved under `set_crc32_options(False)`, with all checksums 0. True if it did."""
     filled = [info for info in infos if info.file_size]
     if not filled or any(info.CRC for info in filled):
         return False

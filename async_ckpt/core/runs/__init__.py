@@ -4,8 +4,7 @@
 `tenure.py` is the right of one process to commit, and `starts.py` decides which commits count. `marks.py` records which
 steps are good or bad, `retention.py` chooses the steps to delete, `sweep.py` deletes. For people and other programs:
 `tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several ranks:
-`receipts.py`, `layouts.py`, `coverage.py`. The names imported here are for code outside the core, through
-`plumbing.runs`.
+`receipts.py`, `layouts.py`, `coverage.py`. Code outside the core uses the names imported here, by `plumbing.runs`.
 """
 
 from __future__ import annotations

@@ -26,9 +26,7 @@ _TRACKER_TRIES: Final = 20
 
 
 class Announcer:
-    """Writer of the tracker and the journal of one root. A Run creates and owns it. Methods may be called from any
-    thread.
-    """
+    """The writer of the tracker and journal of one root. A Run creates and owns it. Thread-safe."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
         self._root, self._tracker = root, tracker
@@ -138,8 +136,7 @@ class Announcer:
     def _may_move(self, tracked: int | None, newest: int) -> bool:
         """Whether the tracker may move from step `tracked` to `newest`: forwards, and back only from a retired step.
 
-        A tracked step that is newer and was never committed here belongs to another program, such as the trainer's own
-        save in this folder.
+        A newer step that was never committed here belongs to another program, such as the trainer's own save.
         """
         # Also rewritten for an equal step, so that the update of a writer that has read an older text is refused.
         if tracked is None or tracked <= newest:

@@ -19,8 +19,7 @@ from .tenure import refuse_if_alive
 
 
 class Conflict(NamedTuple):
-    """The commits at a place that conflict with a run: `attempts` by step, and `strangers`, the starts that made them.
-    """
+    """The commits at a place that conflict with a run: `attempts` by step, and `strangers`, their starts."""
 
     roots: Roots
     run: Run

@@ -35,8 +35,8 @@ class _HeldSlices(NamedTuple):
 
 
 def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
-    """Check that the ranks together hold all tensors. `classes` has the ranks of each structure, by its digest;
-    `structures` has the texts.
+    """Check that the ranks together hold all tensors. `classes` has the ranks of each structure, `structures` the
+    texts.
 
     Raises UnsupportedStateError for a tensor whose shape or dtype differs between ranks, for a tensor with a part that
     no rank holds, and for marks on which ranks do not agree.
@@ -100,9 +100,7 @@ def _check_per_rank(
     marks: Mapping[str, set[tuple[str, str]]],
     tensors: Mapping[str, Sequence[_HeldSlices]],
 ) -> None:
-    """Check that no tensor is in `per_rank=` of one rank and shared on another. Stages of a pipeline may differ in
-    their names.
-    """
+    """Check that no tensor is per rank on one rank and shared on another. Pipeline stages may have different names."""
     own_by_structure = {digest: {name for name, _ in marks.get(digest, ())} for digest in classes}
     everything = set().union(*own_by_structure.values())
     missing = {digest: frozenset(everything - names) for digest, names in own_by_structure.items()}

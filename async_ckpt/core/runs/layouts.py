@@ -37,8 +37,7 @@ def dump(layout: StepLayout, table: Table) -> bytes:
 
 
 def parse(data: bytes) -> StepLayout:
-    """Parse a layout. Raises ValueError, KeyError or TypeError if it is malformed, or its `shares` version is unknown.
-    """
+    """Parse a layout. Raises ValueError, KeyError or TypeError if it is malformed, or has unknown shares."""
     raw = table(unseal(data))
     if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")

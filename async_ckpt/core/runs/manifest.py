@@ -78,8 +78,7 @@ class GroupLocation(NamedTuple):
 class Retired(NamedTuple):
     """A commit that a rollback retires. `attempt` is empty if its manifest could not be read.
 
-    If roots have different attempts of one step, all are listed, and the last is the attempt at the root of the
-    manifest.
+    If roots have different attempts of one step, all are listed, that of the manifest's own root last.
     """
 
     step: int

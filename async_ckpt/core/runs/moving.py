@@ -55,9 +55,7 @@ class Moving:
         return self._look()[0]
 
     def say(self, step: int | None, num_bytes: int) -> Told | None:
-        """Announce that this process moves `step`, if the step is new or the last announcement is old. If another
-        process is moving steps there, return its announcement instead.
-        """
+        """Announce that this process moves `step`, if due. If another process does, return its announcement instead."""
         is_old = monotonic() >= self._said_at + _REPEAT_SECONDS
         if not (is_old or step != self._step) or not self._speaking.acquire(blocking=False):
             return None

@@ -24,12 +24,10 @@ _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A file that names the newest committed step: its `name` in the run's folder, and its `text` with `{}` for the
-    step.
+    """A file that names the newest committed step: its `name` in the run's folder, its `text` with `{}` for the step.
 
     Other programs read the file, so `text` is written exactly: Tracker("latest_ckpt_global_step.txt", "{}") contains
-    "500", Tracker("latest", "global_step{}") contains "global_step500". White space around the text is ignored when the
-    file is read.
+    "500", Tracker("latest", "global_step{}") contains "global_step500". Reads ignore white space around the text.
     """
 
     name: str
@@ -141,8 +139,7 @@ NAMINGS: Final = {
 
 
 class StepName(NamedTuple):
-    """A name with a number in it: the last number is the step; the text around it is the same for all steps of a run.
-    """
+    """A name with a number in it: its last number is the step. The rest is the same for all steps of a run."""
 
     step: int
     digits: str

@@ -106,8 +106,7 @@ class Receipt(NamedTuple):
     digest of the values that the rank compared with other ranks in this save, `NO_TABLE` for none. The balances of all
     ranks that share add up (see `slicing.shares`). `seconds` is the time from the call until the archive was durable,
     and `stall_seconds` the stall of the training. `has_details`: the rank has put an object with more. `found` names
-    tensors with values that are not finite. `lent` are the groups that the archive borrows, with the steps that lend
-    them.
+    tensors with values that are not finite. `lent` are borrowed groups, with the steps that lend them.
     """
 
     rank: int

@@ -21,8 +21,8 @@ marked bad are deleted and not counted, except that the newest step that is not 
     bytes        it, all newer steps and the steps that they borrow from have at most this many bytes together, or it is
                  the newest. A manifest that cannot be read counts as 0 bytes
 
-`free` is not one of these rules: while less than `free` is available, steps that the rules keep are deleted, too, in
-the order that `Run.doomed` describes.
+`free` is not such a rule: while less is free, steps that the rules keep are deleted, too (`Run.doomed` has their
+order).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _PASSING: Final = ("rolling", "ttl_seconds")
 class Commits(dict[int, Manifest | None]):
     """The committed steps, ascending, with their manifests: None for a manifest that cannot be read. Immutable.
 
-    Steps that may expire, borrowers and marked steps are also listed separately, since there may be thousands of steps
-    and few of these.
+    Steps that may expire, borrowers and marks are also listed separately: of thousands of steps, they are few.
     """
 
     __slots__ = ("borrowers", "marks", "passing")

@@ -54,9 +54,7 @@ class Listing(NamedTuple):
 
 
 class Root:
-    """The steps below one root, and a cache of their manifests. A Run creates and owns it. Methods may be called from
-    any thread.
-    """
+    """The steps below one root, and a cache of their manifests. A Run creates and owns it. Thread-safe."""
 
     def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
         self.storage = storage
@@ -268,10 +266,7 @@ class Root:
         return None
 
     def read(self, step: int, content: tuple[bytes, str] | None = None, *, say: bool = True) -> tuple[Manifest, str]:
-        """The manifest of a step and its version. `content` is used if the file was read already.
-
-        Raises NotCommittedError; unless `say`, without searching for the steps that its message would name.
-        """
+        """The manifest of a step and its version; parsed from `content`, if given. Raises NotCommittedError."""
         path = self.manifest_path(step)
         try:
             data, version = content or self.storage.read(path)
@@ -300,8 +295,7 @@ class Root:
         return self.known.get(step) or self.find(step)
 
     def line(self, listing: Listing) -> Line:
-        """The rule that decides which commits of a listing count. It reads manifests only if there are several starts.
-        """
+        """The rule that decides which commits of a listing count. Reads manifests only if there are several starts."""
         return Line(listing.steps, listing.starts, cache(self.known_or_found), self.seen, self.own)
 
     def seen(self, start: Start) -> Seen | None:
@@ -327,9 +321,7 @@ class Root:
         return listing.starts, {step: attempt_of(manifest) or "" for step, manifest in commits.items()}
 
     def make_new_version(self, step: int, mark: str) -> None:
-        """Rewrite a manifest with other bytes, and so as another version: the storage then refuses to replace the
-        version before.
-        """
+        """Rewrite a manifest with other bytes, so that the storage refuses to replace its previous version."""
         path = self.manifest_path(step)
         with suppress(FileNotFoundError, FileExistsError, ValueError):  # its version changed just now, or it is damaged
             data, version = self.storage.read(path)
@@ -338,9 +330,7 @@ class Root:
             self.storage.replace(path, seal(fields), version=version)
 
     def descended(self, others: Sequence[Root], starts: Sequence[Start]) -> list[str]:
-        """The tokens of the starts that a new start follows: the starts here and at other roots that have answered, and
-        their ancestors.
-        """
+        """The tokens of the starts here and at other roots that have answered, and of their ancestors."""
         of_others = {start.token for other in others for start in other.starts} | self.ancestors
         of_others.update(*(other.ancestors for other in others))
         self.ancestors = frozenset(of_others.union(self.told_ancestors(starts), (start.token for start in starts)))
@@ -362,9 +352,7 @@ class Root:
         return all(seen is not None and seen.names(manifest.step, manifest.attempt) for seen in told)
 
     def _retired_by(self, listing: Listing, line: Line) -> dict[int, str]:
-        """The attempts, by step, that announced rollbacks have retired: those whose announced attempt is committed and
-        counts.
-        """
+        """The attempts, by step, that announced rollbacks have retired, if the announced attempt counts itself."""
         retired: dict[int, str] = {}
         for step, attempt in listing.intents:
             manifest = self.find(step)
@@ -373,16 +361,12 @@ class Root:
         return retired
 
     def excluded(self, listing: Listing, steps: Sequence[int]) -> dict[int, str]:
-        """The attempts at these steps that do not count, since a rollback has retired them or a later start has not
-        seen them.
-        """
+        """The attempts at these steps that do not count: retired by a rollback, or not seen by a later start."""
         line = self.line(listing)
         return {**self.outside, **self._retired_by(listing, line), **line.out(steps)}
 
     def is_gap(self, listing: Listing, manifest: Manifest) -> bool:
-        """True if a commit of another root would fill a gap here: later starts have not seen it here, but all their
-        commits are of higher steps.
-        """
+        """True if a commit of another root is missing here below all commits of later starts that have not seen it."""
         by_steps = Line(listing.steps, listing.starts, self.find)
         return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
 
@@ -456,9 +440,7 @@ class Root:
 
 
 def formats_at(storage: Storage) -> list[str]:
-    """The formats of the committed steps at a root. Raises StorageUnavailableError if the newest step is deleted each
-    time before it is read.
-    """
+    """The formats of committed steps. Raises StorageUnavailableError if each newest step is deleted too soon."""
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")

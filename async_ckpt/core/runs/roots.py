@@ -56,8 +56,7 @@ class Ahead(NamedTuple):
 
 
 class Roots:
-    """The runs of one checkpointer, which creates this object, in the user's order. Methods may be called from any
-    thread.
+    """The runs of one checkpointer, which creates it, in the user's order. Thread-safe.
 
     With a single root, all errors are those of its Run.
     """
@@ -87,8 +86,7 @@ class Roots:
                 run.check_naming()
 
     def foreign_notes(self) -> list[str]:
-        """Descriptions of the roots that have no commit, but checkpoints of other programs: they must not look empty.
-        """
+        """Descriptions of roots without a commit, but with checkpoints of other programs: they must not look empty."""
         notes = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
@@ -101,9 +99,7 @@ class Roots:
         return notes
 
     def owner_notes(self) -> list[str]:
-        """The reasons why this process cannot save at some roots: another living process saves there. No requests to
-        stores.
-        """
+        """The roots at which another living process saves, so that this one cannot. Makes no request to a store."""
         notes = []
         for run in self.runs:
             try:
@@ -330,8 +326,7 @@ class Roots:
         return Commits(first).with_marks(marks), current
 
     def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
-        """The runs whose commit of the step was neither replaced nor retired at another root; if there are none, all.
-        """
+        """The runs whose commit of the step was neither replaced nor retired at another root; else all."""
         attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
         if len(attempts) < 2:
             return list(manifests)
@@ -383,9 +378,7 @@ class Roots:
         return holders
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
-        """Whether `others` have retired the commit of `holder`. `told` are the commits that their newest manifests
-        retire.
-        """
+        """Whether `others` have retired the commit of `holder`. `told` are those that their newest manifests retire."""
         try:
             manifest, _ = holder.root.read(step, say=False)
             return Retired(step, manifest.attempt) in told or any(
@@ -399,10 +392,8 @@ class Roots:
     def _ask(
         self, question: Callable[[Run], T], but_not_without: Run | None = None, *, says: bool = True
     ) -> list[tuple[Run, T]]:
-        """The result of `question` for each run whose root answers. Unless `says` is False, a warning names the others.
-
-        Raises StorageUnavailableError if no root answers, if `but_not_without` does not, and if some do not answer and
-        the others have no step.
+        """The result of `question` for each run whose root answers. If `says`, a warning names the others. Raises
+        StorageUnavailableError if none answers, `but_not_without` does not, or those that answer have no step.
         """
         answers: list[tuple[Run, T]] = []
         errors: list[StorageUnavailableError] = []

@@ -14,8 +14,7 @@ In: a storage and the naming of its steps. Out: commits that are complete or abs
 Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
 commit must not grow with the number of kept steps: a commit that this process has seen stays cached until a listing, a
 rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for
-each save. Every commit replaces the journal, so a changed version of the journal shows that another process has
-committed.
+each save. Every commit replaces the journal, so its version shows whether another process has committed.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ _DELETING_SECONDS: Final = 10.0
 
 
 class Run:
-    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. Methods may be called from any
-    thread.
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. Thread-safe.
 
     Its `root` names and reads files, its `sweeper` deletes them, and `events` is the log for people.
     """
@@ -235,9 +233,7 @@ class Run:
     def check(
         self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool, elsewhere: Collection[int] = ()
     ) -> None:
-        """Raise StepExistsError or StepBehindError if the step could not be committed. `elsewhere` are the steps that
-        other roots are known to have.
-        """
+        """Raise StepExistsError or StepBehindError for an impossible step. `elsewhere`: steps of other roots."""
         listing = self.root.relist()
         self._refuse_step_folder(listing.is_one_step)
         self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
@@ -258,8 +254,7 @@ class Run:
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
-        """The part of `check` that makes no request to the storage, unless this object has committed the step before.
-        """
+        """The part of `check` that makes no request, unless this object has committed the step before."""
         if step in self.root.committed_here and not overwrite:
             try:
                 self.root.read(step, say=False)
@@ -305,8 +300,7 @@ class Run:
         repeats what the newest manifest has retired, if another root still has it.
 
         Raises StepExistsError if another writer was faster; its commit stands. Raises NotCommittedError if a step that
-        this one borrows from is gone. Raises RunTakenError if another process has the run; if the error has
-        `undecided`, the manifest exists.
+        this one borrows from is gone. If it raises RunTakenError with `undecided`, the manifest exists.
         """
         self.refuse_if_lender_is_gone(step, elsewhere)
         listing = self.root.listing or self.root.relist()
@@ -389,9 +383,7 @@ class Run:
         return not missing and len(self.storage.existing(sorted(paths))) == len(paths)
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start to name in a manifest. If newer steps exist, it is that of the replaced manifest, so that they
-        still count.
-        """
+        """The start to name in a manifest: below newer steps that of the replaced manifest, so that these count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self.root.newest(listing, above) is not None:
             return before.start
@@ -441,8 +433,7 @@ class Run:
 
         The file of a start orders its commits relative to those of other starts. Where it is known which processes have
         ended, the file is not needed once no process of that start or an earlier one can put a manifest, and the
-        manifests that do not count were renamed. A start at several roots also orders the commits at the others, so its
-        file stays.
+        manifests that do not count were renamed. The file of a start at several roots stays: it also serves the others.
         """
         before = [start for start in sorted(starts) if start.is_before(own)]
         going = before[: 1 - _NUM_KEPT]
@@ -465,9 +456,7 @@ class Run:
         return about.get("roots") == [self.storage.locate("")] and has_ended_here(about)
 
     def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
-        """Retire the manifest again if archives that it borrows were deleted while it was put: the step could not be
-        loaded.
-        """
+        """Retire the manifest again if archives that it borrows were deleted while it was put: it cannot be loaded."""
         try:
             self.refuse_if_lender_is_gone(manifest.step, manifest.elsewhere)
         except NotCommittedError:
@@ -484,8 +473,7 @@ class Run:
             refuse_if_alive(self.storage, (self.root.listing or self.root.relist()).starts)
 
     def take(self, step: int, others: Sequence[Run]) -> bool:
-        """Take the root for this process, at its first save. Returns True if it was taken by this call: then check the
-        step again.
+        """Take the root for this process, at its first save. True if it was just taken: then check the step again.
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
@@ -541,9 +529,7 @@ class Run:
         return set(commits).difference(deletable_steps(keep, commits, now=self._clock()))
 
     def stand_in(self, start: Start, about: Mapping[str, object], ancestors: Iterable[str]) -> None:
-        """Act from now on in the name of a start that another process has made at another root, and whose steps this
-        process copies here. `about` describes that process.
-        """
+        """From now on, act for the process of `about`: in the name of its start elsewhere, copy its steps here."""
         if not (self.stands_in and self._opening == start.token):
             self._tenure, self.root.own = Tenure(about), None
             self.root.forget(list(self.root.known))
@@ -592,8 +578,7 @@ class Run:
         self._tenure.leave(self.root)
 
     def write_events(self, *, again: bool = True) -> None:
-        """Write the events noted so far, if this process has taken the root: a process that only reads changes nothing.
-        """
+        """Write the events noted so far, if this process has taken the root: a mere reader changes nothing."""
         if self.has_start:
             self.events.write(again=again)
 
@@ -740,10 +725,8 @@ class Run:
         *,
         wait_seconds: float = 0.0,
     ) -> tuple[list[int], Commits]:
-        """Delete the steps that `choose` returns. Returns these steps, ascending, and the remaining commits.
-
-        Waits up to `wait_seconds` for a deletion in progress, and then goes on all the same: a deletion that hangs must
-        not block others.
+        """Delete the steps that `choose` returns. Returns these steps, ascending, and the remaining commits. Waits at
+        most `wait_seconds` for a deletion in progress: one that hangs must not block others.
         """
         is_alone = self._deleting.acquire(timeout=wait_seconds)
         try:
@@ -866,10 +849,8 @@ class Run:
         return out
 
     def _announce(self, manifest: Manifest) -> None:
-        """Put the intent of `manifest`, then raise RunTakenError if another process has taken the run.
-
-        A start that takes the run puts its file first and then lists the intents. So either it sees this intent, and
-        has the replacement refused, or its file is seen here, and the manifest is not put.
+        """Put an intent. Raises RunTakenError. A start that takes the run puts its file and then lists intents, so
+        either it sees this one, and has the replacement refused, or its file is seen here, and the manifest is not put.
         """
         with suppress(FileExistsError):
             self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())

@@ -14,8 +14,7 @@ created by another process has lost the root.
 A commit counts if it was seen by each later start that itself has a commit which counts. After putting a manifest, a
 process lists the starts, and acknowledges the save if all later starts have seen it. A later start lists the commits
 after it has created its file, so it has seen every save that was acknowledged while that file was not listed. If a
-process sleeps and puts its manifest after that, no later start has seen it, and it does not count once a later start
-has committed.
+process sleeps and puts its manifest later, no later start has seen it, and it stops counting at their next commit.
 
 The file of a start names its ancestors: the starts that it found at all roots that answered, and their ancestors. A run
 that has begun elsewhere writes nothing to a root with a commit of any other start (`Roots.refuse_strangers`).
@@ -73,9 +72,7 @@ class Start:
         return f"{self.number:08d}.{self.token}"
 
     def is_before(self, other: Start) -> bool:
-        """Whether `other` has taken over the run from this start. One start may have different numbers at several
-        roots.
-        """
+        """Whether `other` has taken over the run. One start may have different numbers at several roots."""
         return (self.number, self.token) < (other.number, other.token) and self.token != other.token
 
 
@@ -208,8 +205,7 @@ class Line:
         return own is None or all(one.has_seen(step, commit) for one in self._later if own.is_before(one.start))
 
     def out(self, steps: Iterable[int]) -> dict[int, str]:
-        """The attempts at these steps that do not count. Reads manifests only of steps that a later start has not seen.
-        """
+        """The attempts at these steps that do not count. Reads manifests only of steps unseen by a later start."""
         out: dict[int, str] = {}
         for step in steps if self._later else ():
             if not all(later.has_seen(step) for later in self._later):

@@ -1,7 +1,6 @@
 """Deletion of steps, and of the leftovers of dead writers.
 
-In: a root, steps to delete. Out: a root without them, with the files of other programs untouched. Knows nothing of:
-rules of retention.
+In: a root, steps to delete. Out: a root without them, but with the files of other programs. Knows nothing of: rules.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class StepFolder(NamedTuple):
-    """The content of a step's folder: all names, the manifest if it is intact, the names in all manifests including
-    retired ones, and the manifest's text.
-    """
+    """A step's folder: its names, its manifest if intact, the names in all (also retired) manifests, its text."""
 
     names: list[str]
     manifest: Manifest | None
@@ -299,8 +296,7 @@ class Sweeper:
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep once in each process, which cleans up after its own failures. With several ranks, only old leftovers.
-        """
+        """Sweep once per process, which cleans up its own failures. With several ranks, only old leftovers."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

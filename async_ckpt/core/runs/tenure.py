@@ -24,9 +24,7 @@ from .starts import Seen, Start, about_start, later_than
 
 
 class Tenure:
-    """The right of this process to commit at one root. `tenure_of` makes it; all Runs at the root share it. Methods may
-    be called from any thread.
-    """
+    """The right of this process to commit at one root, made by `tenure_of` for all Runs at the root. Thread-safe."""
 
     def __init__(self, about: Mapping[str, object] | None = None) -> None:
         """`about` describes the process that this one stands in for: it uses that process's starts, and no locks."""

@@ -51,8 +51,8 @@ class TiersFile(NamedTuple):
 
 
 def read(place: Place) -> TiersFile | None:
-    """The places of the run at `place`; None for a run without the file. `place` itself is one of them, and keeps the
-    options that it was given.
+    """The places of the run at `place`, which is one of them and keeps its own options; None for a run without the
+    file.
 
     Raises CorruptCheckpointError, FormatVersionError and StorageUnavailableError.
     """
