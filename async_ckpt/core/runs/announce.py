@@ -152,8 +152,7 @@ class Announcer:
 
 
 def event_of(manifest: Manifest) -> Event:
-    """The event of a save, rebuilt from its manifest. It has no times: the manifest was written before the save ended.
-    """
+    """The event of a save, rebuilt from its manifest. It has no times: the manifest was written before the end."""
     return event(
         "save",
         manifest.created,

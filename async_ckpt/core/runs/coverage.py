@@ -35,8 +35,7 @@ class _HeldSlices(NamedTuple):
 
 
 def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
-    """Check that the ranks together hold all tensors. `classes` has the ranks of each structure, `structures` the
-    texts.
+    """Check that the ranks together hold all tensors. `classes` has the ranks of each structure, `structures` its text.
 
     Raises UnsupportedStateError for a tensor whose shape or dtype differs between ranks, for a tensor with a part that
     no rank holds, and for marks on which ranks do not agree.

@@ -70,8 +70,7 @@ def possible_steps(names: Iterable[str]) -> Iterator[tuple[StepName, str]]:
 
 
 def step_formats(storage: Storage, names: Iterable[str]) -> list[str]:
-    """The formats of the committed steps in a root with these names, usually one. Names without a manifest are ignored.
-    """
+    """The formats of the committed steps in a root with these names, usually one. Ignores names without a manifest."""
     named = {f"{name}/{MANIFEST}": (step_name, name) for step_name, name in possible_steps(names)}
     return formats_of(named[path] for path in storage.existing([*named]))
 

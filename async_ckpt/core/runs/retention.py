@@ -21,8 +21,7 @@ marked bad are deleted and not counted, except that the newest step that is not 
     bytes        it, all newer steps and the steps that they borrow from have at most this many bytes together, or it is
                  the newest. A manifest that cannot be read counts as 0 bytes
 
-`free` is not such a rule: while less is free, steps that the rules keep are deleted, too (`Run.doomed` has their
-order).
+`free` is not such a rule: while less is free, kept steps are deleted, too, in the order that `Run.doomed` describes.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class TiersFile(NamedTuple):
 
 
 def read(place: Place) -> TiersFile | None:
-    """The places of the run at `place`, which is one of them and keeps its own options; None for a run without the
-    file.
+    """The places of the run at `place`, one of which is `place` with its own options; None for a run without the file.
 
     Raises CorruptCheckpointError, FormatVersionError and StorageUnavailableError.
     """
