@@ -1,7 +1,7 @@
-"""Every error of the library: one root, and leaves by what the caller can do about them.
+"""All errors of the library: one base class, and subclasses by what the caller can do about them.
 
 In: facts about what went wrong. Out: an exception whose message says what happened, where, and what to do.
-Knows nothing of: anything else. Facts are attributes too, so no caller has to read the text.
+Knows nothing of: all other modules. Facts are also attributes, so that no caller has to parse the text.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ class CheckpointError(Exception):
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """The state holds something that cannot be stored; nothing was written. `path` names it."""
+    """The state contains a value that cannot be stored; nothing was written. `path` is its name in the state."""
 
     path: str
 
 
 class TornSnapshotError(CheckpointError):
-    """A guarded tensor changed while it was being copied; the save was dropped. `names` lists them."""
+    """Guarded tensors changed while they were being copied; the save was dropped. `names` lists the tensors."""
 
     names: tuple[str, ...]
 
 
 class NotUnchangedError(CheckpointError):
-    """A group that was said to be `unchanged` has changed since it was saved; nothing was written. `names` has it."""
+    """Groups passed as `unchanged=` have changed since they were saved; nothing was written. `names` lists them."""
 
     names: tuple[str, ...]
 
 
 class StorageUnavailableError(CheckpointError):
-    """A place cannot be written to or read from. `path` says which one; `__cause__` is the original error."""
+    """A place cannot be written to or read from. `path` names it; `__cause__` is the original error."""
 
     path: str
 
 
 class StorageFullError(StorageUnavailableError):
-    """There is not enough space for the checkpoint. Where possible, this is found before anything is written."""
+    """There is not enough space for the checkpoint. Where possible, this is detected before anything is written."""
 
     needed_bytes: int
     free_bytes: int | None
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes are not what was saved. `partly_overwritten` says whether live state was already touched.
+    """The bytes differ from those that were saved. `partly_overwritten` is True if live state was already overwritten.
 
-    `tensors` names those that lie in damaged blocks, as far as that is known. When a whole run was verified,
+    `tensors` names the tensors in damaged blocks, as far as they are known. If a whole run was verified,
     `damaged_steps` and `sound_steps` list its steps.
     """
 
@@ -63,9 +63,9 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ForeignFileError(CheckpointError):
-    """The file is another program's, and presumably sound: the message says what reads it.
+    """The file was written by another program, and is presumably intact: the message says which program reads it.
 
-    `kind` names its format in short: "torch", "gguf", "tar", "text".
+    `kind` is a short name of its format, such as "torch", "gguf", "tar" or "text".
     """
 
     path: str
@@ -80,20 +80,20 @@ class FormatVersionError(CheckpointError):
 
 
 class UntrustedObjectError(CheckpointError):
-    """The archive holds a pickle that is not plain data; it is opened only with `trust=True`."""
+    """The archive contains a pickle that is not plain data; it is loaded only with `trust=True`."""
 
     path: str
 
 
 class NotCommittedError(CheckpointError, FileNotFoundError):
-    """There is no such committed checkpoint, or one that a save borrows from is gone."""
+    """The checkpoint does not exist or is not committed, or a step that a save borrows from is gone."""
 
     path: str
     step: int | None
 
 
 class NoGoodStepError(CheckpointError):
-    """The marks of a run's steps leave none to restore: all are marked bad, or none is good where that was asked for.
+    """Marks leave no step of the run to restore: all are marked bad, or none is good, if that is required.
 
     `steps` lists the steps that were passed over.
     """
@@ -103,38 +103,38 @@ class NoGoodStepError(CheckpointError):
 
 
 class NotAFolderError(CheckpointError, NotADirectoryError):
-    """A path that was given for a folder is that of something else."""
+    """The given path must be a folder, but is not."""
 
 
 class IsAFolderError(CheckpointError, IsADirectoryError):
-    """A path that was given for a file is that of a folder."""
+    """The given path must be a file, but is a folder."""
 
 
 class NotFoundError(CheckpointError, FileNotFoundError):
-    """There is no file or folder at a path that was given."""
+    """There is no file or folder at the given path."""
 
 
 class OccupiedError(CheckpointError, FileExistsError):
-    """There is something already where a file or a folder is to be written, and it is not replaced."""
+    """The target of a write already exists; it is not replaced."""
 
 
 class UsageError(CheckpointError, RuntimeError):
-    """A call came at a moment, or from a place, where it cannot be made."""
+    """The call is not allowed at this time, or from this thread or function."""
 
 
 class UnsafeArchiveError(CheckpointError):
-    """Extracting the archive could do harm: names or links that lead outside, devices, or too much data."""
+    """Extracting the archive could do harm: it has names or links that lead outside, devices, or too much data."""
 
     path: str
     member: str
 
 
 class NothingWrittenError(CheckpointError):
-    """The code that should have written a checkpoint wrote nothing; what was there before is still there."""
+    """The code that should have written a checkpoint wrote nothing; an earlier checkpoint there is unchanged."""
 
 
 class DestinationBusyError(CheckpointError):
-    """An earlier save to the same destination is still under way; wait for its handle, or give another name."""
+    """An earlier save to the same destination is still in progress; wait for its handle, or use another name."""
 
     path: str
 
@@ -148,23 +148,23 @@ class StateMismatchError(CheckpointError):
 
 
 class StepExistsError(CheckpointError):
-    """The step is committed already (or another writer committed it first)."""
+    """The step is already committed, perhaps by another writer."""
 
     step: int
 
 
 class StepBehindError(CheckpointError):
-    """The step is below the newest committed one; the steps of a run must increase."""
+    """The step is below the newest committed step; the steps of a run must increase."""
 
     step: int
     newest: int
 
 
 class RunTakenError(CheckpointError):
-    """Another process has the run: it has begun to save there since, or it is alive and began before.
+    """Another process has the run: it has taken it over from this process, or it took it before and is still alive.
 
-    `host`, `pid` and `since` (seconds since the epoch, by its clock) tell which; the steps that it commits count. With
-    `undecided`, the manifest of the save was put before that was known, so the step may be committed all the same.
+    `host`, `pid` and `since` (seconds since the epoch, by its clock) identify that process; the steps that it commits
+    count. With `undecided`, the manifest was put before this was known, so the step may be committed all the same.
     """
 
     path: str
@@ -175,9 +175,9 @@ class RunTakenError(CheckpointError):
 
 
 class ConflictError(CheckpointError):
-    """A place of the run has a commit of a start that this run does not descend from: nothing is written there.
+    """A place of the run has a commit of a start that this run does not descend from; nothing is written there.
 
-    It happens if two machines go on from the same step, each at a place of its own, and then reach a common one.
+    This happens if two machines continue from the same step, each at its own place, and later reach a common place.
     """
 
     path: str
@@ -185,9 +185,9 @@ class ConflictError(CheckpointError):
 
 
 class PeerFailedError(CheckpointError):
-    """Another rank could not do its part of the checkpoint, or did not say in time that it has.
+    """Another rank could not do its part of the checkpoint, or did not report it in time.
 
-    With `undecided`, the checkpoint may be committed all the same: look at what is committed.
+    If `undecided` is True, the checkpoint may be committed all the same: check which steps are committed.
     """
 
     rank: int
@@ -195,8 +195,8 @@ class PeerFailedError(CheckpointError):
 
 
 class SaveAbandonedError(CheckpointError):
-    """The save was given up before it was committed: an interrupt, or the exit timeout."""
+    """The save was abandoned before it was committed, because of an interrupt or the exit timeout."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
-    """The checkpointer was closed, or belongs to another process."""
+    """The checkpointer is closed, or belongs to another process."""

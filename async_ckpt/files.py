@@ -2,8 +2,8 @@
 
     from async_ckpt.files import local_read_dir, open_file
 
-A path may be a URL or a Place unless it must be local. In a store, a folder exists as long as there is something in it.
-Temporary folders are made where `tempfile` makes them: set TMPDIR if that is too small for a model.
+A path may be a URL or a Place unless it must be local. In a store, a folder exists while it contains an object.
+Temporary folders are created where `tempfile` creates them: set TMPDIR if that disk is too small for a model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "upload_directory",
 ]
 
-# Hub ids as huggingface_hub accepts them, but always with the organization: a single word is more likely the name of a
+# Hub ids as huggingface_hub accepts them, but always with an organization: a single word is more likely the name of a
 # missing folder.
 _HUB_ID: Final = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII)
 
@@ -56,15 +56,15 @@ _HUB_ID: Final = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])
 
 @contextlib.contextmanager
 def local_read_dir(path: Anywhere) -> Iterator[str]:
-    """Give code that reads local folders one for `path`, until the end of the `with` block.
+    """Provide a local folder with the files at `path`, until the end of the `with` block.
 
         with async_ckpt.files.local_read_dir("s3://bucket/model") as folder:
             model = AutoModel.from_pretrained(folder)
 
-    A local folder is returned as it is. The folder at a URL is fetched into a temporary folder, which is removed at the
-    end of the block. An id of the Hugging Face hub ("org/name") that is not a local path is returned as it is, for the
-    loader to fetch; give models without an organization by their full name ("openai-community/gpt2"). Raises
-    FileNotFoundError for anything else, and CorruptCheckpointError for objects that cannot be files of one folder.
+    A local folder is returned unchanged. The folder at a URL is downloaded into a temporary folder, which is removed at
+    the end of the block. An id of the Hugging Face hub ("org/name") that is not a local path is returned unchanged, for
+    the loader to download; give models without an organization by their full name ("openai-community/gpt2"). Raises
+    FileNotFoundError for any other path, and CorruptCheckpointError for objects that cannot be files of one folder.
     """
     place = place_of(path)
     storage, name = place.inside()
@@ -86,12 +86,12 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
 def local_read_files(
     path: Anywhere, names: Iterable[str], *, missing: Literal["error", "skip"] = "skip"
 ) -> Iterator[str]:
-    """Give a local folder with these files of the folder at `path`, until the end of the `with` block.
+    """Provide a local folder with these files of the folder at `path`, until the end of the `with` block.
 
         with async_ckpt.files.local_read_files("s3://bucket/model", ["config.json"]) as folder:
             config = json.load(open(f"{folder}/config.json"))
 
-    A local folder is returned as it is; from a URL, only these files are fetched. `names` may contain subfolders
+    A local folder is returned unchanged; from a URL, only these files are downloaded. `names` may contain subfolders
     ("hf/config.json"). Missing files are skipped, as in SkyRL: check for them, or pass missing="error" to get
     FileNotFoundError. A missing folder always raises FileNotFoundError.
     """
@@ -121,13 +121,13 @@ def local_read_files(
 
 @contextlib.contextmanager
 def local_work_dir(output: Anywhere) -> Iterator[str]:
-    """Give a local folder to write to. Its content is at `output` after the `with` block.
+    """Provide a local folder to write to. Its content is at `output` after the `with` block.
 
         with async_ckpt.files.local_work_dir("s3://bucket/model") as folder:
             model.save_pretrained(folder)
 
-    A local folder is returned as it is, and created if necessary. For a URL it is a temporary folder, which is uploaded
-    only if the block ends without an exception, and is always removed.
+    A local folder is returned unchanged, and created if necessary. For a URL it is a temporary folder, which is
+    uploaded only if the block ends without an exception, and is removed in any case.
     """
     place = written_at(output)
     storage, name = place.inside()
@@ -141,12 +141,12 @@ def local_work_dir(output: Anywhere) -> Iterator[str]:
 
 
 def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
-    """Copy all files below a local folder into the folder at a URL: `local/x` becomes `cloud/x`, however often.
+    """Copy all files below a local folder into the folder at a URL: `local/x` always becomes `cloud/x`.
 
         async_ckpt.files.upload_directory("out/model", "s3://bucket/model")
 
-    Several files are copied at once, through 128 MiB of memory; each appears as a whole. Files of the same name are
-    replaced, others are kept. Links are followed. Empty folders are not copied, since stores have none.
+    Several files are copied at once, through 128 MiB of memory; each file appears as a whole. Existing files of the
+    same names are replaced, others are kept. Links are followed. Empty folders are not copied, since stores have none.
     """
     place = written_at(cloud)
     storage, name = place.inside()
@@ -160,13 +160,13 @@ def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
 
 
 def download_directory(cloud: Anywhere, local: Anywhere) -> None:
-    """Copy all objects below the folder at a URL into a local folder: `cloud/x` becomes `local/x`, however often.
+    """Copy all objects below the folder at a URL into a local folder: `cloud/x` always becomes `local/x`.
 
         async_ckpt.files.download_directory("s3://bucket/model", "out/model")
 
-    Nothing is visible at `local` until everything is there and durable. Files of the same name are replaced, others are
-    kept. Raises FileNotFoundError if there is nothing to copy, CorruptCheckpointError for objects that cannot be files
-    of one folder, StorageFullError and StorageUnavailableError; then nothing has changed.
+    Nothing is visible at `local` until all files are downloaded and durable. Existing files of the same names are
+    replaced, others are kept. Raises FileNotFoundError if there is nothing to copy, CorruptCheckpointError for objects
+    that cannot be files of one folder, StorageFullError and StorageUnavailableError; nothing has changed then.
     """
     source, target = place_of(cloud), local_place(written_at(local))
     storage, name = source.inside()
@@ -174,7 +174,7 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
         raise ValueError(f"{source.shown} is not a URL to download from; give one such as s3://bucket/folder")
     sizes = _sizes_below(storage, name)
     _check_target(target, sizes)
-    # Beside or inside the target, so that a rename works: an existing target may be a disk of its own, or a link.
+    # Inside an existing target, else beside it, so that renames work: the target may be a mount point, or a link.
     beside = target if target.is_dir() else target.parent
     temp = beside / f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
     try:
@@ -188,7 +188,7 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
 
 
 def exists(path: Anywhere) -> bool:
-    """Whether there is such a file or folder. Raises StorageUnavailableError if that cannot be determined.
+    """True if there is a file or folder at `path`. Raises StorageUnavailableError if that cannot be determined.
 
     if async_ckpt.files.exists("s3://bucket/runs/a"): ...
     """
@@ -199,7 +199,7 @@ def exists(path: Anywhere) -> bool:
 
 
 def isdir(path: Anywhere) -> bool:
-    """Whether there is such a folder. Raises StorageUnavailableError if that cannot be determined.
+    """True if there is a folder at `path`. Raises StorageUnavailableError if that cannot be determined.
 
     if async_ckpt.files.isdir("s3://bucket/runs/a"): ...
     """
@@ -226,11 +226,11 @@ def list_dir(path: Anywhere) -> list[str]:
 
 
 def remove(path: Anywhere) -> None:
-    """Delete a file, or a folder with everything in it. Of a local link, only the link is deleted.
+    """Delete a file, or a folder with its content. For a local link, only the link is deleted.
 
         async_ckpt.files.remove("s3://bucket/runs/a")
 
-    Raises FileNotFoundError if there is neither, and ValueError for a whole bucket or disk.
+    Raises FileNotFoundError if the path does not exist, and ValueError for a whole bucket or disk.
     """
     place = place_of(path)
     storage, name = place.inside()
@@ -252,9 +252,9 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
         with async_ckpt.files.open_file("s3://bucket/config.json", "w") as file:
             json.dump(config, file)
 
-    For a local file, missing parent folders are created if it is opened for writing. A file in a store is read by
-    ranges, and is seekable. What is written to a store is kept in a temporary file and uploaded by `close`, but not
-    if the `with` block raises an exception, or if the file is never closed.
+    If a local file is opened for writing, missing parent folders are created. A file in a store is read by ranges, and
+    is seekable. Data for a store is written to a temporary file and uploaded by `close`, but not if the `with` block
+    raises an exception, or if the file is never closed.
     """
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
@@ -275,7 +275,7 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
 
 
 def _as_given(place: Place) -> str:
-    """The text of a local path as the user gave it; the path of a `file://` URL."""
+    """A local path as the user gave it, with ~ expanded, or the path of a `file://` URL."""
     path = local_path(place.text)
     return os.path.expanduser(place.text) if scheme_of(place.text) is None else str(path)
 
@@ -354,7 +354,7 @@ def _below(name: str, path: str) -> str:
 
 
 def _check_target(target: Path, paths: Collection[str]) -> None:
-    """Check, before files are fetched, that they can be put into a folder."""
+    """Check, before files are downloaded, that they can be put into `target`."""
     for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
         if folder.exists() and not folder.is_dir():
             raise NotAFolderError(f"{folder} is a file, but should be a folder; remove it, or choose another folder")
@@ -368,7 +368,7 @@ def _put_in_place(temp: Path, target: Path, paths: Collection[str]) -> None:
         os.rename(temp, target)
         sync_folder(target.parent)
         return
-    except OSError:  # the folder exists, perhaps by another process that fetches the same
+    except OSError:  # the folder exists, perhaps created by another process that downloads the same files
         if not target.is_dir():
             raise
     for path in paths:

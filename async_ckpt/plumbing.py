@@ -1,32 +1,32 @@
-"""Plumbing: what the wings of this package, and others' code beside it, may use besides the public names.
+"""Plumbing: the names, besides the public ones, that the wings of this package and other packages may use.
 
     from async_ckpt.plumbing import Storage, register_storage
 
-A name in small letters that is no function is a module or a room of the package: its own text says what it has. Names
-are loaded when they are first asked for. They may change with each minor version; public names do not.
+A lower-case name that is not a function is a module or a room of the package; its docstring describes its content.
+Names are imported on first access. They may change in each minor version; public names do not.
 
-- Places: `Storage` is what a storage promises, `Reader` and `Sink` are open objects in it, and `MemoryLoan` is memory
-  that a store holds; `register_storage` plugs in a user's own. `places` makes a Place of any path, `urls` takes paths
-  and URLs apart, `bulk` handles many objects at once, and `store_facts` has the words and rules of stores.
-- This disk: `LocalStorage`; `disk` for files and folders, `locks` for who writes there, `scratches` for folders that
-  appear as a whole or not at all.
-- One file: `Appender` writes from front to back, `compressed` packs, `save_within` saves with little memory,
+- Places: `Storage` is the interface of a storage, `Reader` and `Sink` are open objects in it, and `MemoryLoan` is
+  memory that a store holds; `register_storage` adds a user's storage. `places` makes a Place of any path, `urls` parses
+  paths and URLs, `bulk` handles many objects at once, and `store_facts` has facts about all object stores.
+- Local disk: `LocalStorage`; `disk` for files and folders, `locks` for locks of writers, `scratches` for folders whose
+  files appear as a whole or not at all.
+- Single files: `Appender` writes from front to back, `compressed` compresses, `save_within` saves with little memory,
   `write_by_torch` calls torch.save, `pack` makes a tar of a folder.
-- The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
-  `memory` and `shared_memory`, `loops` for the loop in the background, `operations` for what listens.
-- Words: `timing` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
+- The host: `threads`, `waits`, `process` for state that a forked child must not keep, `limits` for processors and free
+  memory, `memory` and `shared_memory`, `loops` for the background loop, `operations` for listeners.
+- Basics: `timing` is the clock, `spec` has units and checks of arguments, `fields` checks JSON, `reports` shows sizes.
 - Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` copies a step.
-- What is stored: `find` opens what is at a path, `contents` is what was opened, `fill` reads it into memory,
-  `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
-- States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
-  and dtypes, `wrappers` and `optimizer_parts` see through what is around a model or an optimizer, `another_kind`
-  compares two of those, and `loaders` two loaders of data. `guards` hold steps back; `sharded` and `boxes` are the
-  geometry of shards; `backends` and `device` know tensors of devices.
-- Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
-- Saves: `ledger` waits for those that are under way and says how far they are, `kept_memory` is what they share, a
-  `WeightsSave` is one that writes a model's weights; `run_movers` bring steps to further places.
-- Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests` notes and
-  compares the digests of a framework's files.
+- Stored data: `find` opens the checkpoint at a path, `contents` is an opened checkpoint, `fill` reads it into memory,
+  `verification` compares it with its digests, `states` splits any checkpoint into named items.
+- States: `capture` splits a state into its leaves, `captured` is a state at one instant, `leaf_names` are the names of
+  its leaves and dtypes, `wrappers` and `optimizer_parts` look inside wrapped models and optimizers, `another_kind`
+  compares a saved state with an optimizer, and `loaders` two data loaders. `guards` delay optimizer steps; `sharded`
+  and `boxes` are the geometry of shards; `backends` and `device` handle tensors on devices.
+- Ranks: `worlds` are the ranks that save together; in a `rendezvous`, all of them meet.
+- Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` is what one-off saves share, a
+  `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to further places.
+- Files of other programs: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests`
+  records and compares the digests of a framework's files.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from .face.around.torch_file import write_by_torch
     from .face.oneoff import save_within
 else:
-    # The names in each package or module; "new=old" where plumbing has another name for it.
+    # The names from each package or module; "new=old" for a name that differs in plumbing.
     _NAMES = {
         ".core": "backends events fields reports=report runs spec timing",
         ".core.format": "safetensors",

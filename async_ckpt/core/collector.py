@@ -1,6 +1,6 @@
-"""Python's garbage collector, kept from running while many objects are made that all stay.
+"""Python's garbage collector, disabled while many long-lived objects are created.
 
-In: nothing. Out: nothing. Knows nothing of: what is made.
+In: nothing. Out: nothing. Knows nothing of: the objects.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the garbage collector of this process from running.
+    """Disable the garbage collector of this process in the `with` block.
 
-    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections that find no garbage
-    and take a quarter of its time, or half.
+    A walk over 100,000 tensors creates as many objects, all of which live on. It would trigger full collections that
+    find no garbage and take a quarter to a half of its time.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,6 +1,6 @@
-"""The fields of JSON objects that anybody may have written, by their types.
+"""Type checks for fields of untrusted JSON objects.
 
-In: JSON, and its values. Out: the same, or ValueError. Knows nothing of: what they mean, files.
+In: JSON, and its values. Out: the same values, or ValueError. Knows nothing of: their meaning, files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LARGEST: Final = sys.float_info.max
 
 
 def parsed(data: str | bytes) -> Any:
-    """The value of a text of JSON. Raises ValueError, also for one that is nested too deeply."""
+    """Parse JSON. Raises ValueError, also for JSON that is nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -24,7 +24,7 @@ def parsed(data: str | bytes) -> Any:
 
 
 def text(value: object) -> str:
-    """A text that can be written as UTF-8: one with a lone surrogate names no file."""
+    """A text without lone surrogates, which UTF-8 cannot encode, and which cannot be in the name of a file."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.100} is not text")
     value.encode()
@@ -32,7 +32,7 @@ def text(value: object) -> str:
 
 
 def is_unicode(value: str) -> bool:
-    """False for text with lone surrogates, which UTF-8 cannot encode, and of which JSON would join two to one."""
+    """False for text with lone surrogates: UTF-8 cannot encode them, and JSON would join a pair into one character."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -41,7 +41,7 @@ def is_unicode(value: str) -> bool:
 
 
 def count(value: object, at_most: int = 2**63 - 1) -> int:
-    """A whole number, not negative."""
+    """A whole number from 0 to `at_most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= at_most:
         raise ValueError(f"{value!r:.100} is not a count")
     return value
@@ -56,7 +56,7 @@ def whole(value: object) -> int:
 
 def number(value: object) -> float:
     """A finite number."""
-    # An integer of JSON may be larger than any float: `math.isfinite` would raise OverflowError.
+    # An integer in JSON may be larger than any float, and `math.isfinite` would raise OverflowError for it.
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{value!r:.100} is not a number")
     return float(value)
@@ -77,7 +77,7 @@ def items(value: object, of: Callable[[Any], T]) -> tuple[T, ...]:
 
 
 def row(value: object, of: Sequence[Callable[[Any], Any]]) -> tuple[Any, ...]:
-    """A list of as many values as there are types."""
+    """A list with exactly one value for each of the types `of`."""
     if not isinstance(value, list | tuple) or len(value) != len(of):
         raise ValueError(f"{value!r:.100} is not a list of {len(of)}")
     return tuple(parse(one) for parse, one in zip(of, value, strict=True))

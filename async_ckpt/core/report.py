@@ -1,6 +1,6 @@
 """Reports of saves, verifications and pulls.
 
-In: measured numbers. Out: frozen reports. Knows nothing of: how they were measured.
+In: measured numbers. Out: frozen reports. Knows nothing of: the measurement.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_group
 
 
 def sized(num_bytes: float) -> str:
-    """A number of bytes for people, such as "1.5 GB". A bandwidth is `sized(…)` + "/s"."""
+    """A number of bytes as text for people, such as "1.5 GB". For a bandwidth, append "/s"."""
     for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
-        if num_bytes >= 0.99995 * factor:  # 999,950 bytes are 1.0 MB, not 1000.0 kB
+        if num_bytes >= 0.99995 * factor:  # so that 999,950 bytes are "1.0 MB", not "1000.0 kB"
             return f"{num_bytes / factor:.{digits}f} {unit}"
     return f"{num_bytes:.0f} bytes"
 
 
 def bandwidth(num_bytes: float | None, seconds: float | None) -> float | None:
-    """Bytes per second of a save: all bytes of the step, by the seconds from its call until it was committed.
+    """Bytes per second of a save: all bytes of the step, divided by the seconds from the call until the commit.
 
-    None if one of them is not known, or is zero.
+    None if either is unknown or zero.
     """
     return num_bytes / seconds if num_bytes and seconds else None
 
 
 class _NotebookText:
-    """A value that IPython shows as its text, and notebooks as its text above a table of its fields."""
+    """A value that IPython shows as text, and notebooks as text above a table of its fields."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class _NotebookText:
 
 
 def _in_cell(name: str, value: Any) -> str:
-    """A field of a report for people; empty for one that says nothing."""
+    """The value of a report's field as text for people; empty for None and empty tuples."""
     if name.endswith("_bytes"):
         return sized(value)
     if name.endswith("seconds"):
@@ -70,11 +70,11 @@ class Progress(_NotebookText):
 
     @property
     def fraction(self) -> float:
-        """Written share of the archive, 0 to 1."""
+        """The written share of the archive, from 0 to 1."""
         return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def __str__(self) -> str:
-        if not self.total_bytes:  # some saves do not know it ahead
+        if not self.total_bytes:  # some saves do not know their size in advance
             return f"{sized(self.written_bytes)} written"
         return f"{self.fraction:.0%} written, {sized(self.written_bytes)} of {sized(self.total_bytes)}"
 
@@ -83,9 +83,9 @@ class Progress(_NotebookText):
 class Destination:
     """The result at one place that a save wrote to.
 
-    `num_bytes` counts every object of the step, of all ranks. `write_seconds` is the time from the call until the
-    archive of this rank was durable there. `retryable` says whether all of it was in memory until then, so that a
-    failed upload could have been sent again as a whole. `error` is None: a save is committed at one place, or fails.
+    `num_bytes` counts all objects of the step, of all ranks. `write_seconds` is the time from the call until the
+    archive of this rank was durable at the place. `retryable` is True if the whole archive stayed in memory until then,
+    so that a failed upload could have been repeated. `error` is None: a save is committed at one place, or fails.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Destination:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second at this place, its own syncing included."""
+        """Bytes per second at this place, including the sync."""
         return self.num_bytes / self.write_seconds if self.write_seconds > 0 else 0.0
 
     def __str__(self) -> str:
@@ -108,18 +108,18 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport(_NotebookText):
-    """One save, measured. The durations overlap: staging and writing run at the same time.
+    """The measurements of one save. The durations overlap: staging and writing run at the same time.
 
         print(handle.result())  # step 100: 1.49 GB, stall 12.1 ms, durable after 0.84 s at 1.77 GB/s
 
-    `num_bytes` counts every object of the step, of all ranks, and no borrowed one. `stall_seconds` is how long the
-    caller's thread or stream was held: the call, waiting for an earlier save, and the guard. `total_seconds` is the
-    time from the call until the checkpoint is durable and committed. `bandwidth` is `num_bytes` by `total_seconds`, in
-    bytes per second.
+    `num_bytes` counts all objects of the step, of all ranks, except borrowed ones. `stall_seconds` is how long the
+    caller's thread or stream was held: by the call, by waiting for an earlier save, and by the guard. `total_seconds`
+    is the time from the call until the checkpoint is durable and committed. `bandwidth` is `num_bytes` divided by
+    `total_seconds`, in bytes per second.
 
-    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the
-    previous commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is
-    stale. Tensors at the top level are one group, "model" or "state"; tied tensors belong to each group that has them.
+    `unchanged_groups` names the top-level entries of the state whose tensors have the same bytes as in the previous
+    commit, if this checkpointer made that. If it names all of them, the training makes no progress, or a snapshot is
+    stale. Tensors at the top level form one group, "model" or "state". Tied tensors belong to each group that has them.
     """
 
     status: Literal["committed", "skipped"]
@@ -146,7 +146,7 @@ class SaveReport(_NotebookText):
 
             wandb.log(report.as_dict("ckpt/"))
 
-        NaN stands for a missing number: the step of a one-off save, and what a skipped save did not measure.
+        NaN stands for a missing number: the step of a one-off save, and measurements that a skipped save does not have.
         """
         skipped = self.status == "skipped"
         names = [f.name for f in fields(self) if f.name not in _NO_NUMBERS]
@@ -171,7 +171,7 @@ class SaveReport(_NotebookText):
 
 
 def _counted(numbers: tuple[int, ...], word: str) -> str:
-    """Numbers for people: "step 7", or "3 steps, 100 to 300,"."""
+    """Numbers as text for people: "step 7", or "3 steps, 100 to 300,"."""
     if len(numbers) == 1:
         return f"{word} {numbers[0]}"
     return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]},"
@@ -179,15 +179,15 @@ def _counted(numbers: tuple[int, ...], word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(_NotebookText):
-    """The archives that `verify` has read. Everything in them is sound.
+    """The archives that `verify` has read and found sound.
 
         print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
 
     `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
     count each archive once, including those that a step borrows from. A compressed archive counts with its size before
-    compression. `versions` are those of a publication. Its versions are counted in `num_archives`, each rank's for
-    itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such as a
-    tracker that does not name a committed step.
+    compression. `versions` are the versions of a publication, which `num_archives` counts once per rank. `bandwidth` is
+    in bytes per second. `notes` lists facts that are not damage but may be a surprise, such as a tracker that does not
+    name a committed step.
     """
 
     path: str
@@ -225,14 +225,14 @@ class VerifyReport(_NotebookText):
 
 @dataclass(frozen=True, slots=True)
 class PullReport(_NotebookText):
-    """One pull of a `Subscriber`.
+    """The measurements of one pull of a `Subscriber`.
 
         print(subscriber.pull("/local/model"))  # version 102 from 100: 2 versions, 31.2 MB read in 0.42 s
 
-    `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts the
-    versions that were applied, 0 if the version was there already. `num_bytes` counts bytes read of tensors and files.
-    `from_memory` is true if the version came from the memory of its publisher, on this host, and not from the root: it
-    may not be durable yet.
+    `base` is the version that was already there, to which deltas were applied; None if an anchor was read.
+    `num_versions` counts the versions that were applied, 0 if the version was already there. `num_bytes` counts the
+    bytes of tensors and files that were read. `from_memory` is True if the version came from the memory of its
+    publisher on this host instead of the root: it may not be durable yet.
     """
 
     version: int

@@ -1,6 +1,6 @@
-"""Values that all rooms pass on: descriptions of tensors, extents of bytes, the steps to keep.
+"""Values that all rooms share: descriptions of tensors, extents of bytes, the steps to keep.
 
-In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: torch, files, clocks.
+In: plain values. Out: frozen, validated values. Knows nothing of: torch, files, clocks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# The page size of every platform we serve, and the largest logical block of common disks, as O_DIRECT needs it.
+# The page size of every supported platform, and the largest logical block of common disks, which O_DIRECT requires.
 PAGE_BYTES: Final = 4096
-# The unit of verification (DESIGN §3): small enough for a partial read, large enough that the digests of a terabyte
-# are 8 MB.
+# The unit of verification (DESIGN §3): small enough for a partial read, and large enough that the digests of a terabyte
+# take only 8 MB.
 BLOCK_BYTES: Final = 4 * MIB
-# One slice of the file image, one leased piece of memory, one write, one part of a multipart upload.
+# The size of a segment: one part of the file image, one leased piece of memory, one write, one part of a multipart
+# upload.
 SEGMENT_BYTES: Final = 32 * MIB
-# Of a tensor or a mesh, as torch allows.
+# The most dimensions of a tensor or a mesh that torch allows.
 MAX_DIMS: Final = 64
-# The largest step that manifests have.
+# The largest step that a manifest can have.
 _MAX_STEP: Final = 2**63 - 1
 
 Json: TypeAlias = Any
 
-# dtype name as torch spells it -> (bytes per item, safetensors' code). Without a code the tensor is stored as
-# U8 with one more trailing dimension, because the readers in the wild refuse a header with an unknown code.
+# The dtype's name in torch -> (bytes per item, code in safetensors). Without a code, a tensor is stored as U8 with one
+# more trailing dimension, because existing readers refuse a header with an unknown code.
 DTYPES: Final[dict[str, tuple[int, str | None]]] = {
     "float64": (8, "F64"),
     "float32": (4, "F32"),
@@ -63,12 +64,12 @@ DTYPES: Final[dict[str, tuple[int, str | None]]] = {
     **{f"int{n}": (1, None) for n in range(1, 8)},
     **{f"uint{n}": (1, None) for n in range(1, 8)},
 }
-# The codes that only recent readers know (safetensors 0.8 knows all): files of their own have them, archives do not.
+# Codes that only recent readers know (safetensors 0.8 knows all): used in separate files, but not in archives.
 NEW_CODES: Final[dict[str, str]] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4",  # two items to a byte, which safetensors counts apart
+    "float4_e2m1fn_x2": "F4",  # a byte has two items, which safetensors counts separately
     "complex64": "C64",
 }
 
@@ -90,7 +91,7 @@ class Extent:
 
 
 class Box(NamedTuple):
-    """The elements of a tensor from `offsets` on, `sizes` along each dimension."""
+    """A box of a tensor: `sizes` elements along each dimension, from `offsets` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -115,17 +116,18 @@ class Box(NamedTuple):
         return Box(tuple(begins), tuple(sizes))
 
     def relative_to(self, other: Box) -> Box:
-        """The box with offsets that count from those of another box."""
+        """The same box with offsets relative to those of another box."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def __str__(self) -> str:
-        """The box as a slice in Python: `[0:4, 2:6]`."""
+        """The box as a Python slice: `[0:4, 2:6]`."""
         return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"
 
 
 class RankFacts(NamedTuple):
-    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over: first
-    rank, shape, strides, and all ranks of one that is no regular grid.
+    """The rank of an archive, the number of ranks, and the meshes over which its tensors are sharded.
+
+    A mesh is given by its first rank, its shape, its strides, and, if it is not a regular grid, all of its ranks.
     """
 
     rank: int
@@ -134,7 +136,7 @@ class RankFacts(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The division of one tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) by a mesh.
+    """The division of a tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) over a mesh.
 
     If `cuts` is None, the division follows no rule, and `held` lists the boxes of this rank.
     """
@@ -145,14 +147,14 @@ class Spread(NamedTuple):
 
 
 class SliceFacts(NamedTuple):
-    """The place of a slice in a tensor that several ranks hold together."""
+    """The position of a slice in a tensor that is divided among several ranks."""
 
     number: int
-    """The number of the tensor in this rank's state; its slices follow one another."""
+    """The number of the tensor in this rank's state. Its slices are consecutive."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     offsets: tuple[int, ...] | None
-    """The offsets of the slice in the tensor; None for a tensor of which this archive has no bytes."""
+    """The offsets of the slice in the tensor; None if this archive has no bytes of the tensor."""
     spread: Spread | None = None
     """The division of the tensor among the ranks; None if each rank has all of it."""
 
@@ -160,19 +162,20 @@ class SliceFacts(NamedTuple):
 class TensorSpec(NamedTuple):
     """One tensor of a state, or a slice of one: its path in the tree, its dtype and its shape.
 
-    A NamedTuple, because every save has up to hundreds of thousands of them, and the plan of the last save is used
-    again if the lists are equal.
+    A NamedTuple, because a save may have hundreds of thousands of them, and compares their list with that of the last
+    save, whose plan it reuses if they are equal.
     """
 
     path: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     alias_of: int | None = None
-    """The index of an earlier tensor with the very same memory (tied weights); the bytes are stored once."""
+    """The index of an earlier tensor with the same memory (tied weights); the bytes are stored once."""
     of: SliceFacts | None = None
-    """Its place in a tensor that several ranks hold together; None for a tensor that this archive has alone."""
+    """Its position in a tensor that is divided among several ranks; None for a tensor that this archive has as a whole.
+    """
     lender: int | None = None
-    """The number of the archive of an earlier step that has its bytes; None if this archive gets them."""
+    """The number of the archive of an earlier step that has its bytes; None if they are stored in this archive."""
 
     @property
     def num_bytes(self) -> int:
@@ -184,7 +187,7 @@ class TensorSpec(NamedTuple):
 
 
 def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
-    """For each tensor the numbers of its specs: several for a tensor in several slices, else one."""
+    """The numbers of the specs of each tensor: several if the tensor is in several slices, else one."""
     numbers: list[list[int]] = []
     before: SliceFacts | None = None
     for i, spec in enumerate(specs):
@@ -196,8 +199,9 @@ def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
     return numbers
 
 
-# In descriptions of structures these replace a dtype: for a group that is not saved again, with its step as the shape;
-# for a value that each rank has for itself, by its name; and for the mesh that the meshes of all tensors are parts of.
+# In descriptions of structures, these words stand in place of a dtype: for a borrowed group, with the step that lends
+# it in place of the shape; for a value that each rank saves for itself; and for the mesh of which the meshes of all
+# tensors are parts.
 BORROWED: Final = "borrowed"
 PER_RANK: Final = "per rank"
 ROOT_MESH: Final = "root mesh"
@@ -216,19 +220,20 @@ class Keep:
     Args:
         last: keep this many of the newest steps.
         every: keep every step that is a multiple of this.
-        best: keep the best steps by a metric of their records: a metric, "min" or "max", and how many, such as
-            ("loss", "min", 3). If two steps are equal, the newer one is better. As long as no record has the metric,
-            every step is kept, with a warning.
+        best: keep the best steps by a metric of their records: the metric, "min" or "max", and how many, such as
+            ("loss", "min", 3). Of two equal steps, the newer one is better. While no record has the metric, every step
+            is kept, with a warning.
         seconds: keep the steps that were committed at most this many seconds ago.
         whole_folder: delete the whole folder of a step, including files that other programs have written there. By
             default those files are kept.
-        good: keep this many of the newest steps that are marked good, whatever else is said of them. Steps that are
-            marked bad are deleted if there is any rule, and count for none; the newest that is not bad is kept.
-        bytes: keep the newest steps that have at most this many bytes together, and at least one. A step that others
-            borrow from counts once.
-        free: no rule, but a limit for disks: before a save, delete steps, whatever the rules say, until at least this
-            many bytes will be free after it: first those that are marked bad, then the oldest, and last those that
-            `every`, `best` and `good` keep. The newest step, and the newest that is not marked bad, stay.
+        good: keep this many of the newest steps that are marked good, even if they are rolling or have expired. If any
+            rule is set, steps that are marked bad are deleted, and no rule counts them; the newest step that is not
+            marked bad is kept.
+        bytes: keep the newest steps that have at most this many bytes together, and at least one step. A step that
+            others borrow from counts once.
+        free: a limit for disks instead of a rule. Before a save, steps are deleted until at least this many bytes will
+            be free after it, even if other rules keep them: first steps that are marked bad, then the oldest, and last
+            those that `every`, `best` and `good` keep. The newest step, and the newest not marked bad, stay.
 
     Raises ValueError if a rule is not valid.
     """
@@ -263,18 +268,18 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Ema:
-    """An exponential mean of weights, in the archives of a run as the group `ema`.
+    """An exponential moving average of weights, stored in the archives of a run as the group `ema`.
 
         AsyncCheckpointer("runs/a", ema=Ema(0.9999))
 
-    It is updated on the host, behind the training, from the copies that saves make: not once in each step. A save that
-    comes n steps after the one before counts `1 - decay**n`, and the first one gives the mean its weights. The mean
-    is in float32, and takes four bytes of host memory for each weight; while a save is under way, a copy of the weights
-    is beside it. Integers are copied.
+    It is updated on the host, in the background, from the copies that saves make, so only once per save. A save n steps
+    after the previous one has the weight `1 - decay**n` in the mean; the first save sets the mean to its weights. The
+    mean is in float32, and takes four bytes of host memory per weight; during a save, a copy of the weights is held in
+    addition. Integers are copied without averaging.
 
     Args:
-        decay: the share of the mean that one step leaves, above 0 and below 1, such as 0.9999.
-        groups: the entries of the state, at its top level, whose tensors are averaged.
+        decay: the share of the old mean that remains after one step, above 0 and below 1, such as 0.9999.
+        groups: the top-level entries of the state whose tensors are averaged.
 
     Raises ValueError and TypeError for arguments that are not valid.
     """
@@ -295,9 +300,9 @@ class Ema:
 
 
 def keep_of(keep: Keep | int | None) -> Keep:
-    """The rules that `keep=` stands for.
+    """The rules for a user's `keep=`. A number n is short for Keep(last=n).
 
-    Raises TypeError unless it is a number of steps, and ValueError as `Keep` does.
+    Raises TypeError unless it is Keep or a number of steps, and ValueError as `Keep` does.
     """
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
@@ -308,7 +313,7 @@ def keep_of(keep: Keep | int | None) -> Keep:
 
 
 def _is_best(best: object) -> bool:
-    """True if this is a valid `best`. Callers without a type checker may pass anything."""
+    """True if this is a valid `best`. Without a type checker, callers may pass any object."""
     if not isinstance(best, tuple) or len(best) != 3:
         return False
     metric, mode, count = best
@@ -316,23 +321,23 @@ def _is_best(best: object) -> bool:
 
 
 def whole_bytes(name: str, value: Any) -> int:
-    """A size in bytes from the user. Raises ValueError for anything else."""
+    """Check a size in bytes from the user. Raises ValueError unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {value!r}")
     return int(value)
 
 
 def whole_count(name: str, value: Any) -> int:
-    """A count from the user. Raises ValueError for anything else."""
+    """Check a count from the user. Raises ValueError unless it is a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, at least 1, got {value!r:.100}")
     return value
 
 
 def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
-    """A step from the user; numbers of numpy count, too. Raises ValueError for anything else."""
+    """Check a step from the user, which may be an integer of numpy. Raises ValueError unless it is in 0 … 2**63 - 1."""
     try:
-        is_other = isinstance(step, bool) or hasattr(step, "untyped_storage")  # a tensor would be taken for a number
+        is_other = isinstance(step, bool) or hasattr(step, "untyped_storage")  # operator.index accepts tensors
         number = -1 if is_other else operator.index(step)
     except TypeError:
         number = -1
@@ -345,7 +350,7 @@ def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
 
 
 def seconds_or_none(name: str, value: Any) -> float | None:
-    """A duration from the user. Raises TypeError or ValueError for anything else."""
+    """Check seconds from the user. Raises TypeError unless they are a number or None, ValueError if negative."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"{name} must be a number of seconds or None, got {value!r:.100}")
     if value is not None and not value >= 0:
@@ -354,14 +359,14 @@ def seconds_or_none(name: str, value: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False from the user, also of numpy. Raises ValueError for anything else."""
+    """Check a flag from the user, which may be a bool of numpy. Raises ValueError for any other type."""
     if type(value).__name__ not in ("bool", "bool_"):
         raise ValueError(f"{name} must be True or False, got {value!r:.100}")
     return bool(value)
 
 
 def entry_names(name: str, value: Any) -> tuple[Any, ...]:
-    """The names of entries from the user: one, several, or None for none. Raises TypeError for anything else."""
+    """The names of entries from the user: one name, several, or None for no name. Raises TypeError for other types."""
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
     if not isinstance(value, Iterable):
@@ -371,7 +376,7 @@ def entry_names(name: str, value: Any) -> tuple[Any, ...]:
 
 def with_article(kind: str) -> str:
     """The name of a type with its article: a dict, an int, an LSTM, a UUID, an ndarray."""
-    if kind[:2].isupper():  # its first letters are spelled out
+    if kind[:2].isupper():  # the name is an acronym, whose first letter is spelled out
         return f"{'an' if kind[0] in 'AEFHILMNORSX' else 'a'} {kind}"
     return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') or kind.startswith('nd') else 'a'} {kind}"
 

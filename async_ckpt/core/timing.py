@@ -1,7 +1,7 @@
-"""The clock, times of day, and spans around the parts of a story.
+"""The clock, times of day, and named spans of time.
 
 In: a clock, a time. Out: seconds by name; a trace of each thread's work. Knows nothing of: the work that is timed.
-Only this module imports `time`, so that every other module can be given a fake.
+Only this module imports `time`, so that every other module can be given a fake clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Moment = datetime | float
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
 
-# September 2001: a smaller number means seconds from now.
+# September 2001. A smaller number was probably meant as seconds from now.
 _EARLIEST = 1e9
 
 
@@ -49,7 +49,7 @@ def from_now(seconds: float) -> datetime:
 
 
 def shown_time(seconds: float) -> str:
-    """Seconds since the epoch, for people; a text that says so for a number that is no time."""
+    """Seconds since the epoch as text for people; "an unknown time" for a number that is not a valid time."""
     try:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError, OSError):
@@ -62,7 +62,7 @@ def duration(seconds: float) -> timedelta:
 
 
 class Timekeeper:
-    """The clock of deadlines, and waiting by it. A test replaces it by one that does not wait."""
+    """The clock of deadlines, and waits by that clock. Tests replace it with a fake that does not wait."""
 
     def now(self) -> float:
         """Seconds since an arbitrary moment."""
@@ -72,7 +72,7 @@ class Timekeeper:
         time.sleep(seconds)
 
     def wait_for(self, changed: threading.Condition, happened: Callable[[], bool], seconds: float) -> bool:
-        """Wait under `changed` until `happened()` is true. False if `seconds` have passed before."""
+        """Wait on `changed` until `happened()` is true. Returns False if `seconds` pass before that."""
         return changed.wait_for(happened, seconds)
 
 
@@ -80,16 +80,16 @@ TIMEKEEPER: Final = Timekeeper()
 
 
 class Trace:
-    """A trace of each thread's work, as events of Chrome's trace format, which Perfetto shows. From any thread."""
+    """Each thread's work as events of Chrome's trace format, which Perfetto shows. Thread-safe."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
-        self._epoch = wall_time() - clock()  # so that traces of several processes can be laid side by side
+        self._epoch = wall_time() - clock()  # so that traces of several processes have a common time axis
         self._events: deque[dict[str, Any]] = deque()
         self._named: set[int] = set()  # threads whose names are in the trace
 
     def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:
-        """Add an event of this name, on this thread, that lasts as long as the `with` block."""
+        """Add an event with this name, on the calling thread, for the duration of the `with` block."""
         return self._span(name, facts)
 
     @contextmanager
@@ -101,13 +101,13 @@ class Trace:
             self._add(name, begin, self._clock(), facts)
 
     def whole(self, name: str, begin: float) -> None:
-        """Add an event without a thread, from `begin` until now."""
+        """Add an event that belongs to no thread, from `begin` until now."""
         event = {"cat": "async_ckpt", "name": name, "pid": os.getpid(), "tid": 0, "id": f"{begin:.6f}"}
         for phase, at in (("b", begin), ("e", self._clock())):
             self._events.append({"ph": phase, "ts": (self._epoch + at) * 1e6, **event})
 
     def take(self) -> list[dict[str, Any]]:
-        """The events since the last call."""
+        """Remove and return the events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -130,14 +130,14 @@ class _NoTrace(Trace):
         return nullcontext()
 
     def whole(self, name: str, begin: float) -> None:
-        """Nothing is recorded."""
+        """No-op."""
 
 
 NO_TRACE: Final[Trace] = _NoTrace()
 
 
 class Interval(NamedTuple):
-    """A part of a story, from `begin` to `end` in seconds."""
+    """A named period, from `begin` to `end` in seconds."""
 
     name: str
     begin: float
@@ -145,9 +145,9 @@ class Interval(NamedTuple):
 
 
 class Spans:
-    """Seconds spent inside named spans of one save. A name entered twice adds up, and is one phase, with the gap.
+    """The seconds spent in named spans of one operation. A name entered twice adds up; its phase includes the gap.
 
-    One thread at a time writes to a name, so there is no lock.
+    Needs no lock, since only one thread at a time uses a name.
     """
 
     def __init__(self, clock: Clock = monotonic, trace: Trace = NO_TRACE) -> None:
@@ -157,7 +157,7 @@ class Spans:
         self.seconds: dict[str, float] = {}
         self.phases: dict[str, Interval] = {}
         self.call: Future[float] = Future()  # the seconds of the call, once the caller has its handle
-        self.call.set_running_or_notify_cancel()  # nobody can cancel it
+        self.call.set_running_or_notify_cancel()  # makes the future impossible to cancel
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Spans:
             self.add(name, begin)
 
     def add(self, name: str, begin: float) -> float:
-        """Add a span that lasted from `begin` until now. Returns its seconds."""
+        """Add a span from `begin` until now. Returns its seconds."""
         end = self.clock()
         first = self.phases.get(name)
         self.phases[name] = Interval(name, begin if first is None else first.begin, end)
@@ -176,11 +176,11 @@ class Spans:
         return end - begin
 
     def called(self) -> None:
-        """Add the span of the call, which began with this object, and ends now."""
+        """Add the span of the call, which began with the creation of this object and ends now."""
         self.call.set_result(self.add("call", self.begin))
 
     def traced(self, name: str, fn: Callable[[], T], **facts: Any) -> Callable[[], T]:
-        """The same function, with its calls in the trace."""
+        """A function that calls `fn` inside a span of the trace."""
 
         def call() -> T:
             with self.trace.span(name, **facts):

@@ -2,7 +2,7 @@
 
 In: a path, a trace. Out: a JSON array of events, complete after every save. Knows nothing of: the events' meaning.
 
-The format is Chrome's Trace Event Format (the JSON array one), times in microseconds since the epoch.
+The format is Chrome's Trace Event Format, in its JSON array form, with times in microseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _END: Final = b"\n]\n"
 
 
 class TraceFile:
-    """The file of one trace, overwritten at first; the events of each save follow when the save has ended.
+    """The file of one trace, which overwrites an existing one. The events of each save are added at its end.
 
-    A checkpointer creates, writes and closes the file. Raises OSError if it cannot be created. A later error costs no
-    save: `close` raises it.
+    A checkpointer creates, writes and closes the file. Raises OSError if it cannot be created. A later error fails no
+    save; `close` raises it.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Clock = monotonic) -> None:
         self._path = Path(path).absolute()
         self.trace = Trace(clock)
-        self._lock = threading.Lock()  # held during the write: events of two saves must not interleave
+        self._lock = threading.Lock()  # held during writes: events of two saves must not interleave
         self._is_empty = True
         self._error: OSError | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Accelerators: the one room that knows where a tensor is, and how its bytes are fetched beside the training.
+"""Accelerators: the only room that knows where a tensor is, and how to copy its bytes without stopping the training.
 
 In: tensors, devices. Out: the backend of each. Knows nothing of: saves, loads.
 
-A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by
-a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `by_torch.py`: any that has
-only torch's own classes.
+A kind of device that can copy in streams has a `Backend`. Other kinds, such as MPS, have none: their tensors are copied
+while the caller waits. `backend.py`: backends in general; `cuda.py`: CUDA and ROCm; `by_torch.py`: devices that have
+only torch's generic classes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def backend_of(device: torch.device) -> Backend:
 
 @cache
 def _backend(kind: str) -> Backend | None:
-    """The backend of a kind of device; None if it cannot copy beside the training, which is logged once."""
+    """The backend of a kind of device; None if it cannot copy in streams, which is logged once."""
     if kind in ("cpu", "meta"):
         return None
     module = _module_of(kind)
@@ -63,7 +63,7 @@ def _backend(kind: str) -> Backend | None:
 
 
 def _module_of(kind: str) -> Any:
-    """The module of torch for a kind of device; None if there is none."""
+    """The torch module for a kind of device, such as torch.cuda; None if there is none."""
     try:
         return torch.get_device_module(kind)
     except RuntimeError:
@@ -71,9 +71,9 @@ def _module_of(kind: str) -> Any:
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that this process has, such as "cuda"; None if it has none.
+    """The kind of accelerator that this process can use, such as "cuda"; None if there is none.
 
-    A process that was forked from one that used it has none: there even a query is an error.
+    A process that was forked from one that has used the accelerator cannot use it: there, even a query is an error.
     """
     device = accelerator_device()
     if device is None:
@@ -96,22 +96,22 @@ def is_host(device: torch.device) -> bool:
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """True for a tensor whose bytes are copied as they are: on the host, or on an accelerator with a backend."""
+    """True if the tensor's bytes can be copied directly: it is on the host, or on an accelerator with a backend."""
     return tensor.is_cpu or device_of(tensor) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True for a strided tensor whose bytes lie in memory as they would in a file."""
+    """True for a strided tensor whose bytes lie in memory in the same order as in a file."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def is_at(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if a tensor is on this device. A device without a number stands for any of its kind."""
+    """True if a tensor is on this device. A device without an index matches all devices of its kind."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def is_capturing() -> bool:
-    """True while the current stream is captured into a graph, which replays no hooks and accepts no foreign events."""
+    """True while the current stream is captured into a graph, which does not replay hooks or accept outside events."""
     backend = _of_process()
     return backend is not None and backend.is_capturing()
 
@@ -123,10 +123,10 @@ def current_device() -> torch.device | None:
 
 
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Make `device` the current one; None changes nothing."""
+    """A context in which `device` is the current one. None changes nothing."""
     return nullcontext() if device is None else backend_of(device).on_device(device)
 
 
 def claim_thread() -> None:
-    """Mark this thread as one of the library, which must not interfere with threads of the user."""
+    """Mark the calling thread as one of the library, which must not interfere with threads of the user."""
     thread.is_ours = True

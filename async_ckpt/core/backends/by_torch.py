@@ -1,9 +1,9 @@
-"""Accelerators by the classes that torch has for any of them, for one whose own module lacks what a backend needs.
+"""Backends by torch's generic classes, for accelerators whose own module lacks names that a backend needs.
 
-In: the kind of the process's accelerator. Out: its backend, if it has streams of its own.
+In: the kind of the process's accelerator. Out: its backend, if it has separate streams.
 Knows nothing of: saves, loads.
 
-Streams are entered by `torch.accelerator.set_stream`: they are contexts only from torch 2.7 on.
+Streams are entered by `torch.accelerator.set_stream`: they are context managers only from torch 2.7 on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .backend import Backend, accelerator_device
 
 
 class _ModuleByTorch:
-    """The names that a backend needs, by torch's own; all other names are those of the device's module, if any."""
+    """A device's module (if any), with the names that a backend needs replaced by torch's generic classes."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -58,9 +58,9 @@ class _ModuleByTorch:
 
 
 def backend_by_torch(kind: str, module: Any) -> Backend | None:
-    """The backend of the process's accelerator; None if it is of another kind, or has no stream beside the current one.
+    """The backend of the process's accelerator; None if it is of another kind, or has no second stream.
 
-    Torch makes a stream of any device, but for some devices each is the only one that there is.
+    torch creates streams for any device, but for some devices every stream is the same.
     """
     if (device := accelerator_device()) is None or device.type != kind:
         return None

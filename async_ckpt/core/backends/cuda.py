@@ -1,6 +1,6 @@
-"""CUDA, and ROCm, which torch calls by the same name: its differences from backends in general.
+"""CUDA, and ROCm, which torch also calls "cuda": the differences from backends in general.
 
-In: devices, addresses. Out: streams of its own, registered memory. Knows nothing of: saves, loads.
+In: devices, addresses. Out: private streams, registered memory. Knows nothing of: saves, loads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NON_BLOCKING: Final = 1
 
 
 class Cuda(Backend):
-    """NVIDIA, and AMD under ROCm."""
+    """GPUs by NVIDIA, and by AMD under ROCm."""
 
     def on_device(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make `device` the current one.
+        """A context in which `device` is the current one.
 
-        A thread of this library also opts out of breaking captures: by default, a query of an event or a registration
-        of memory on any thread breaks a graph that the training captures meanwhile.
+        On a thread of this library, it also sets the capture mode to thread-local: by default, querying an event or
+        registering memory on any thread breaks a graph that the training is capturing.
         """
         if thread.is_ours and not thread.minds_captures:
             mode = ctypes.c_int(_THREAD_LOCAL)
@@ -37,8 +37,8 @@ class Cuda(Backend):
     def new_stream(self, device: torch.device) -> Any:
         """A stream that no other code uses, and that does not wait for the legacy default stream of the training.
 
-        Streams of torch come from a pool of 32 in turn, so that a graph captured elsewhere may get the same one. They
-        are used only if the runtime is not found, or creates no stream.
+        torch hands out its streams in turn from a pool of 32, so a graph captured elsewhere may get the same stream.
+        They are used only if the runtime is not found or cannot create a stream.
         """
         stream = ctypes.c_void_p()
         with self.on_device(device):
@@ -47,18 +47,18 @@ class Cuda(Backend):
         return super().new_stream(device)
 
     def waiting_event(self) -> StreamEvent:
-        """An event for which a waiting thread sleeps instead of spinning."""
+        """An event for which a waiting thread sleeps instead of busy-waiting."""
         return StreamEvent(torch.cuda.Event(blocking=True))
 
     def lends_only_to(self, stream: Any, address: int, device: torch.device) -> bool:
-        with suppress(RuntimeError):  # an allocator of others does not report it
+        with suppress(RuntimeError):  # allocators other than torch's own do not report it
             for part in torch.cuda.memory_snapshot():
                 if part["device"] == device.index and 0 <= address - part["address"] < part["total_size"]:
                     return bool(part["stream"] == stream.cuda_stream)
         return False
 
     def forget_refusal(self) -> None:
-        """CUDA keeps a refusal until somebody asks for it, which the next launch of the user's would."""
+        """Clear the last error, which CUDA keeps until it is read: the user's next kernel launch would raise it."""
         if (runtime := _runtime()) is not None:
             runtime.cudaGetLastError()
         else:
@@ -67,7 +67,7 @@ class Cuda(Backend):
 
 
 def _is_done(name: str, *arguments: Any) -> bool:
-    """Make a call of the runtime. False if it is refused, or there is no such call."""
+    """Make a call of the runtime. Returns False if it fails, or the runtime is not found."""
     if (runtime := _runtime()) is None:
         return False
     if code := getattr(runtime, name)(*arguments):
@@ -77,7 +77,7 @@ def _is_done(name: str, *arguments: Any) -> bool:
 
 @cache
 def _runtime() -> Any:
-    """The runtime that torch has loaded, found beside its own library; None if there is none, as under ROCm."""
+    """The CUDA runtime that torch has loaded, found through torch's library; None if there is none, as under ROCm."""
     with suppress(OSError, AttributeError):
         runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
         runtime.cudaStreamCreateWithFlags.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]

@@ -1,8 +1,7 @@
-"""The history of a run: what happened there, for people. Nothing in this library trusts it.
+"""The history of a run: a log of its events for people. Nothing in this library trusts it.
 
-`shapes.py` has the kinds of events and their fields, `log.py` the bounded log of them at one root, and `goodput.py`
-what the time of a run went to.
-What is named here is for others than the core, by `plumbing.events`.
+`shapes.py` has the kinds of events and their fields, `log.py` is the bounded log at one root, and `goodput.py` computes
+how a run has spent its time. The names imported here are for code outside the core, through `plumbing.events`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Goodput: the time of a run by what it went to. Training counts unless it was done again.
+"""Goodput: how a run has spent its time. Training counts as such unless it was done again.
 
-In: the events of a run. Out: seconds by what they went to, for each start and in all. Knows nothing of: storage.
+In: the events of a run. Out: seconds by use, for each start and in total. Knows nothing of: storage.
 
-A start lasts from the opening of the run by its process until its last event. The events that name a step divide that
-time into stretches. A stall belongs to the stretch after the call of its save; the seconds of slower steps are in the
-event after them. A restore takes the training back: stretches above its step are done again, whichever start has
-trained them. If a process never closed the run, the stretch after its last step is lost as well.
+A start lasts from the moment when its process opened the run until its last event. The events that name a step divide
+this time into stretches. A stall belongs to the stretch after the call of its save; the seconds of slower steps are in
+the event after those steps. A restore takes the training back: stretches above its step are done again, no matter which
+start trained them. If a process never closed the run, the stretch after its last step is lost as well.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# Events that tell which step the training had reached.
+# Events whose step is one that the training had reached.
 _REACHED: Final = frozenset({"save", "failed", "skipped", "progress"})
 PARTS: Final = ("trained", "stall", "slower", "restore", "redone")
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The time of a run, or of one of its starts, by what it went to. `starts` are empty for one start.
+    """How a run, or one of its starts, has spent its time. For a single start, `starts` is empty.
 
         print(async_ckpt.history("runs/a").goodput())  # 97.1 % of 3.2 h trained, 0.4 % stall, …
 
-    `trained_seconds` is training that was not done again. The others are lost: `stall_seconds` while saves held the
-    training, `slower_seconds` in steps that were slower beside a save, `restore_seconds`, and `redone_seconds` in steps
-    that were done again. `opened` is when the start began, in seconds since the epoch. `has_failed` says whether work
-    was lost at its end.
+    `trained_seconds` is training that was not done again. All other time is lost: `stall_seconds` while saves held the
+    training, `slower_seconds` in steps that were slower during a save, `restore_seconds`, and `redone_seconds` in steps
+    that were done again. `opened` is the time at which the start began, in seconds since the epoch. `has_failed` is
+    True if work was lost at its end.
     """
 
     trained_seconds: float = 0.0
@@ -47,7 +47,7 @@ class Goodput:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each part in the whole time, 0 to 1; NaN if no time has passed."""
+        """The share of each part in the total time, from 0 to 1; NaN if no time has passed."""
         total = self.total_seconds
         return {part: seconds / total if total else math.nan for part, seconds in self.seconds.items()}
 
@@ -64,7 +64,7 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds by part."""
+        """The seconds of each part."""
         return {part: getattr(self, f"{part}_seconds") for part in PARTS}
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Goodput:
 
 @dataclass(slots=True)
 class _Trained:
-    """Training up to a step; up to none that was saved if that is infinite."""
+    """A stretch of training up to a step; the step is infinite if the stretch ended without a save."""
 
     step: float
     seconds: float
@@ -96,7 +96,7 @@ class _StartSpent:
 
 
 def goodput_of(events: Sequence[Mapping[str, Any]]) -> Goodput:
-    """How the time of a run was spent, by its events."""
+    """How a run has spent its time, according to its events."""
     starts = _starts_of(events)
     trained: list[_Trained] = []
     for number, start in enumerate(starts):
@@ -115,7 +115,7 @@ def _made(seconds: Mapping[str, float], **facts: Any) -> Goodput:
 
 
 def _starts_of(events: Sequence[Mapping[str, Any]]) -> list[_StartSpent]:
-    """The starts with their events. Events of older versions do not tell them apart but by the closing of the run."""
+    """The starts with their events. In old logs without `opened`, each closing of the run ends a start."""
     starts: list[_StartSpent] = []
     for one in events:
         opened = one.get("opened")
@@ -127,8 +127,8 @@ def _starts_of(events: Sequence[Mapping[str, Any]]) -> list[_StartSpent]:
 
 
 def _account(start: _StartSpent, trained: list[_Trained]) -> None:
-    """Account for the time of one start. `trained` are the stretches that count so far, and become those after it."""
-    at, held = start.opened, 0.0  # the end of the last stretch, and the seconds since then that were no training
+    """Account for the time of one start. `trained` are the stretches that count so far; it is updated."""
+    at, held = start.opened, 0.0  # the end of the last stretch, and the seconds since then that were not training
 
     def stretch(step: float, until: float) -> None:
         nonlocal at, held
@@ -150,14 +150,14 @@ def _account(start: _StartSpent, trained: list[_Trained]) -> None:
             seconds = one["total_seconds"] or 0.0
             start.seconds["restore"] += seconds
             has_trained = trained and trained[-1].start is start
-            stretch(math.inf if has_trained else math.nan, until - seconds)  # before its first restore it sets up
+            stretch(math.inf if has_trained else math.nan, until - seconds)  # setup, if this is its first restore
             _go_back(trained, one["step"], start)
             at = max(at, until)
     stretch(trained[-1].step if start.is_closed and trained else math.inf, max(one["time"] for one in start.events))
 
 
 def _go_back(trained: list[_Trained], step: float, start: _StartSpent) -> None:
-    """The training of `start` goes on from a step: what was trained above it was lost."""
+    """The training of `start` continues from a step: stretches above that step are lost, and count as done again."""
     while trained and (trained[-1].step > step or trained[-1].step == math.inf):
         lost = trained.pop()
         lost.start.seconds["trained"] -= lost.seconds
@@ -166,6 +166,6 @@ def _go_back(trained: list[_Trained], step: float, start: _StartSpent) -> None:
 
 
 def _reached_at(event: Mapping[str, Any]) -> float:
-    """When the training had reached the step of an event: a save is noted once it has ended."""
+    """The time at which the training had reached the step of an event. The event of a save has the time of its end."""
     begun_before = event.get("total_seconds") if event["kind"] in ("save", "failed") else None
     return float(event["time"]) - (begun_before or 0.0)

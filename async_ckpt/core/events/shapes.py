@@ -1,22 +1,22 @@
-"""The kinds of events in the history of a run, and their text: one JSON object in a line.
+"""The kinds of events in the history of a run, and their text: one JSON object per line.
 
-In: events, or lines that anybody may have written. Out: lines; events with all fields of their kind.
+In: events, or untrusted lines. Out: lines; events with all fields of their kind.
 Knows nothing of: storage, the clock.
 
 Every event has a `kind`, the `time` at which it ended in seconds since the epoch, and a `step`:
 
-    save         a committed step, as its report has it
-    failed       a save that began and was not committed
-    skipped      saves that were not begun, since others were under way: `count` in a row, up to `step`
+    save         the step was committed; the fields are those of its report
+    failed       a save began and was not committed
+    skipped      saves were skipped because others were in progress: `count` in a row, up to `step`
     restore      live objects were filled from the step
     rollback     the commit of the step has retired the newer steps `retired`
     retention    after the commit of the step, the steps `deleted` were deleted
-    mark         the step was marked "good" or "bad", or "none" takes its mark back
-    progress     once in a minute: the step that the training has reached since
+    mark         the step was marked "good" or "bad", or its mark was taken back ("none")
+    progress     about once a minute: the training has reached the step
     closed       the process that saved there has closed the run
 
-A reader leaves out lines that are damaged, and kinds that it does not know. A field that is missing, or is not of its
-type, is None, or empty if it has several values: the log may be of another version.
+A reader ignores damaged lines and unknown kinds. A field that is missing or has the wrong type becomes None, or empty
+if it is a collection: the log may be of another version.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from ..report import bandwidth
 Event: TypeAlias = dict[str, Any]
 _Read: TypeAlias = Callable[[Any], Any]
 
-# A record of a save may have 64 KiB, and the log holds many: longer values, and those beyond a total, are left out.
+# The limits of one value in a record, and of all its values together. The record of a save may have 64 KiB, and the log
+# holds many.
 _VALUE_BYTES: Final = 1 << 10
 _RECORD_BYTES: Final = 4 << 10
-# The number of groups of a save whose sizes are kept: the largest.
+# Only the sizes of this many groups of a save are kept, the largest.
 _GROUPS: Final = 64
-# Of the steps that were deleted or retired at once, only so many are named.
+# Only this many of the steps that were deleted or retired at once are named.
 _MOST_STEPS: Final = 1000
 _MESSAGE_CHARACTERS: Final = 500
 
@@ -48,7 +49,7 @@ def _flag(value: object) -> bool:
 
 
 def _seconds(value: object) -> float:
-    return round(number(value), 5)  # finer, it would be noise that does not compress
+    return round(number(value), 5)  # more digits would be noise, which does not compress
 
 
 def _time(value: object) -> float:
@@ -78,11 +79,11 @@ _DESTINATION: Final[Mapping[str, tuple[_Read, Any]]] = {
     "retries": (count, None),
     "error": (text, None),
 }
-# The fields of each kind, with their types, and what stands for a field that is not known.
+# The fields of each kind, with their types, and the values of unknown fields.
 KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     "save": {
         "attempt": (text, ""),
-        "name": (text, ""),  # of the checkpoint of a framework
+        "name": (text, ""),  # the name of a framework's checkpoint
         "num_bytes": (count, None),
         "num_tensors": (count, None),
         "stall_seconds": (_seconds, None),
@@ -122,11 +123,11 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     "progress": {"slower_seconds": (_seconds, None), "interval": (text, "")},
     "closed": {},
 }
-# Every event has, after its step, when its process has opened the run, which tells the starts of a run apart.
+# After its step, every event has the time at which its process opened the run, which distinguishes the starts.
 _OPENED: Final = {"opened": (_time, None)}
 
 
-# The fields of a save that are those of its report.
+# The fields of a save that are copied from its report.
 MEASURED: Final = (
     "num_bytes",
     "num_tensors",
@@ -145,7 +146,7 @@ def event(kind: str, time: float, step: int | None, **facts: Any) -> Event:
 
 
 def dump(events: Iterable[Event]) -> list[bytes]:
-    """The lines of events. Saves that were skipped in a row become one event."""
+    """The lines of events. Consecutive skipped saves are joined into one event."""
     joined: list[Event] = []
     for one in events:
         if one["kind"] == "skipped" and joined and joined[-1]["kind"] == "skipped":
@@ -156,17 +157,17 @@ def dump(events: Iterable[Event]) -> list[bytes]:
 
 
 def parse(data: bytes) -> list[Event]:
-    """The events of these lines, each once."""
+    """The events in these lines, without duplicates."""
     return [one for line in dict.fromkeys(data.splitlines()) if (one := _event_of(line)) is not None]
 
 
 def bandwidth_of(save: Mapping[str, Any]) -> float | None:
-    """Bytes per second of a save, from its call until it was committed; None if that is not known."""
+    """Bytes per second of a save, from its call until it was committed; None if unknown."""
     return bandwidth(save["num_bytes"], save["total_seconds"])
 
 
 def brief(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a record of a save that are short enough for the log."""
+    """The entries of a save's record that are short enough for the log."""
     kept: dict[str, Any] = {}
     left = _RECORD_BYTES
     for name, value in record.items():
@@ -177,13 +178,13 @@ def brief(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def largest(groups: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the largest groups, in their order."""
+    """The sizes of the largest groups, in their original order."""
     chosen = {*sorted(groups, key=lambda name: -groups[name])[:_GROUPS]}
     return {name: num_bytes for name, num_bytes in groups.items() if name in chosen}
 
 
 def shortened(message: str) -> str:
-    """The beginning of the message of an error."""
+    """The beginning of an error's message."""
     return message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -211,6 +212,6 @@ def _read_fields(facts: Mapping[str, Any], types: Mapping[str, tuple[_Read, Any]
 
 
 def _without_unknown(one: Event) -> Event:
-    """The fields of an event that say something, which keeps its line short."""
+    """The event without fields of unknown value, which keeps its line short."""
     unknown = {name: nothing for name, (_, nothing) in {**_OPENED, **KINDS[one["kind"]]}.items()}
     return {name: value for name, value in one.items() if name not in unknown or value != unknown[name]}

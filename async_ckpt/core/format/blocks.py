@@ -1,9 +1,9 @@
-"""A tar of the compressed blocks of an archive, as a run keeps it at a place with `compression=`.
+"""A tar of the compressed blocks of an archive, which a run stores at a place with `compression=`.
 
-In: sizes of blocks. Out: the parts of the tar around them, and the place of each block. Knows nothing of: compression.
+In: sizes of blocks. Out: the parts of the tar around them, and the extent of each block. Knows nothing of: compression.
 
-The tar has `index.json`, which says that it is compressed; a member for each block of the archive, whose name has its
-number and that of its byte planes; and `sizes.txt`, a line for each block, at a place that follows from its end.
+The tar has `index.json`, which marks it as compressed; a member for each block of the archive, named by the number of
+the block and its number of byte planes; and `sizes.txt`, with a line for each block, at a fixed distance from the end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from . import index, tar
 
 VERSION: Final = 3
 PLANES: Final = (1, 4)
-"""The planes that a block may be divided into: four serve numbers of 2, 4 and 8 bytes."""
+"""The numbers of byte planes that a block may be divided into. Four suit items of 2, 4 and 8 bytes."""
 _SIZES: Final = "sizes.txt"
 _LINE: Final = b"%8d %d\n"
 _LINE_BYTES: Final = 11
-# Of a compressed block, which zstd makes by less than a hundredth larger than the block.
+# The size limit of a compressed block: in the worst case, zstd's output is less than 1 % larger than its input.
 _MOST_BYTES: Final = BLOCK_BYTES + BLOCK_BYTES // 100
 _HEAD: Final = re.compile(rb'\{"format":"%s","version":3,"compressed":\{' % index.FORMAT.encode())
 # The tar header of the index, and its text.
@@ -30,7 +30,7 @@ HEAD_BYTES: Final = 2 * tar.BLOCK
 
 
 class CompressedBlock(NamedTuple):
-    """The number of bytes of a compressed block, and of the byte planes that it was divided into."""
+    """A compressed block: its number of bytes, and the number of byte planes that it was divided into."""
 
     num_bytes: int
     planes: int
@@ -42,19 +42,19 @@ def begins(data: bytes | bytearray | memoryview) -> bool:
 
 
 def head(num_bytes: int) -> bytes:
-    """The beginning of the tar of an archive of so many bytes."""
+    """The beginning of the tar for an archive of `num_bytes`."""
     facts = {"num_bytes": num_bytes, "block_bytes": BLOCK_BYTES, "block": "byte planes, zstd"}
     fields = {"format": index.FORMAT, "version": VERSION, "compressed": facts}
     return _member(index.MEMBER, json.dumps(fields, separators=(",", ":")).encode() + b"\n")
 
 
 def content_bytes(data: bytes | bytearray) -> int:
-    """The size of the archive, by the beginning of the tar. Raises ValueError."""
+    """The size of the archive, read from the beginning of the tar. Raises ValueError."""
     _, length = tar.parse_header(bytes(data[: tar.BLOCK]))
     facts = json.loads(data[tar.BLOCK : tar.BLOCK + length])["compressed"]
     num_bytes = facts["num_bytes"]
     if type(num_bytes) is not int or num_bytes < 0 or facts["block_bytes"] != BLOCK_BYTES:
-        raise ValueError(f"{facts!r:.100} is not the size of an archive, and of its blocks")
+        raise ValueError(f"{facts!r:.100} does not have the sizes of an archive and its blocks")
     return num_bytes
 
 
@@ -69,7 +69,7 @@ def end(blocks: Sequence[CompressedBlock]) -> bytes:
 
 
 def end_extent(num_bytes: int, total_bytes: int) -> Extent:
-    """The extent of `end` in a tar of so many bytes, for an archive of `num_bytes`. Raises ValueError without room."""
+    """The extent of `end` in a tar of `total_bytes`, for an archive of `num_bytes`. Raises ValueError without room."""
     length = tar.BLOCK + align_up(-(-num_bytes // BLOCK_BYTES) * _LINE_BYTES, tar.BLOCK) + tar.END_BYTES
     if total_bytes < HEAD_BYTES + length:
         raise ValueError("it is too short")
@@ -77,10 +77,10 @@ def end_extent(num_bytes: int, total_bytes: int) -> Extent:
 
 
 def parse_end(data: bytes, num_bytes: int, at: int) -> Iterator[tuple[Extent, CompressedBlock]]:
-    """The compressed blocks, and their extents in the tar, with their headers; `data` is what `end` has written, from
-    `at` on.
+    """The compressed blocks, each with its extent in the tar, including its header. `data` are the bytes from offset
+    `at` on, made by `end`.
 
-    Raises ValueError unless the blocks fill the tar up to there.
+    Raises ValueError unless the blocks fill the tar up to `at`.
     """
     num_lines = -(-num_bytes // BLOCK_BYTES)
     if tar.parse_header(data[: tar.BLOCK]) != (_SIZES, num_lines * _LINE_BYTES):

@@ -1,7 +1,7 @@
-"""`digests.json`, the last member: xxh3-128 of every 4 MiB block of the file before its own data, and of itself.
+"""`digests.json`, the last member: the xxh3-128 of every 4 MiB block of the file before its own data, and of itself.
 
-In: block digests. Out: the member's bytes, whose size is known before any digest is. Knows nothing of: files.
-The text is canonical: a reader makes it again from the parsed digests and compares, so no flipped bit survives.
+In: block digests. Out: the member's bytes, whose size is known before the digests are. Knows nothing of: files.
+The text is canonical: a reader rebuilds it from the parsed digests and compares, so that every flipped bit is found.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def num_bytes(covered_bytes: int) -> int:
 
 
 def dump(covered_bytes: int, digests: bytes) -> bytes:
-    """The member's bytes; `digests` are one after the other, 16 bytes each."""
+    """The member's bytes. `digests` are concatenated, 16 bytes each."""
     head = _head(covered_bytes, digests)
     return head + block_digest(head).hex().encode() + _TAIL
 
 
 def parse(data: bytes, *, covered_bytes: int) -> bytes:
-    """The block digests, one after the other. Raises ValueError unless every byte is as `dump` writes it."""
+    """The concatenated block digests. Raises ValueError unless every byte is as `dump` writes it."""
     try:
         digests = bytes.fromhex(json.loads(data)["blocks"])
     except (KeyError, TypeError, RecursionError) as error:
@@ -70,7 +70,7 @@ def parse(data: bytes, *, covered_bytes: int) -> bytes:
 
 
 def self_digest(data: bytes) -> str:
-    """The identity of an archive, for its manifest: it covers the digest of every block before it."""
+    """The digest of the member itself, which identifies the archive in its manifest: it covers all block digests."""
     return data[-len(_TAIL) - 2 * DIGEST_BYTES : -len(_TAIL)].decode("ascii")
 
 

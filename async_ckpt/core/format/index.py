@@ -1,8 +1,8 @@
-"""`index.json`, the first member: the contents of the archive and their places, known before its first byte is written.
+"""`index.json`, the first member: contents and extents of the archive, known before its first byte is written.
 
 In: the plan of an archive. Out: its text; and from an untrusted text, a consistent index. Knows nothing of: files,
-torch. An index that passes can cause no large allocation: every extent lies inside the file and no two overlap, so
-all tensors together are never larger than the file.
+torch. An index that passes all checks cannot cause a large allocation: every extent lies inside the file and no two
+overlap, so all tensors together are never larger than the file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from . import digests, safetensors, tar
 MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
-VERSION: Final = 2  # of an archive that refers to others; an archive that does not is of version 1
-BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()  # of the text of every version
-# A limit that no real run reaches. An index with more ranks is damaged or forged, and a list of so many still fits into
-# little memory: other files tell of ranks as ranges, of which a few bytes make a long list.
+VERSION: Final = 2  # version 2 added references to other archives; an archive without them is written as version 1
+BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of the text, in every version
+# A limit that no real run reaches: an index with more ranks is damaged or forged. A list of this many ranks still fits
+# into little memory. Other files store ranks as ranges, where a few bytes can stand for a long list.
 MAX_RANKS: Final = 1 << 19
-# What `dump` writes around the rows, of which about so many bytes are parsed at a time.
+# The text that `dump` writes around the rows. About _PIECE_BYTES of rows are parsed at a time.
 _BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
 _PIECE_BYTES: Final = 256 * KIB
 _KEYS: Final = frozenset({int, str, bool})  # the types of keys in a path
-# The facts that tensors have in common: dtype, shape, and the boxes of slices with their bytes.
+# The facts that many tensors have in common: dtype, shape, and the boxes of slices with their sizes in bytes.
 _Division: TypeAlias = tuple[str, tuple[int, ...], list[tuple[Box, int]]]
 _counts = partial(fields.items, of=fields.count)
 
 
 class Member(NamedTuple):
-    """One tar entry: `data` is the extent of its payload in the file, which follows its header of 512 bytes."""
+    """One member of the tar. `data` is the extent of its payload in the file, after its header of 512 bytes."""
 
     name: str
     data: Extent
@@ -53,7 +53,7 @@ class LentSlice(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A box of a tensor in a member, row by row. `extent` is its place in the file."""
+    """A box of a tensor in a member, in row-major order. `extent` is its extent in the file."""
 
     member: int
     name: str
@@ -64,8 +64,8 @@ class Slice(NamedTuple):
 class IndexedTensor(NamedTuple):
     """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
 
-    `shape` is the shape of the whole tensor. It `is_spread` if other ranks may hold other slices of it. `lent` are the
-    slices whose bytes are in archives of earlier steps.
+    `shape` is the shape of the whole tensor. `is_spread` is True if other ranks may hold other slices of it. `lent` are
+    the slices whose bytes are in archives of earlier steps.
     """
 
     path: tuple[Any, ...]
@@ -87,12 +87,12 @@ class Index(NamedTuple):
     step: int | None
     members: tuple[Member, ...]
     tensors: tuple[IndexedTensor, ...]
-    stored: tuple[tuple[IndexedTensor, ...], ...]  # by member; without aliases
+    stored: tuple[tuple[IndexedTensor, ...], ...]  # the tensors of each member, without aliases
     skeleton: Json
-    digests: Member  # empty, at the end, in a file without digests
+    digests: Member  # in a file without digests, an empty member at the end
     file_bytes: int
-    ranks: RankFacts | None = None  # in a state of several ranks
-    lenders: tuple[tuple[str, str], ...] = ()  # archives of earlier steps: folder and name
+    ranks: RankFacts | None = None  # set in a state of several ranks
+    lenders: tuple[tuple[str, str], ...] = ()  # folder and name of each archive that lends slices
 
     def member(self, name: str) -> Member | None:
         return next((m for m in self.members if m.name == name), None)
@@ -101,7 +101,7 @@ class Index(NamedTuple):
 def row(path: tuple[Any, ...], **facts: Json) -> str:
     """The line of one tensor in the index.
 
-    Keys that JSON cannot hold appear as text; the skeleton has the real keys.
+    Keys that JSON cannot represent are written as text; the skeleton has the real keys.
     """
     names = [key if isinstance(key, int | str) else str(key) for key in path]
     return json.dumps({"path": names, **facts}, separators=(",", ":"))
@@ -118,8 +118,8 @@ def dump(
 ) -> bytes:
     """The text of the index, which may be padded with spaces.
 
-    `members` are the names and sizes of all members between the index and the digests. `rows` and `skeleton` are JSON
-    already, since the rows stay the same from save to save.
+    `members` are the names and sizes of all members between the index and the digests. `rows` and `skeleton` are given
+    as JSON text, since the rows stay the same from save to save.
     """
     rank_facts = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
     if lenders:
@@ -132,7 +132,7 @@ def dump(
 
 
 def digests_member(end_of_members: int) -> tuple[Member, int]:
-    """The member of the digests if all other members end here (padded), and the size of the whole file."""
+    """The member of the digests, and the size of the whole file, if all other members (padded) end at this offset."""
     covered = end_of_members + tar.BLOCK
     member = Member(digests.MEMBER, Extent(covered, digests.num_bytes(covered)))
     end = align_up(member.data.end, tar.BLOCK)
@@ -140,7 +140,7 @@ def digests_member(end_of_members: int) -> tuple[Member, int]:
 
 
 def places_of_digests(file_bytes: int) -> list[Member]:
-    """The up to eight places of the digests that a file of this size allows, whatever its index says.
+    """The positions, at most eight, at which the digests can be in a file of this size, without reading its index.
 
     In every version the digests are the last member, followed only by padding.
     """
@@ -148,17 +148,17 @@ def places_of_digests(file_bytes: int) -> list[Member]:
     def size_of_file(num_blocks: int) -> int:
         return digests_member(num_blocks * tar.BLOCK)[1]
 
-    ends = range(file_bytes // tar.BLOCK)  # of all other members, in blocks of the tar
+    ends = range(file_bytes // tar.BLOCK)  # possible ends of all other members, in blocks of the tar
     first = bisect_left(ends, file_bytes, key=size_of_file)
     last = bisect_right(ends, file_bytes, key=size_of_file)
     return [digests_member(num_blocks * tar.BLOCK)[0] for num_blocks in ends[first:last]]
 
 
 def parse(text: bytes, *, path: str) -> Index:
-    """Read an index that may be damaged or forged.
+    """Parse an index that may be damaged or forged.
 
-    Raises CorruptCheckpointError for an inconsistent index, and FormatVersionError for one of a later version. A
-    damaged byte may look like a later version, so the caller compares the digest first.
+    Raises CorruptCheckpointError for an inconsistent index, and FormatVersionError for a later version. A damaged byte
+    may look like a later version, so the caller must compare the digest first.
     """
     try:
         raw, rows = _rows_apart(text)
@@ -195,9 +195,9 @@ def parse(text: bytes, *, path: str) -> Index:
 
 
 def _rows_apart(text: bytes) -> tuple[Json, Iterator[Json] | None]:
-    """The index without its rows, and the rows, which are parsed as they are taken: all of them at once would need
-    many times the memory of their text. If they are not one on each line, as `dump` writes them, the whole index is
-    parsed at once, and the rows are None.
+    """The index without its rows, and an iterator that parses the rows lazily: all of them at once would need many
+    times the memory of their text. If the text is not as `dump` writes it, with one row per line, the whole index is
+    parsed at once, and the iterator is None.
     """
     begin = text.find(_BEFORE_ROWS) + len(_BEFORE_ROWS)
     end = text.find(_AFTER_ROWS, begin)
@@ -222,9 +222,9 @@ def of_safetensors(
 ) -> Index:
     """The index of a bare safetensors file, made from its untrusted header.
 
-    Tensors are at the top by their names, in the order of the header. After them come, as aliases, the names that the
-    metadata ties to one of them. `skeleton` makes that of a dict with these names. Raises CorruptCheckpointError, and
-    ForeignFileError for pieces of tensors.
+    All tensors are at the top level, by name, in the order of the header. After them come, as aliases, the names that
+    the metadata ties to one of them. `skeleton` makes the skeleton of a dict with these names. Raises
+    CorruptCheckpointError, and ForeignFileError for pieces of tensors.
     """
     base = 8 + int.from_bytes(head[:8], "little")
     try:
@@ -240,7 +240,7 @@ def of_safetensors(
             piece = {"member": 0, "name": key, "extent": [base + entry.begin, entry.end - entry.begin]}
             rows.append({"path": [key], "dtype": dtype, "shape": shape, "slices": [piece]})
         numbers = {key: number for number, key in enumerate(table)}
-        # Of every file of torch, the metadata says "format": "pt", and a tensor may be called "pt".
+        # The metadata of every file written by torch has "format": "pt", and a tensor may be called "pt".
         pairs = (pair for pair in dict(metadata).items() if pair != ("format", "pt"))
         ties = {other: of for other, of in pairs if of in numbers and other not in numbers}
         rows += [{"path": [other], "alias": numbers[of]} for other, of in ties.items()]
@@ -285,7 +285,7 @@ def _tensors(
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
     borrowed: set[tuple[Any, ...]] = set()
-    known: dict[str, _Division] = {}  # each is checked once: there may be many tensors, and few of these
+    known: dict[str, _Division] = {}  # checked only once each: many tensors share few of them
     for row in raw:
         path = tuple(row["path"])
         if not _KEYS.issuperset(map(type, path)):
@@ -293,20 +293,20 @@ def _tensors(
         if "alias" in row:
             alias = fields.count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
-                raise ValueError(f"tensor {path!r:.200} is an alias of no tensor before it")
+                raise ValueError(f"tensor {path!r:.200} is an alias, but not of a tensor before it")
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.is_spread, of.lent))
             continue
         boxes = [(piece["offsets"], piece["sizes"]) if "offsets" in piece else None for piece in row["slices"]]
         facts = row["dtype"], row["shape"], boxes
-        if (text := repr(facts)) not in known:  # the text tells 1 from True
+        if (text := repr(facts)) not in known:  # as a key, the text distinguishes 1 from True
             known[text] = _division(*facts, path)
         dtype, shape, held = known[text]
         slices = tuple(_slice(piece, box, path, members) for piece, (box, _) in zip(row["slices"], held, strict=True))
         lent = tuple(_lent(piece, shape, num_lenders) for piece in row.get("lent", ()))
         if ranks is None and [*(one.box.sizes for one in slices), *(one.box.sizes for one in lent)] != [shape]:
             raise ValueError(f"tensor {path!r:.200} is in {len(slices) + len(lent)} slices, not in one")
-        for _, box in lent:  # each once, so that all tensors together are never larger than the files
+        for _, box in lent:  # each box only once, so that all tensors together are never larger than the files
             if (path, box.offsets) in borrowed:
                 raise ValueError(f"tensor {path!r:.200} is borrowed twice")
             borrowed.add((path, box.offsets))
@@ -329,7 +329,7 @@ def _tensors(
 def _division(dtype: Json, raw: Json, rectangles: Json, path: tuple[Any, ...]) -> _Division:
     if dtype not in DTYPES:
         raise ValueError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
-    # Each number is checked before the product: one of thousands of long numbers takes minutes.
+    # Each number is checked before they are multiplied: the product of thousands of long numbers takes minutes.
     if len(raw) > MAX_DIMS or prod(n or 1 for n in _counts(raw)) >= 2**63:
         raise ValueError(f"tensor {path!r:.200} has an absurd shape")
     shape = tuple(raw)
@@ -364,12 +364,12 @@ def _slice(raw: Json, box: Box, path: tuple[Any, ...], members: list[Member]) ->
     if not isinstance(name, str):
         raise ValueError(f"tensor {path!r:.200} has a name that is not text, {name!r:.200}")
     if path and name == path[-1]:
-        name = path[-1]  # one text for both
+        name = path[-1]  # share one string object
     return Slice(member, name, Extent(members[member].data.offset + begin, length), box)
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
-    """Compare a member's own safetensors header with the index: the two must agree.
+    """Check that a member's safetensors header agrees with the index.
 
     `data` begins at the member's first byte. Raises CorruptCheckpointError.
     """

@@ -1,11 +1,11 @@
 """The plan of an archive: every byte position of the finished file, before a byte moves (DESIGN §2).
 
-In: tensor specs, the skeleton, pickled objects. Out: a layout, and its cut into segments.
-Knows nothing of: where tensors live, who copies them, where the file goes.
+In: tensor specs, the skeleton, pickled objects. Out: a layout, and its division into segments.
+Knows nothing of: the devices of tensors, who copies them, the target of the file.
 
-`TensorPlan` depends on names, dtypes and shapes alone. It takes time per tensor, and is kept from save to save.
-`lay_out` is called for every save, and takes time per member only: the index is padded to whole pages, so its length
-only shifts all that follows, and every other offset counts from the end of the index.
+`TensorPlan` depends only on names, dtypes and shapes. It takes time per tensor, and is kept from save to save.
+`lay_out` is called for every save, and takes time only per member: the index is padded to whole pages, and all other
+offsets count from its end, so its length only shifts everything after it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from . import digests, index, safetensors, tar
 MAX_TENSORS_PER_MEMBER: Final = 500_000
 _MAX_NAMES_BYTES: Final = 40 * MIB
 MAX_NAME_BYTES: Final = 1024
-# Names that Windows reserves for devices, with any ending.
+# Names that Windows reserves for devices, with any extension.
 _DEVICE: Final = r"(?i)con|prn|aux|nul|com[0-9]|lpt[0-9]"
 
 
 class Piece(NamedTuple):
-    """`length` bytes of tensor `tensor`, from its byte `source` on, at byte `target` of a segment."""
+    """`length` bytes of tensor number `tensor`, from its byte `source` on, at byte `target` of a segment."""
 
     target: int
     tensor: int
@@ -57,11 +57,11 @@ class Image(Protocol):
         """The member at the end for the digests of all bytes before it; None for a file without digests."""
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
-        """The file image cut into segments, the last of which may be shorter."""
+        """The file image divided into segments; the last may be shorter."""
 
 
 def cut(extents: Iterable[tuple[int, int, int]], segment_bytes: int) -> dict[int, list[Piece]]:
-    """The pieces of each segment, by its number. Extents are (offset in the file, bytes, tensor) in file order."""
+    """The pieces of each segment, by segment number. Extents are (offset in the file, bytes, tensor) in file order."""
     pieces: dict[int, list[Piece]] = {}
     for begin, num_bytes, tensor in extents:
         at, end = begin, begin + num_bytes
@@ -79,7 +79,7 @@ def slices(
     pieces: Mapping[int, Sequence[Piece]],
     literals: Iterable[tuple[int, bytes]],
 ) -> list[SegmentPlan]:
-    """The plan of each segment. Pieces are by number of the segment; literals are (offset in the file, bytes)."""
+    """The plan of each segment. `pieces` are keyed by segment number; literals are (offset in the file, bytes)."""
     parts: dict[int, list[tuple[int, memoryview]]] = {}
     for begin, data in literals:
         view, at = memoryview(data), begin
@@ -102,24 +102,25 @@ def slices(
 
 class _MemberPlan(NamedTuple):
     name: str
-    group: str  # the top-level entry of the state that it stores
-    offset: int  # of the tar header, from the end of the index
+    group: str  # the top-level entry of the state that the member stores
+    offset: int  # the offset of the tar header, from the end of the index
     num_bytes: int
     head: bytes  # safetensors length prefix and header
 
 
 class TensorPlan:
-    """The places of all tensors, relative to the end of the index.
+    """The offsets of all tensors, relative to the end of the index.
 
-    Kept by the planner while the specs stay the same.
+    The planner keeps it while the specs stay the same.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
         self.members: list[_MemberPlan] = []
-        # The offset of each tensor from the end of the index; None for an alias, and for a slice of nothing.
+        # The offset of each tensor from the end of the index; None for a tensor whose bytes this archive does not
+        # store.
         self.begins: list[int | None] = [None] * len(self.specs)
-        self._slices: list[Json] = [None] * len(self.specs)  # as rows of the index
+        self._slices: list[Json] = [None] * len(self.specs)  # the slices as they are written in rows of the index
         position = 0
         parts = list(_member_groups(self.specs))
         for name, group, chosen in parts:
@@ -129,12 +130,12 @@ class TensorPlan:
         self.rows = ",\n".join(self._rows())
         del self._slices
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
-        self._index_bytes = 0  # of the last index
+        self._index_bytes = 0  # the padded length of the last index
 
     def room_for_index(self, num_bytes: int) -> int:
-        """The padded length of an index whose text has `num_bytes`: that of the last index, if it is enough.
+        """The padded length of an index whose text has `num_bytes`: that of the last index, if that is enough.
 
-        So equal tensors lie at equal places in every archive of a run. An index that has grown gets spare room.
+        So a tensor has the same offset in every archive of a run. An index that has outgrown it gets spare room.
         """
         if num_bytes > self._index_bytes:
             spare = num_bytes // 8 if self._index_bytes else 0
@@ -145,8 +146,8 @@ class TensorPlan:
         names = _unique_names((_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME})
         name_of = dict(zip(chosen, names, strict=True))
         stored = [i for i in chosen if _is_stored(self.specs[i])]
-        # Descending item size keeps every tensor aligned without holes, which the format forbids. Within one size
-        # large tensors come first, so that tensors copied late and tensors copied at once share few segments.
+        # Descending item size keeps every tensor aligned without holes, which the format forbids. Among tensors of one
+        # item size, large ones come first, so that tensors copied late and tensors copied at once share few segments.
         stored.sort(key=lambda i: (-DTYPES[self.specs[i].dtype][0], self.specs[i].num_bytes < MIB))
         entries, begin = [], 0
         for i in stored:
@@ -159,7 +160,7 @@ class TensorPlan:
             if alias is not None and alias in name_of and self.specs[alias].lender is None:
                 metadata.setdefault(name_of[i], name_of[alias])
         data_offset = position + tar.BLOCK
-        # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
+        # The index ends on a page boundary, so offsets modulo the page size are the same here as in the file.
         head = safetensors.header(entries, metadata, header_bytes_modulo=PAGE_BYTES, at=data_offset)
         for i, entry in zip(stored, entries, strict=True):
             self.begins[i] = data_offset + len(head) + entry.begin
@@ -206,7 +207,7 @@ class TensorPlan:
 
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
-        """(offset from the end of the index, bytes, number) of every spec that has bytes."""
+        """(offset from the end of the index, bytes, number) of every spec with bytes in this archive."""
         return sorted(
             (begin, spec.num_bytes, i)
             for i, (begin, spec) in enumerate(zip(self.begins, self.specs, strict=True))
@@ -214,9 +215,9 @@ class TensorPlan:
         )
 
     def cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
-        """The pieces of each segment, by its number, if the index ends at file offset `base`.
+        """The pieces of each segment, by segment number, if the index ends at file offset `base`.
 
-        The last cut is kept: from save to save the index seldom grows by a page.
+        The last result is cached, since the length of the index seldom changes from save to save.
         """
         kept = self._last_cut
         if kept is None or kept[:2] != (base, segment_bytes):
@@ -227,7 +228,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every byte of one archive: tensors by the plan, and literals for all other bytes. They do not overlap."""
+    """Every byte of one archive: tensors as planned, and literals for all other bytes, without overlap."""
 
     plan: TensorPlan
     base: int
@@ -237,9 +238,9 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, list[Extent]]:
-        """The extents in the file of each group: a top-level entry of the state, or all tensors at the top together.
+        """The extents in the file of each group. A group is a top-level entry of the state, or all top-level tensors.
 
-        Tied tensors are in each group that has them, though stored once.
+        Tied tensors are in each group that has them, though they are stored once.
         """
         groups: dict[str, list[Extent]] = {}
         for member in self.plan.members:
@@ -265,9 +266,9 @@ def lay_out(
     ranks: RankFacts | None = None,
     lenders: Sequence[tuple[str, str]] = (),
 ) -> Layout:
-    """Place one save: index first, then the planned members, then the objects, then the digests.
+    """Lay out the archive of one save: index, planned members, objects, digests.
 
-    `lenders` are the archives of earlier steps that have the bytes of some tensors: folder and name.
+    `lenders` are the archives of earlier steps that have the bytes of some tensors, as (folder, name).
     """
     sizes = [(m.name, m.num_bytes) for m in plan.members]
     if objects is not None:
@@ -293,7 +294,7 @@ def lay_out(
 
 
 def _is_stored(spec: TensorSpec) -> bool:
-    """True if the archive gets bytes of a spec; an alias has those of another tensor."""
+    """True if this archive stores the bytes of the spec: False for an alias, a borrowed slice, and an empty share."""
     is_here = spec.alias_of is None and spec.lender is None
     return is_here and (spec.of is None or spec.of.offsets is not None)
 
@@ -304,7 +305,7 @@ def _lent_row(spec: TensorSpec) -> Json:
 
 
 def _join(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
-    """The extents of parts (offset, bytes) in order, with parts that follow each other without a hole joined."""
+    """The extents of ascending parts (offset, bytes), with adjacent parts joined."""
     begin = end = 0
     for offset, num_bytes in parts:
         if offset != end and end > begin:
@@ -315,7 +316,7 @@ def _join(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
 
 
 def _member_groups(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:
-    """Member name, group and tensors: one member per top-level container, one for all tensors at the top."""
+    """Name, group and tensors of each member: one per top-level container, and one for all top-level tensors."""
     groups: dict[Any, list[int]] = {}
     top: list[int] = []
     for i, spec in enumerate(specs):
@@ -353,7 +354,7 @@ def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]
 
 
 def _safe(key: str) -> str:
-    """A file name of up to 80 characters that all shells, archivers and file systems accept."""
+    """A file name of at most about 80 characters that all shells, archivers and file systems accept."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
     return f"_{name}" if re.fullmatch(_DEVICE, name.partition(".")[0]) else name
 

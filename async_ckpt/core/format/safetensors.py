@@ -12,13 +12,13 @@ from typing import Any, Final, NamedTuple
 
 from ..spec import DTYPES, NEW_CODES
 
-# Readers refuse a larger header (MAX_HEADER_SIZE of the reference implementation).
+# Readers refuse larger headers (MAX_HEADER_SIZE of the reference implementation).
 MAX_HEADER_BYTES: Final = 100_000_000
 RESERVED_NAME: Final = "__metadata__"
 _CODES: Final = {name: code for name, (_, code) in DTYPES.items() if code} | NEW_CODES
 _DTYPE_OF: Final = {code: name for name, code in _CODES.items()}
-_PACKED: Final = "float4_e2m1fn_x2"  # torch counts pairs, and safetensors items
-# The names that DCP's writer gives to the files of its ranks, and the key of their metadata about pieces of tensors.
+_PACKED: Final = "float4_e2m1fn_x2"  # its shape counts pairs in torch, and single items in safetensors
+# The names of the files that DCP's writer makes for each rank, and the metadata key for pieces of tensors in them.
 _OF_RANK: Final = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 _SHARDING: Final = "DCP_SHARDING_INFO"
 _NO_TABLE: Final = "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The entry of a header for one tensor, as written there."""
+    """The entry of a header for one tensor, with the dtype as a code of safetensors."""
 
     code: str
     shape: list[int]
@@ -48,13 +48,13 @@ class Row(NamedTuple):
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The code and shape of a tensor in an archive. A dtype that few readers know is U8 with a trailing dimension."""
+    """The code and shape of a tensor in an archive. Dtypes that few readers know are U8 with one more dimension."""
     item_bytes, code = DTYPES[dtype]
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
 
 def held_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
-    """The code and shape of a tensor in a file of its own; None if safetensors does not hold it."""
+    """The code and shape of a tensor in a safetensors file outside an archive; None if safetensors cannot hold it."""
     code = _CODES.get(dtype)
     if code is None or (dtype == _PACKED and not shape):  # half a byte
         return None
@@ -71,8 +71,8 @@ def header(
 ) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
-    `at` is the file offset of the first byte returned. With `of_model`, the file is not part of an archive, and has all
-    codes.
+    `at` is the file offset of the first byte returned. With `of_model`, the file is not part of an archive, and may use
+    all codes.
     """
     table: dict[str, object] = {RESERVED_NAME: dict(metadata)}
     for entry in entries:
@@ -86,7 +86,7 @@ def header(
 
 
 def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
-    """The dtype and shape that a code of another program stands for. Raises ValueError for an unknown code."""
+    """The dtype and shape for an entry of another program's file. Raises ValueError for an unknown code."""
     dtype = _DTYPE_OF.get(code)
     if dtype is None or (dtype == _PACKED and not (shape and shape[-1] % 2 == 0)):
         raise ValueError(f"the dtype {code!r:.50} is not known")
@@ -94,7 +94,7 @@ def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
 
 
 def is_of_rank(path: str) -> bool:
-    """True if a file of this name holds the shards of one of several ranks."""
+    """True if this is the name of a file with the shards of one of several ranks."""
     return re.fullmatch(_OF_RANK, path.replace("\\", "/").rpartition("/")[2]) is not None
 
 
@@ -122,9 +122,7 @@ def parse_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
 
 
 class HeaderTable(NamedTuple):
-    """The entries of a header: for each tensor the number of its kind, and its extent; for each kind the code and
-    shape.
-    """
+    """The entries of a header. A row has the number of a kind (code and shape), and the extent (begin, end)."""
 
     rows: dict[str, tuple[int, int, int]]
     kinds: list[tuple[str, list[int]]]
@@ -132,9 +130,7 @@ class HeaderTable(NamedTuple):
 
 
 def parse_table(data: bytes) -> HeaderTable:
-    """Like `parse_header`, for hundreds of thousands of tensors: it keeps few objects for the garbage
-    collector.
-    """
+    """Like `parse_header`, but creates few objects for the garbage collector: for hundreds of thousands of tensors."""
     kinds, length = _Kinds(), int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or 8 + length > len(data):
         raise ValueError(f"safetensors header of {length} bytes does not fit")
@@ -149,7 +145,7 @@ def parse_table(data: bytes) -> HeaderTable:
 
 
 def parse_file_header(data: bytes, file_bytes: int) -> HeaderTable:
-    """Like `parse_table`, for a whole file: its names are texts of UTF-8, and its tensors fill it without gaps."""
+    """Like `parse_table`, for a whole file. Raises ValueError also for gaps, and for names that are not UTF-8."""
     table = parse_table(data)
     _refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
     _refuse_gaps(table, file_bytes - len(data))
@@ -157,7 +153,7 @@ def parse_file_header(data: bytes, file_bytes: int) -> HeaderTable:
 
 
 def _refuse_unwritable(texts: Iterable[str]) -> None:
-    """Raises ValueError for texts that UTF-8 cannot encode: JSON can spell a lone surrogate."""
+    """Raise ValueError for text that UTF-8 cannot encode, such as a lone surrogate, which JSON can express."""
     try:
         "".join(texts).encode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -165,7 +161,7 @@ def _refuse_unwritable(texts: Iterable[str]) -> None:
 
 
 def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
-    """Raises ValueError unless the tensors fill the bytes after the header without gaps, as the format requires."""
+    """Raise ValueError unless the tensors fill the bytes after the header without gaps, as the format requires."""
     at = 0
     for begin, end in sorted(row[1:] for row in table.rows.values()):
         if begin != at or end < begin:
@@ -178,20 +174,20 @@ def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
 
 
 class _Kinds:
-    """Turns JSON objects to rows while a header is parsed, and collects the kinds of tensors."""
+    """Turns JSON objects into rows while a header is parsed, and collects the kinds of tensors."""
 
     def __init__(self) -> None:
         self.kinds: list[tuple[str, list[int]]] = []
         self._numbers: dict[tuple[str | int, ...], int] = {}
 
     def of(self, pairs: list[tuple[str, Any]]) -> Any:
-        """A row for the entry of a tensor, a dict for any other object."""
+        """The row for the entry of a tensor, or a dict for any other object."""
         entry = dict(pairs)
         if len(entry) != len(pairs):
             raise ValueError("safetensors header: a name appears twice")
         offsets, shape, code = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
         if type(offsets) is not list or type(shape) is not list or type(code) is not str:
-            return entry  # the table, or its metadata, which has texts
+            return entry  # the header as a whole, or its metadata
         if len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in (*offsets, *shape)):
             raise ValueError("safetensors header: a tensor has a number that is not a count")
         kind = self._numbers.setdefault((code, *shape), len(self.kinds))

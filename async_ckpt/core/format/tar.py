@@ -1,6 +1,6 @@
 """Tar members, as GNU tar, bsdtar and Python's `tarfile` read them.
 
-In: names and sizes. Out: header blocks and padding. Knows nothing of: what the members hold.
+In: names and sizes. Out: header blocks and padding. Knows nothing of: the content of members.
 The header is POSIX.1-1988 ustar. A size of 8 GiB or more is written in base-256, a GNU extension that all three readers
 know (https://www.gnu.org/software/tar/manual/html_node/Standard.html).
 """
@@ -23,9 +23,9 @@ def padding_after(payload_bytes: int) -> int:
 
 
 def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> bytes:
-    """The 512-byte header of one regular file, owner root; `mtime` in whole seconds.
+    """The 512-byte header of one regular file with owner root; `mtime` in whole seconds.
 
-    Raises ValueError for a name that is not ASCII, or longer than 100 bytes. The layout makes no such names.
+    Raises ValueError for a name that is not ASCII or is longer than 100 bytes. The layout makes no such names.
     """
     raw_name = name.encode("ascii")
     if len(raw_name) > MAX_NAME_BYTES:
@@ -48,7 +48,7 @@ def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> b
 
 
 def parse_header(block: bytes) -> tuple[str, int]:
-    """Name and payload size of a member by its header.
+    """The name and payload size in a header.
 
     Raises ValueError unless it is the header of a regular file with a correct checksum.
     """
@@ -66,6 +66,6 @@ def parse_header(block: bytes) -> tuple[str, int]:
 
 
 def has_checksum(block: bytes) -> bool:
-    """True if a block of 512 bytes has the checksum of a header of any tar. Raises ValueError for no octal number."""
+    """True if the checksum of a header of any tar format is correct. Raises ValueError if it is not octal."""
     stored = int(block[148:156].strip(b" \0") or b"-1", 8)
     return stored == sum(block) - sum(block[148:156]) + 8 * ord(" ")

@@ -1,4 +1,4 @@
-"""The plan of a tar of existing files: every byte position before a byte is read.
+"""The plan of a tar of existing files: every byte position is known before a byte is read.
 
 In: names, sizes and modes. Out: an image with pieces of numbered files. Knows nothing of: the disk.
 """
@@ -15,7 +15,7 @@ from ..spec import align_up
 from . import tar
 from .layout import SegmentPlan, cut, slices
 
-# The end lies on a boundary of GNU tar's records of 20 blocks.
+# The size of a tar is a multiple of GNU tar's record of 20 blocks.
 _RECORD_BYTES: Final = 20 * tar.BLOCK
 
 
@@ -23,7 +23,7 @@ _RECORD_BYTES: Final = 20 * tar.BLOCK
 class TarEntry:
     """One member of a tar. `kind` is a type flag of `tarfile`.
 
-    `runs` are the data of a file as (offset in the file, bytes); holes are between them.
+    `runs` are the parts of a file that have data, as (offset in the file, bytes), with holes between them.
     """
 
     name: str
@@ -40,9 +40,9 @@ class TarEntry:
 
 
 class Tarball:
-    """A plain tar in POSIX.1-2001 (pax) format. Owner root, so that equal folders make equal bytes.
+    """A plain tar in POSIX.1-2001 (pax) format. The owner is always root, so that equal folders make equal bytes.
 
-    A file with holes is stored without them, as GNU tar's sparse format 1.0 does
+    A file with holes is stored without them, in GNU tar's sparse format 1.0
     (https://www.gnu.org/software/tar/manual/html_node/PAX-1.html).
     """
 
@@ -78,9 +78,9 @@ class Tarball:
 
 
 def stays_inside(name: str, target: str) -> bool:
-    """True if a symbolic link `name` to `target` stays in the folder, whatever other links the folder has.
+    """True if a symbolic link `name` to `target` certainly stays in the folder, whatever other links the folder has.
 
-    That is certain only if every `..` comes first: after the name of a link, `..` is the parent of the link's target.
+    This requires that every `..` comes first: after the name of a link, `..` is the parent of that link's target.
     """
     parts = [part for part in target.split("/") if part not in ("", ".")]
     num_up = sum(part == ".." for part in parts)
@@ -89,10 +89,10 @@ def stays_inside(name: str, target: str) -> bool:
 
 
 def _header(entry: TarEntry) -> bytes:
-    """The member's header, and for a file with holes the map of its runs, which is part of the data."""
+    """The member's header. For a file with holes, the map of its runs follows, which is part of the data."""
     plain = entry.kind == tarfile.REGTYPE and not entry.is_sparse and entry.num_bytes < 8**11
     if plain and entry.name.isascii() and len(entry.name) <= tar.MAX_NAME_BYTES and 0 <= entry.mtime < 8**11:
-        # `tarfile` would make the same block in ten times the time, too long for 100,000 files.
+        # `tarfile` would make the same block, but take ten times as long: too long for 100,000 files.
         return tar.header(entry.name, entry.num_bytes, mtime=entry.mtime, mode=entry.mode)
     info = tarfile.TarInfo(entry.name)
     info.type, info.mode, info.mtime, info.linkname = entry.kind, entry.mode, entry.mtime, entry.link
@@ -115,7 +115,7 @@ def _header(entry: TarEntry) -> bytes:
 
 
 def _map(entry: TarEntry) -> bytes:
-    """Decimal numbers, one a line: the number of runs, then offset and length of each. An empty run marks the end."""
+    """Decimal numbers, one per line: the number of runs, then offset and length of each. An empty run marks the end."""
     runs = [*entry.runs]
     if not runs or sum(runs[-1]) < entry.num_bytes:
         runs.append((entry.num_bytes, 0))

@@ -1,10 +1,10 @@
 """The seek table at the end of a compressed archive, and the boundaries of frames in a stream.
 
-In: sizes of frames, or their bytes. Out: the bytes of the table, and the sizes back. Knows nothing of: the frames'
-contents.
+In: sizes of frames, or their bytes. Out: the bytes of the table, and the sizes back. Knows nothing of: the content of
+frames.
 
 The format is zstd's seekable format, version 0.1.0 (https://github.com/facebook/zstd/blob/dev/contrib/seekable_format):
-ordinary frames, followed by a skippable frame, so `zstd -d` and `tar --zstd` read the file as if it had no table.
+ordinary frames, followed by a skippable frame with the table, which `zstd -d` and `tar --zstd` ignore.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Final, NamedTuple
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 FOOTER_BYTES: Final = 9
-_SKIPPABLE: Final = 0x184D2A5E  # the one of 16 magic numbers for skippable frames that a seek table has
+_SKIPPABLE: Final = 0x184D2A5E  # the magic number of seek tables, one of 16 for skippable frames
 _SEEKABLE: Final = 0x8F92EAB1
 _HEADER: Final = struct.Struct("<II")  # magic, bytes that follow
-_ENTRY: Final = struct.Struct("<II")  # compressed, uncompressed
-_FOOTER: Final = struct.Struct("<IBI")  # frames, descriptor, magic
+_ENTRY: Final = struct.Struct("<II")  # compressed and uncompressed bytes
+_FOOTER: Final = struct.Struct("<IBI")  # number of frames, descriptor, magic
 _MAX_FRAMES: Final = 0x8000000
 _CHECKSUMS: Final = 0x80
 _RESERVED: Final = 0x7C
 
 
 def begins(data: bytes | bytearray) -> bool:
-    """True if these bytes begin a frame, which may be a skippable one."""
+    """True if these are the first bytes of a frame, which may be skippable."""
     return data[:4] == _MAGIC or _is_skippable(data[:4])
 
 
@@ -35,7 +35,7 @@ def _is_skippable(magic: bytes | bytearray) -> bool:
 
 
 class ZstdFrame(NamedTuple):
-    """The sizes of one frame in bytes."""
+    """The sizes of one frame, in bytes."""
 
     compressed: int
     uncompressed: int
@@ -51,7 +51,7 @@ def dump(frames: Sequence[ZstdFrame]) -> bytes:
 
 
 def table_bytes(footer: bytes) -> int:
-    """The length of a table by its last 9 bytes. Raises ValueError if they end no table."""
+    """The length of a table, read from its last 9 bytes. Raises ValueError if these are not the end of a table."""
     if len(footer) != FOOTER_BYTES:
         raise ValueError("too short for a seek table")
     num_frames, descriptor, magic = _FOOTER.unpack(footer)
@@ -74,15 +74,15 @@ def parse(table: bytes, *, data_bytes: int) -> list[ZstdFrame]:
 
 
 class Follower:
-    """Follows a stream from frame to frame (RFC 8878, section 3), to find out if it ends with a whole frame.
+    """Follows a stream from frame to frame (RFC 8878, section 3), to find out whether it ends with a complete frame.
 
-    A decompressor cannot tell: it accepts a truncated frame as far as it goes.
+    A decompressor cannot find out: it decompresses a truncated frame as far as it goes, without an error.
     """
 
     def __init__(self) -> None:
-        self._skip = 0  # bytes to pass over
-        self._between = True  # the stream may end here
-        self._head = b""  # the beginning of the bytes to look at next
+        self._skip = 0  # bytes to skip next
+        self._between = True  # True between two frames, where the stream may end
+        self._head = b""  # the bytes received so far of the next field
         self._steps = self._follow()
         self._wanted = next(self._steps)
 
@@ -104,7 +104,7 @@ class Follower:
                 self._wanted = self._steps.send(head)
 
     def _follow(self) -> Generator[int, bytes, None]:
-        """Yield the number of bytes to look at, after the bytes to skip."""
+        """Yield the size of the next field to read, which comes after the `_skip` bytes. Receives its bytes."""
         while True:
             self._between = True
             magic = yield 4
@@ -118,7 +118,7 @@ class Follower:
 
     def _follow_frame(self) -> Generator[int, bytes, None]:
         descriptor = (yield 1)[0]
-        # A single segment has no byte for the window, and at least one for the size.
+        # A frame with a single segment has no window byte, and at least one byte for the size.
         in_one = descriptor >> 5 & 1
         self._skip = (1 - in_one) + (0, 1, 2, 4)[descriptor & 3] + (in_one, 2, 4, 8)[descriptor >> 6]
         last = 0
@@ -131,5 +131,5 @@ class Follower:
 
 
 def _entry_bytes(descriptor: int) -> int:
-    """The size of an entry, to which other writers may add a checksum."""
+    """The size of an entry in bytes. Other writers may add a checksum to each."""
     return _ENTRY.size + (4 if descriptor & _CHECKSUMS else 0)

@@ -2,7 +2,7 @@
 
 In: the environment, /proc, control groups of either version. Out: two numbers. Knows nothing of: their uses.
 
-The ranks of one host share both. The limits of a container count, and so do those of a job outside of a container.
+The ranks of one host share both. Limits of control groups apply, whether they are set for a container or for a job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from ..spec import KIB, MIB
 
 _ROOT: Final = Path("/")
-# The number of ranks on this host, as torchrun, Open MPI, MPICH, and Slurm ("8(x2)") pass it to each rank.
+# The variables in which torchrun, Open MPI, MPICH, and Slurm ("8(x2)") pass each rank the number of ranks on its host.
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 
 
@@ -31,14 +31,15 @@ def local_world_size() -> int:
 
 
 def num_cpus() -> int:
-    """The number of processors that this process may use, shared evenly with the other ranks of the host."""
+    """The number of processors that this process may use: its even share among the ranks of the host."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # All threads of a group share its quota, whatever their priority: more threads would hold up the training.
+    # All threads of a control group share its quota, whatever their priority: more threads would slow the training
+    # down.
     return max(1, min(usable, _quota()) // local_world_size())
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that could be taken without swapping: that of the machine, or of a control group if that has less."""
+    """The memory that can be taken without swapping: of the machine, or of a control group if that has less."""
     free = _available_bytes(root)
     for folder, version in _groups(root, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -49,13 +50,13 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def spare_memory_bytes() -> int:
-    """The memory that this rank takes at most if the user sets no budget: its share of a half of what is free."""
+    """The most memory that this rank takes if the user sets no budget: its share of half of the free memory."""
     return free_memory_bytes() // 2 // local_world_size()
 
 
 @cache
 def _quota(root: Path = _ROOT) -> int:
-    """The number of processors that control groups leave to this process; a large number if no group limits them."""
+    """The number of processors that control groups grant this process; a large number if no group has a limit."""
     quotas = [math.inf]
     for folder, version in _groups(root, "cpu"):
         if version == 2:
@@ -69,7 +70,7 @@ def _quota(root: Path = _ROOT) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's control groups with their versions, up to the root that the process sees."""
+    """The folders of this process's control groups, each with its version, up to the root that the process sees."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -77,14 +78,14 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         inner = top / path.lstrip("/")
-        # A container may see itself as the root, under another name than outside.
+        # A container may see its own group as the root, while the path in /proc is that outside of the container.
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(top) and folder.is_dir():
                 yield folder, 1 if controllers else 2
 
 
 def _reclaimable_bytes(folder: Path, version: int) -> int:
-    """Files in the page cache that were not used lately: they count as used memory, and go when memory is short."""
+    """The inactive part of the page cache: it counts as used memory, but the kernel drops it when memory is short."""
     name = "inactive_file" if version == 2 else "total_inactive_file"
     for line in (_text(folder / "memory.stat") or "").splitlines():
         key, _, value = line.partition(" ")

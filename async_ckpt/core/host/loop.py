@@ -1,14 +1,15 @@
-"""The one background thread with its asyncio loop, and the crews of threads that make blocking calls for it.
+"""The background thread with its asyncio loop, and the crews of threads that make blocking calls for it.
 
 In: coroutines and blocking calls. Out: their results, or nothing. Knows nothing of: saves.
 
-One loop serves the process. `copiers` fill segments from tensors and `readers` from files, and `writers` drain them;
-readers and writers give way to training. `callers` make blocking calls for the loop, and `callbacks` run the users'
-callbacks.
+There is one loop per process. `copiers` fill segments from tensors, `readers` fill them from files, and `writers` drain
+them; readers and writers run at low priority. `callers` make blocking calls for the loop, and `callbacks` run the
+users' callbacks.
 
 A signal may interrupt the training thread between any two bytecodes, but never the loop's thread. So the training
-thread hands over whatever must not be left half done, by `soon`: one call of C, which keeps the GIL. Another thread
-wakes the loop, since that is a system call: the loop would take the GIL there, and the training thread wait for it.
+thread hands over work that must not be left half done, by `soon`: a single call of a C function, which keeps the GIL.
+Waking the loop is a system call, which releases the GIL: the loop would take it, and the training thread would have to
+wait for it. So another thread wakes the loop.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
 
 T = TypeVar("T")
 
-# Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times,
-# and with eight where the training left them little processor time.
+# Enough that a local disk always has writes in flight while other segments are digested. With four threads the disk was
+# idle at times, and with eight if the training left them little processor time.
 _NUM_WRITERS: Final = 16
 
 
 class Loop:
-    """The loop of this process and its crews. `get_loop` creates it; any thread may use it."""
+    """The loop of this process and its crews. `get_loop` creates it. Any thread may use it."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -47,12 +48,12 @@ class Loop:
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
-        self._writers: dict[str, Crew] = {}  # under _lock
-        self._hurries = False  # under _lock
-        self._calls: set[Future[Any]] = set()  # that have not returned; under _lock
+        self._writers: dict[str, Crew] = {}  # guarded by _lock
+        self._hurries = False  # guarded by _lock
+        self._calls: set[Future[Any]] = set()  # calls that have not returned; guarded by _lock
         prepare_for_exit()
         self._loop = asyncio.new_event_loop()
-        self._soon: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: there will be no more
+        self._soon: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None is the last item
         start_thread("hand-over", self._hand_over)
         try:
             self._thread = start_thread("loop", self._run)
@@ -65,7 +66,7 @@ class Loop:
         try:
             self._loop.run_forever()
         finally:
-            # asyncio warns of tasks that are left pending, such as one whose call has returned just now.
+            # asyncio would warn about pending tasks, such as a task whose call has just returned.
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
@@ -77,13 +78,13 @@ class Loop:
         return self._thread.is_alive()
 
     def copy(self, task: Task, refused: Callable[[RuntimeError], None]) -> None:
-        """Have a copier run a task, for a thread that a signal may interrupt: the loop's thread submits it."""
+        """Run a task on a copier. Safe in a thread that a signal may interrupt, since the loop's thread submits it."""
         self.soon(lambda: self.copiers.submit(task, refused))
 
     def writers(self, root: str = "") -> Crew:
-        """The threads that write to one of several roots, or to a root with a limit of bandwidth.
+        """The threads that write to `root`: one of several, or one with a bandwidth limit. Other saves use that of "".
 
-        A root that hangs or waits then holds up no other. All other saves share one crew.
+        With separate crews, a root that hangs or waits does not block the others.
         """
         with self._lock:
             if root not in self._writers:
@@ -92,14 +93,14 @@ class Loop:
             return self._writers[root]
 
     def stop_writers(self, root: str) -> None:
-        """Let the threads of a root end after their last task; the next writer to that root gets new ones."""
+        """Let the threads of a root end after their last task. `writers` makes new threads for it, if called again."""
         with self._lock:
             crew = self._writers.pop(root, None)
         if crew is not None:
             crew.stop()
 
     def note_call(self, outcome: Future[Any]) -> None:
-        """Note a blocking call, or several, that may not return; `outcome` resolves when they have returned."""
+        """Note one or more blocking calls that may hang. `outcome` resolves when they have returned."""
         with self._lock:
             self._calls.add(outcome)
         outcome.add_done_callback(self._returned)
@@ -115,13 +116,13 @@ class Loop:
         self._soon.put(fn)
 
     def _hand_over(self) -> None:
-        with suppress(RuntimeError):  # the interpreter exits: the loop is closed
+        with suppress(RuntimeError):  # the loop is closed, since the interpreter exits
             while (fn := self._soon.get()) is not None:
                 self._loop.call_soon_threadsafe(fn)
-                del fn  # it may hold a state
+                del fn  # it may keep a state alive
 
     def sync(self) -> None:
-        """Return when the loop's thread has run all functions that were given to `soon` before."""
+        """Block until the loop's thread has run all functions passed to `soon` before. No-op on that thread."""
         if threading.current_thread() is self._thread:  # it would wait for itself
             return
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -133,13 +134,13 @@ class Loop:
                     break
 
     def call(self, fn: Callable[[], T], what: str) -> T:
-        """Make a blocking call on a helper thread and wait for it. `what` names it in signs of life.
+        """Make a blocking call on a helper thread and wait for it. `what` names the call in the lines of a long wait.
 
-        An interrupt ends the wait, and not the call.
+        Ctrl-C ends the wait, but not the call.
         """
         wait = Wait("", ENDS_THE_CALL)
         outcome: Future[T] = Future()
-        ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()  # which an interrupt leaves as it is
+        ended: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()  # stays consistent if a signal interrupts the wait
         outcome.add_done_callback(ended.put)
         self.soon(lambda: self.callers.submit(partial(resolve, outcome, fn), outcome.set_exception))
         while self.is_alive:
@@ -152,19 +153,19 @@ class Loop:
         raise _exiting()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop. It is broken off when the loop stops."""
+        """Run a coroutine on the loop. It is cancelled when the loop stops."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def hurry(self) -> None:
-        """Let the background threads no longer give way to training, because the user waits for them."""
+        """Give the background threads normal disk priority from now on, because the user waits for them."""
         with self._lock:
-            self._hurries = True  # also those that are made for the last saves
+            self._hurries = True  # applies also to crews that are made later, for the last saves
             crews = [self.readers, self.background, *self._writers.values()]
         for crew in crews:
             crew.hurry()
 
     def is_quiet(self, seconds: float) -> bool:
-        """True if all calls and writes that no save waits for return within these seconds."""
+        """True if all calls passed to `note_call` return within these seconds. Blocks until then."""
         with self._lock:
             left = list(self._calls)
         return wait_for_all(left, seconds)
@@ -176,14 +177,14 @@ class Loop:
 
 
 async def off_loop(fn: Callable[[], T], /) -> T:
-    """Make a blocking call on a helper thread, from the loop; its result, or the exception that it raised."""
+    """Make a blocking call on a helper thread, from the loop. Returns its result, or raises its exception."""
     loop, running = existing_loop(), asyncio.get_running_loop()
-    assert loop is not None  # it runs this coroutine
+    assert loop is not None  # this coroutine runs on it
     outcome: Future[T] = Future()
     ended = running.create_future()
 
     def wake(_: Future[T]) -> None:
-        with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed, since the interpreter exits, and nobody waits
             running.call_soon_threadsafe(ended.set_result, None)
 
     loop.note_call(outcome)
@@ -208,12 +209,12 @@ _loop_lock = threading.Lock()
 
 
 def get_loop() -> Loop:
-    """The loop of this process, made on first use; a forked child makes its own.
+    """The loop of this process, created on first use. A forked child gets its own.
 
     Raises ClosedError once the interpreter has begun to exit.
     """
     global _loop
-    # The caller may be interrupted by a signal, and must not hold the lock then, so the usual case takes none.
+    # A signal may interrupt the caller, which must not hold the lock then, so the usual case takes no lock.
     loop = _loop
     if loop is not None and not loop.is_stopped and loop.pid == os.getpid():
         return loop
@@ -232,8 +233,8 @@ def existing_loop() -> Loop | None:
 
 @in_forked_child
 def _forget_loop() -> None:
-    """In a forked child: the thread that held the lock, if any, is not here to release it."""
+    """In a forked child: make a new lock, since the thread that may have held the old one does not exist here."""
     global _loop, _loop_lock
     if _loop is not None:
-        never_end(_loop)  # its end would close the descriptors that wake the parent's
+        never_end(_loop)  # its finalizer would close the descriptors that wake the parent's loop
     _loop, _loop_lock = None, threading.Lock()

@@ -1,12 +1,12 @@
-"""Host memory: buffers of exact size, which a driver may page-lock, and the segments that they are cut into.
+"""Host memory: buffers of exact size, which a driver may page-lock, and the segments that they are divided into.
 
 In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 
-A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
-shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
-buffer has its exact size, while PyTorch's allocator of pinned memory, which some devices need, rounds up to a power of
-two. A `shared` buffer is memory that other processes can map. Memory lies on the NUMA node that its device is attached
-to, so that copies cross no link between processors.
+A buffer is a private anonymous map with huge pages; touching it for the first time costs a tenth of what it costs with
+a shared map, Python's default. A forked child does not inherit it, so copy-on-write never slows down a page that a
+device is writing to. A buffer has its exact size, except on devices that need PyTorch's allocator of pinned memory,
+which rounds up to a power of two. Other processes can map a `shared` buffer. The memory lies on the NUMA node that its
+device is attached to, so that copies cross no link between processors.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .threads import Crew
 
 _HUGE_PAGE_BYTES: Final = 2 * MIB
 _TOUCHED_AT_ONCE: Final = 64 * MIB
-# See mbind(2): among C libraries, only libnuma has a function for this call.
+# The number of the system call mbind(2), for which only libnuma has a C function.
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _MPOL_PREFERRED: Final = 1
 _NODES_PER_WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
-_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of this process
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # all maps of this process
 
 
 def _new_map(num_bytes: int) -> mmap.mmap:
-    """A new map. Part of it is slack, so that a buffer can begin on a huge page; untouched pages take no memory."""
+    """A new anonymous map. Pages take no memory until they are touched."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
@@ -52,21 +52,21 @@ def _new_map(num_bytes: int) -> mmap.mmap:
             try:
                 pages.madvise(getattr(mmap, advice))
             except OSError:
-                pass  # without the advice it works, only slower
+                pass  # it works without the advice, only slower
     _maps.add(pages)
     return pages
 
 
 @in_forked_child
 def _keep_maps() -> None:
-    """Keep the maps from being closed in the child, which may have mapped other memory at their addresses."""
+    """In a forked child, never close the maps: other memory may be mapped at their addresses."""
     for pages in list(_maps):
         never_end(pages)
     _maps.clear()
 
 
 def _array_over(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor as an array of bytes that keeps the tensor."""
+    """The memory of a tensor as an array of bytes that keeps the tensor alive."""
     kind: Any = type("TensorBytes", (ctypes.c_ubyte * tensor.numel(),), {})
     array = kind.from_address(tensor.data_ptr())
     array.tensor = tensor
@@ -74,22 +74,22 @@ def _array_over(tensor: torch.Tensor) -> Any:
 
 
 class HostBuffer:
-    """One piece of host memory, page-locked as a whole: for CUDA, a copy across two registrations is an error.
+    """One piece of host memory, page-locked as a whole: CUDA rejects a copy across two registrations.
 
-    A pool creates and owns the buffer, and any thread may use it.
+    A pool creates and owns the buffer. Any thread may use it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | None = None, *, shared: bool = False) -> None:
-        """The pages lie near the device that the buffer is to be page-locked for. For a device that has no call for
-        that, it is page-locked from the beginning.
+        """The pages lie near `device`, for which the buffer is to be page-locked. If the device's driver has no call to
+        page-lock memory, the buffer is allocated page-locked.
 
-        Raises OSError if it is to be `shared`, and there is not so much memory of this kind.
+        Raises OSError if it is `shared`, and there is too little memory that can be shared.
         """
         self.num_bytes = num_bytes
-        self.fd: int | None = None  # by which other processes map it
+        self.fd: int | None = None  # the descriptor by which other processes map it
         self.pinned_for: torch.device | None = None
         self.is_leaked = False
-        # Held during the driver's call: a second one for the same pages is an error.
+        # Held during the driver's call: registering the same pages twice is an error.
         self._pinning = threading.Lock()
         self._pid = os.getpid()
         pinned = backend_of(device).host_memory(num_bytes) if device and not shared else None
@@ -117,50 +117,50 @@ class HostBuffer:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
-        # The tensor refers to the map, which then cannot be unmapped under it. The tensor is an ordinary one, even if
-        # the first save is made in inference mode.
+        # The tensor refers to the map, so the map cannot be unmapped while the tensor exists. It must not be an
+        # inference tensor, even if the first save is made in inference mode.
         with torch.inference_mode(False):
             return torch.frombuffer(self.array(), dtype=torch.uint8)
 
     def array(self) -> Any:
-        """A new array over the memory. It keeps the map, and so does a tensor that is made of it."""
+        """A new array over the memory. It keeps the map alive, and so does a tensor made from it."""
         return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the buffer for a device that this process uses.
 
-        Returns the driver's error code, 0 if it is locked.
+        Returns the driver's error code, 0 on success or if the buffer is already locked.
         """
         with self._pinning:
             if self.pinned:
                 return 0
-            # To the end of the last page, which belongs to this buffer alone: some drivers accept only whole pages.
+            # Up to the end of the last page, which only this buffer uses: some drivers accept only whole pages.
             code = backend_of(device).register(self.address, align_up(self.num_bytes, PAGE_BYTES), device)
             if code == 0:
                 self.pinned_for = device
             return code
 
     def touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Have the kernel provide the pages now rather than while training waits. Releases the GIL."""
+        """Have the kernel provide the pages now, not later while the training waits. Releases the GIL."""
         ctypes.memset(self.address + begin, 0, (self.num_bytes if end is None else end) - begin)
 
     def lock_by(self, crew: Crew, device: torch.device) -> None:
-        """Touch a new buffer by several threads of the crew, then page-lock it.
+        """Touch a new buffer on several threads of the crew, then page-lock it on one. Blocks until both are done.
 
-        The caller's thread does neither: a call that page-locks memory breaks the capture of a graph on another thread,
-        unless its own thread has opted out of that, as the library's do.
+        The caller's thread must not page-lock memory: the call would break the capture of a CUDA graph on another
+        thread. The threads of the library have opted out of that.
         """
         begins = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
         ends = [min(begin + _TOUCHED_AT_ONCE, self.num_bytes) for begin in begins]
         crew.run_all(partial(self.touch, begin, end) for begin, end in zip(begins, ends, strict=True))
 
         def pin() -> None:
-            self.pin(device)  # if it is refused, copies are slower
+            self.pin(device)  # if the driver refuses, copies are only slower
 
         crew.run_all([pin])
 
     def unpin(self) -> bool:
-        """Undo `pin`. False if the driver does not confirm it: then the memory must stay mapped."""
+        """Undo `pin`. Returns False if the driver does not confirm it: then the memory must stay mapped."""
         device, self.pinned_for = self.pinned_for, None
         if device is None or os.getpid() != self._pid or not self._is_registered:
             return True
@@ -175,20 +175,20 @@ class HostBuffer:
         _leaked.append(self)
 
     def __del__(self) -> None:
-        # If a map were closed while a driver has it registered, the driver would use other memory at its address. At
-        # the interpreter's end the driver may be gone already, and so may every name of this module.
+        # If a map were closed while the driver has it registered, the driver would use other memory at its address.
+        # When the interpreter exits, the driver and every name in this module may already be gone.
         if self.pinned_for is not None:
             try:
                 if not self.unpin():
                     self.leak()
-            except Exception:  # as said above, nothing may be there to tell of it  # nosec B110
+            except Exception:  # see above: even the logging module may be gone  # nosec B110
                 pass
 
     def free(self) -> None:
         if not self.unpin():
             self.leak()
             return
-        if self.fd is not None:  # others may still know this object, and other memory be mapped at its address
+        if self.fd is not None:  # this object may live on, while other memory is mapped at its address
             _shared.pop(self.address, None)
         self.__dict__.pop("tensor", None)
         try:
@@ -196,7 +196,7 @@ class HostBuffer:
             if isinstance(self._map, mmap.mmap):
                 self._map.close()
         except BufferError:
-            pass  # something still refers to the map, and closes it when it goes
+            pass  # something still refers to the map; it is closed with the last reference
 
 
 class Segment:
@@ -238,7 +238,7 @@ class Segment:
     def let_go(self) -> None:
         """Stop referring to the buffer, so that it can be unmapped."""
         self._tensor = None
-        with suppress(BufferError):  # something else still refers to it
+        with suppress(BufferError):  # something else still refers to the view
             self.view.release()
 
 
@@ -247,7 +247,7 @@ _shared: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDiction
 
 
 def shared_buffer_of(address: int, num_bytes: int) -> HostBuffer | None:
-    """The shared buffer of this process that has these bytes; None if they lie in other memory."""
+    """The shared buffer of this process that contains these bytes; None if they lie in other memory."""
     for begin, buffer in list(_shared.items()):
         if begin <= address and address + num_bytes <= begin + buffer.num_bytes:
             return buffer
@@ -255,7 +255,7 @@ def shared_buffer_of(address: int, num_bytes: int) -> HostBuffer | None:
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask for huge pages under memory of others. If that is refused, only time is lost."""
+    """Ask for huge pages in memory that something else has allocated. If the kernel refuses, access is only slower."""
     begin = align_up(address, _HUGE_PAGE_BYTES)
     length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
@@ -263,7 +263,7 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
 
 
 # --- near a device --------------------------------------------------------------------------------------------------
-# On Linux alone: if the node is not known, or the kernel refuses, memory lies where it would lie anyway.
+# Only on Linux. If the node is unknown or the kernel refuses, the kernel chooses the node as usual.
 
 
 @cache
@@ -282,7 +282,7 @@ def _node_at(path: Path) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Take the pages of an untouched range from this node, as long as it has free ones. False if that is refused."""
+    """Take the pages of an untouched range from this node while it has free pages. Returns False if refused."""
     if _MBIND is None or sys.platform != "linux":
         return False
     words = (ctypes.c_ulong * (node // _NODES_PER_WORD + 1))()

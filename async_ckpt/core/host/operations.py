@@ -1,11 +1,11 @@
-"""The operations of this process, told to listeners when they have ended: what metrics and traces are made of.
+"""The operations of this process, reported to listeners when they have ended: the source of metrics and traces.
 
-In: saves, publications, restores and pulls, as they begin and end; marks, and what the time of a training went to.
-Out: calls of listeners. Knows nothing of: what an operation does, and what a listener does with it.
+In: saves, publications, restores and pulls, as they begin and end; marks, and how a training has spent its time.
+Out: calls of listeners. Knows nothing of: the work of an operation, the work of a listener.
 
-Each listener has a thread of its own, so one that raises or never returns costs no save and no other listener anything.
-The thread that ends an operation only puts a value into a queue. It takes no lock, since a signal may interrupt it
-between any two lines.
+Each listener has its own thread, so a listener that raises or never returns affects no save and no other listener. The
+thread that ends an operation only puts a value into a queue. It takes no lock, since a signal may interrupt it between
+any two lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .threads import start_thread
 Kind = Literal["save", "publish", "restore", "pull", "train", "mark"]
 Outcome = Literal["done", "failed", "skipped"]
 
-# Operations that wait for a listener; any more are dropped, so that a listener that hangs takes little memory.
+# The most operations that are queued for a listener. More are dropped, so that a listener that hangs takes little
+# memory.
 _MAX_QUEUED: Final = 1000
 _MAX_ERROR_CHARACTERS: Final = 500
 
@@ -38,9 +39,9 @@ _log: Final = logging.getLogger("async_ckpt")
 class Ended:
     """An operation that has ended. Times are in seconds since the epoch.
 
-    `roots` are those of the run, or of the publication; empty for a save to a path of its own. `step` is the version of
-    a publication or pull; None if there is none. `phases` overlap. `report` is that of a save or pull that has not
-    failed, and `num_bytes` counts what this process wrote for it, or read. `error` and its type are texts, since an
+    `roots` are the roots of the run or the publication, empty for a one-off save to a path. `step` is the version for a
+    publication or pull; None if there is none. `phases` may overlap. `report` is set for a save or pull that has not
+    failed. `num_bytes` are the bytes that this process wrote or read. `error` and `error_type` are text, since an
     exception would keep the caller's objects alive. `context` has the context variables of the call.
     """
 
@@ -57,11 +58,12 @@ class Ended:
     error: str
     context: Context
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of a training so far by what they went to ("train", about once in a minute), or a mark ("mark")."""
+    """For "train", which comes about once a minute: the seconds of the training so far, by use. For "mark": the mark.
+    """
 
     @property
     def run(self) -> str:
-        """The first root, which stands for the run; empty for a save to a path of its own."""
+        """The first root, which stands for the run; empty for a one-off save to a path."""
         return self.roots[0] if self.roots else ""
 
     @property
@@ -70,19 +72,19 @@ class Ended:
 
 
 class Operation:
-    """A save, publication, restore or pull that is under way. Whoever carries it out creates it, and calls `end`."""
+    """A save, publication, restore or pull in progress. The code that performs it creates it and calls `end`."""
 
     def __init__(self, kind: Kind, roots: tuple[str, ...], spans: Spans, context: Context | None = None) -> None:
-        """`spans` began with the operation. `context` is by default that of this thread."""
+        """`spans` began with the operation. `context` defaults to a copy of the present context."""
         self.kind, self.roots = kind, _named(roots)
         self.spans, self._context = spans, copy_context() if context is None else context
-        self.run = self.roots[0] if self.roots else ""  # for a save to a path of its own
+        self.run = self.roots[0] if self.roots else ""  # empty for a one-off save to a path
         self._epoch = wall_time() - spans.clock()
         _under_way[id(self)] = self
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """The duration so far."""
         return self.spans.total()
 
     def end(
@@ -93,9 +95,9 @@ class Operation:
         *,
         written_bytes: int | None = None,
     ) -> None:
-        """Have all listeners called with the operation. Returns at once. It is skipped if its report says so.
+        """Queue the operation for all listeners, as skipped if its report is. Returns at once.
 
-        `written_bytes` are those of this process, where the report counts those of other ranks, too.
+        `written_bytes` are the bytes that this process wrote, if the report also counts those of other ranks.
         """
         _under_way.pop(id(self), None)
         if not _listening:
@@ -103,7 +105,7 @@ class Operation:
         outcome: Outcome = "done" if error is None else "failed"
         if isinstance(report, SaveReport) and report.status == "skipped":
             outcome = "skipped"
-        # Whoever asks how long a save took hears one number.
+        # The same duration as in the report, so that all sources agree.
         seconds = (isinstance(report, SaveReport) and report.total_seconds) or self.spans.total()
         ended = Ended(
             kind=self.kind,
@@ -126,9 +128,7 @@ class Operation:
 
 
 def tell(kind: Literal["train", "mark"], roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
-    """Have the listeners that want it called with what the time of a training went to so far, or with a mark. Returns
-    at once.
-    """
+    """Queue the uses of a training's time so far, or a mark, for the listeners with `hears_all`. Returns at once."""
     named, now, context = _named(roots), wall_time(), copy_context()
     begin = now - sum(parts.values()) if kind == "train" else now
     for listening in (one for one in _listening if one.hears_all):
@@ -142,13 +142,13 @@ def _named(roots: tuple[str, ...]) -> tuple[str, ...]:
 def _text_of(error: BaseException | None) -> str:
     try:
         return "" if error is None else str(error)[:_MAX_ERROR_CHARACTERS]
-    except Exception:  # an exception class of the user's
+    except Exception:  # raised by `__str__` of the user's exception class
         return ""
 
 
 @contextmanager
 def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
-    """Observe a call, which ends the operation itself, or raises."""
+    """Observe a call as an operation. The block calls `end` itself; if it raises, the operation ends with the error."""
     operation = Operation(kind, roots, Spans())
     try:
         yield operation
@@ -158,13 +158,13 @@ def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
 
 
 class Listening:
-    """A listener and its thread, which calls it in the order in which operations end. `listen` creates it."""
+    """A listener and the thread that calls it, in the order in which operations end. `listen` creates it."""
 
     def __init__(self, listener: Callable[[Ended], None], *, hears_all: bool) -> None:
         self._listener, self.hears_all = listener, hears_all
         self._queue: queue.SimpleQueue[Ended | threading.Event | None] = queue.SimpleQueue()
         self._is_closed = False
-        self._has_failed = self._has_dropped = False  # each is logged once
+        self._has_failed = self._has_dropped = False  # each is logged only once
         start_thread("listener", self._run, daemon=True)
 
     def put(self, ended: Ended) -> None:
@@ -172,10 +172,10 @@ class Listening:
             self._queue.put(ended)
         elif not self._has_dropped:
             self._has_dropped = True
-            _log.error("%r does not return; it hears of no more operations until it does", self)
+            _log.error("%r does not return; further operations are dropped until it does", self)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the listener was called with all operations that ended before. False after `timeout` seconds."""
+        """Wait until the listener was called with all operations ended so far. False after `timeout` seconds."""
         if self._is_closed:
             return True
         called = threading.Event()
@@ -183,7 +183,7 @@ class Listening:
         return called.wait(timeout)
 
     def close(self) -> None:
-        """Call the listener with no later operation. Returns at once, and may be called again."""
+        """Stop calling the listener with later operations. Returns at once. Idempotent."""
         global _listening
         self._is_closed = True
         with _changing:
@@ -201,7 +201,7 @@ class Listening:
                 if not self._has_failed:
                     _log.exception("%r raised; saves are not affected, and its later errors are not logged", self)
                 self._has_failed = True
-            del item  # its context must not live until the next operation comes
+            del item  # else its context would live until the next operation
 
     def __repr__(self) -> str:
         return f"<Listening {getattr(self._listener, '__qualname__', self._listener)}>"
@@ -209,7 +209,7 @@ class Listening:
 
 _changing = threading.Lock()
 _listening: tuple[Listening, ...] = ()  # replaced as a whole, under _changing; any thread reads it
-_under_way: dict[int, Operation] = {}  # by id; each use is one call of the dict's, which is atomic
+_under_way: dict[int, Operation] = {}  # by id; each access is one method call, which is atomic
 
 
 def listen(listener: Callable[[Ended], None], *, hears_all: bool = False) -> Listening:
@@ -217,8 +217,8 @@ def listen(listener: Callable[[Ended], None], *, hears_all: bool = False) -> Lis
 
         listening = listen(lambda ended: print(ended.kind, ended.step, ended.outcome, ended.seconds))
 
-    With `hears_all`, it is also called with "train" and "mark", which are no operations that begin and end. The first
-    error of the listener is logged. A forked child has no listeners.
+    With `hears_all`, it is also called with the kinds "train" and "mark", which are not operations with a beginning and
+    an end. Only the listener's first error is logged. A forked child has no listeners.
     """
     global _listening
     listening = Listening(listener, hears_all=hears_all)
@@ -228,12 +228,12 @@ def listen(listener: Callable[[Ended], None], *, hears_all: bool = False) -> Lis
 
 
 def under_way() -> list[Operation]:
-    """The operations that have not ended, the oldest first."""
+    """The operations that have not ended, oldest first."""
     return list(_under_way.copy().values())
 
 
 def flush_all(timeout: float) -> None:
-    """Wait until all listeners were called with the operations that ended before, for `timeout` seconds at most."""
+    """Wait, for at most `timeout` seconds, until all listeners were called with the operations that ended before."""
     deadline = TIMEKEEPER.now() + timeout
     for listening in _listening:
         listening.flush(max(0.0, deadline - TIMEKEEPER.now()))
@@ -241,7 +241,7 @@ def flush_all(timeout: float) -> None:
 
 @in_forked_child
 def _forget() -> None:
-    """Begin anew in a forked child, which has neither the threads of the listeners nor the parent's operations."""
+    """In a forked child, drop the listeners, whose threads it lacks, and the parent's operations."""
     global _changing, _listening
     _changing, _listening = threading.Lock(), ()
     _under_way.clear()

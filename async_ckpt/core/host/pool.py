@@ -2,14 +2,13 @@
 
 In: a budget. Out: leases of page-aligned memory. Knows nothing of: the values of tensors, files.
 
-A thread that wants a segment queues its order, (save, segment). The lowest order is served first: a free segment, else
-new memory as far as the budget goes, else it waits for a lease to end. The oldest save therefore always gets on, and
-ends, and frees its memory for the next. While the first in line waits, it asks the relievers, which are drains that
-keep segments only as a convenience, to let go of some. New memory is made, touched and page-locked on the thread that
-wants it.
+A thread that needs a segment queues its order, (save, segment). The lowest order is served first: it gets a free
+segment, else new memory within the budget, else it waits for a lease to end. So the oldest save always makes progress,
+ends, and frees its memory for the next. While the first in line waits, it asks the relievers, drains that keep segments
+only as a convenience, to release some. New memory is allocated, touched and page-locked on the thread that needs it.
 
-Page-locked segments are made as runs, one behind the other in one buffer, and lent as runs where the file has them one
-behind the other. A tensor is then one copy from its device, however many segments it is in.
+Page-locked segments are allocated in runs, adjacent in one buffer, and lent as runs for adjacent parts of a file. A
+tensor is then one copy from its device, however many segments it spans.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from .memory import HostBuffer, Segment
 from .threads import Crew
 from .waits import LIVENESS_SECONDS
 
-# With fewer segments a save could not copy and write at one time: one is being filled, one is being written, and up to
-# two wait for the end of the file.
+# With fewer segments a save could not copy and write at the same time: one segment is being filled, one is being
+# written, and up to two wait for the end of the file.
 MIN_SEGMENTS: Final = 4
-# The largest buffer. While one is being page-locked, other calls of the driver wait: on an H200 up to 5 ms for this
-# much, 24 ms for 1 GiB. Copies into the first buffers begin while others are being made.
+# The size of the largest buffer. While a buffer is being page-locked, other calls of the driver wait: on an H200 up to
+# 5 ms for this size, and 24 ms for 1 GiB. Copies into the first buffers begin while others are being made.
 MAX_RUN_BYTES: Final = 128 * MIB
-# Threads that make new memory. More would wait for the kernel's lock on the memory of the process.
+# The most threads that allocate new memory. More would only wait for the kernel's lock on the memory of the process.
 _MAX_MAKERS: Final = 16
 
 Reliever = Callable[[bool], bool]
 
 
 class SegmentLender(Protocol):
-    """A lender of segments, which snapshots fill alike: a pool, or one buffer of exact size for a `HostCopy`.
+    """A lender of segments for snapshots: a pool, or one buffer of exact size for a `HostCopy`.
 
-    Whole tensors, as foreign writers need them, are no views of a pool's segments. A storage lies in one piece, which
-    may be longer than any run of segments: each run is page-locked at once, and a copy across two registrations is an
-    error. And a storage stays for as long as somebody refers to it, while a save that waits for a segment relies on all
-    of them coming back. For the same reason the buffers have a budget of their own.
+    Foreign writers need whole tensors, which cannot be views of a pool's segments, for two reasons. A storage is
+    contiguous, and may be longer than any run of segments: each run is page-locked separately, and a copy across two
+    registrations fails. And a storage lives as long as anything refers to it, while a save that waits for a segment
+    relies on all of them coming back. That is also why those buffers have a budget of their own.
     """
 
     @property
@@ -57,40 +56,40 @@ class SegmentLender(Protocol):
 
     @property
     def max_run(self) -> int:
-        """The largest number of segments that lie one behind the other."""
+        """The largest number of adjacent segments."""
 
     def lease_run(
         self, order: tuple[int, int], num_segments: int, *, pin: torch.device | None, check: Callable[[], None]
     ) -> list[Lease]:
-        """Wait for up to `num_segments` segments, at least one, that lie one behind the other in the same memory.
+        """Wait for up to `num_segments` adjacent segments in one buffer, and at least one.
 
-        The lowest `order` (save, segment) is served first. With `pin` they are page-locked, by a thread that works for
-        this device. `check` is called again and again while waiting, and raises when waiting has become pointless.
+        The lowest `order` (save, segment) is served first. With `pin` they are page-locked for this device, by a thread
+        that works for it. `check` is called repeatedly while waiting, and raises if waiting has become pointless.
         """
 
     def take_back(self, segments: Sequence[Segment]) -> None:
-        """The leases of these segments have ended."""
+        """Make these segments available again; their leases have ended."""
 
     def write_off(self, segment: Segment) -> None:
-        """A device may still write to this segment, so it must never be lent again."""
+        """Never lend this segment again, since a device may still write to it."""
 
 
 class SegmentReceiver(Protocol):
-    """Takes the segments of one save as they are filled, from several threads."""
+    """Receives the segments of one save as they are filled, from several threads."""
 
     @property
     def num_tail(self) -> int:
-        """The number of segments that it keeps until it has all others."""
+        """The number of segments at the end of the file that the receiver keeps until it has all others."""
 
     def put(self, number: int, lease: Lease) -> None:
-        """Segment `number` is filled; the receiver releases the lease."""
+        """Accept segment `number`, which is filled. The receiver releases the lease."""
 
     def check(self) -> None:
-        """Raises if the save has failed elsewhere."""
+        """Raise if the save has failed elsewhere."""
 
 
 class Lease:
-    """A segment on loan, with a count of its users; the last one to release the lease ends it."""
+    """A segment on loan, with a count of its users. The lease ends when the last user releases it."""
 
     __slots__ = ("_count", "_lender", "_lock", "segment")
 
@@ -101,7 +100,7 @@ class Lease:
         self._lock = threading.Lock()
 
     def retain(self) -> None:
-        """Ask for one more release. A sink does so if it reads the memory after its `write` has returned."""
+        """Add a user, who must also call `release`: a sink that reads the memory after its `write` has returned."""
         with self._lock:
             self._count += 1
 
@@ -113,16 +112,17 @@ class Lease:
             self._lender.take_back([self.segment])
 
     def leak(self) -> None:
-        """Never lend the memory again, because a device may still write to it. Replaces `release`."""
+        """Never lend the memory again, since a device may still write to it. Call this instead of `release`."""
         self._lender.write_off(self.segment)
 
 
 class _FreeSegments:
-    """The free segments of a pool, by the buffers that they are parts of. The pool's lock guards all of it."""
+    """The free segments of a pool, grouped by buffer. Guarded by the pool's lock."""
 
     def __init__(self) -> None:
-        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by the offset of each
-        # Buffers by the length of their longest run. The one that came back last is lent first, as it is still warm.
+        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # segments by offset
+        # Buffers by the length of their longest run. The buffer that was returned last is lent first, while it is in
+        # the caches.
         self._by_run: dict[int, dict[HostBuffer, None]] = {}
         self._run_of: dict[HostBuffer, int] = {}
         self._num = 0
@@ -141,7 +141,7 @@ class _FreeSegments:
         self._note(segment.memory)
 
     def take(self, num_segments: int) -> list[Segment]:
-        """Up to `num_segments` segments in a row, from the shortest run that is long enough, else the longest."""
+        """Take up to `num_segments` adjacent segments, from the shortest run that is long enough, else the longest."""
         if not self._num:
             return []
         enough = [length for length in self._by_run if length >= num_segments]
@@ -152,7 +152,7 @@ class _FreeSegments:
         return segments
 
     def take_whole(self) -> list[Segment]:
-        """All segments of the buffers that are free as a whole."""
+        """Take all segments of the buffers that are entirely free."""
         whole = [
             (memory, list(parts.values()))
             for memory, parts in self._parts.items()
@@ -199,27 +199,27 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
 
 
 def _thrifty_run(num_segments: int, segment_bytes: int, taken_bytes: Callable[[int], int]) -> int:
-    """The longest run, of up to `num_segments`, of which the allocator wastes the least."""
+    """The length, up to `num_segments`, of the run for which the allocator wastes the smallest share of memory."""
     return max(range(num_segments, 0, -1), key=lambda n: (n * segment_bytes / taken_bytes(n * segment_bytes), n))
 
 
 class SegmentPool:
-    """Lends segments, never more than the budget holds: to the oldest save first, in file order within a save.
+    """Lends segments within a budget: to the oldest save first, in file order within a save.
 
-    A saver owns one, and any thread may use it. A segment that came back is lent again before new memory is touched.
+    A saver owns the pool. Any thread may use it. Returned segments are lent again before new memory is allocated.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES, *, max_bytes: int | None = None) -> None:
         self.segment_bytes = segment_bytes
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
-        # Guards all below. Memory is counted under it before it is made, so that the budget holds, but it is made,
-        # touched and page-locked without it, since that takes up to seconds. Relievers and `check` are called without
-        # it, too: they take the locks of drains, whose threads give segments back.
+        # Guards all fields below. New memory is counted under this lock, so that the budget holds, but allocated,
+        # touched and page-locked without it, since that takes up to seconds. Relievers and `check` are also called
+        # without it: they take the locks of drains, whose threads return segments.
         self._changed = threading.Condition()
         self._free = _FreeSegments()
         self._num_segments = 0
-        self._num_making = 0  # segments that are counted, but not there yet, and free soon
+        self._num_making = 0  # segments that are counted but still being made, and will be free soon
         self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
@@ -229,7 +229,7 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """The host memory in use: lent, free, or lost to copies whose end no device has reported."""
+        """The host memory of the pool: lent, free, or written off since a device never reported the end of a copy."""
         return (self._num_segments + self._num_leaked) * self.segment_bytes
 
     @property
@@ -238,13 +238,13 @@ class SegmentPool:
 
     @property
     def max_run(self) -> int:
-        """The largest number of segments that lie one behind the other."""
+        """The largest number of adjacent segments."""
         return max(1, MAX_RUN_BYTES // self.segment_bytes)
 
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
-        """Let a pool without a budget from the user grow to the size of `num_saves` such archives, memory permitting.
+        """Let a pool without a budget from the user grow to `num_saves` archives of `file_bytes`, memory permitting.
 
-        The pool may have `least` segments in any case.
+        It may have `least` segments in any case.
         """
         if self._hard:
             return
@@ -261,13 +261,13 @@ class SegmentPool:
     def lease_run(
         self, order: tuple[int, int], num_segments: int, *, pin: torch.device | None, check: Callable[[], None]
     ) -> list[Lease]:
-        """Wait for up to `num_segments` segments in a row; see `SegmentLender`."""
+        """Wait for up to `num_segments` adjacent segments; see `SegmentLender`."""
         with self._changed:
             heapq.heappush(self._waiting, order)
             starving = False
             try:
                 while self._waiting[0] != order or not (self._free or self._num_segments < self._max_segments):
-                    # Segments that are being made come sooner than those that a reliever lets go of.
+                    # Segments that are being made become free sooner than a reliever could release others.
                     needs_relief = self._waiting[0] == order and not self._num_making
                     relievers = self._relievers if needs_relief else []
                     self._changed.release()
@@ -290,14 +290,14 @@ class SegmentPool:
         """The leases of a run, page-locked for the device `pin`."""
         try:
             if pin:
-                self._pin(segments[0].memory, pin)  # the buffer of all of them
+                self._pin(segments[0].memory, pin)  # all of them are in this buffer
         except BaseException:
             self.take_back(segments)
             raise
         return [Lease(self, segment) for segment in segments]
 
     def _claim_now(self, num_segments: int, pin: torch.device | None) -> int:
-        """Count up to `num_segments` new segments as there, as far as the budget goes. Under the lock."""
+        """Count up to `num_segments` new segments, within the budget. Returns their number. Requires the lock."""
         at_once = self.max_run if pin else 1
         num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
         if pin and num_new:
@@ -306,10 +306,10 @@ class SegmentPool:
         return num_new
 
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
-        """Make the claimed segments in a buffer of their own, page-locked for the device `pin`."""
+        """Allocate claimed segments in a new buffer, page-locked for the device `pin`."""
         try:
             memory = HostBuffer(num_segments * self.segment_bytes, pin)
-            # The pages are touched before they are locked, and not under the driver's lock.
+            # Touch the pages before they are page-locked: otherwise the driver would do so under its lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()
             if pin:
@@ -323,9 +323,8 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Call `relieve` when a lease has to wait, the oldest one first. `relieve` returns True if it has freed memory.
-
-        Its argument is True if the wait has been in vain for a while.
+        """Call `relieve` when a lease has to wait, the oldest reliever first, until one returns True: it has released
+        segments. The argument of `relieve` is True if the last wait has timed out.
         """
         with self._changed:
             self._relievers = [*self._relievers, relieve]
@@ -335,9 +334,9 @@ class SegmentPool:
             self._relievers = [other for other in self._relievers if other != relieve]
 
     def borrow(self, num_segments: int, *, pin: torch.device | None) -> list[Lease]:
-        """Up to `num_segments` segments without a wait: free ones, then new ones as far as the budget goes.
+        """Lease up to `num_segments` segments without waiting: free ones, then new ones within the budget.
 
-        There are none while others wait for segments, and none in a forked child.
+        Returns none while other threads wait for segments, and none in a forked child.
         """
         if os.getpid() != self._pid:
             return []
@@ -366,10 +365,10 @@ class SegmentPool:
         pin: torch.device | None,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Make the pool hold this many segments, touched (and page-locked) by the threads of `crew`, or by this one.
+        """Fill the pool up to `num_segments` segments, touched (and page-locked) by `crew`, or by this thread.
 
-        Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not
-        wait for all of them. `goes_on` is called before each.
+        Blocks until that is done. Each run is claimed just before it is made, so a lease that is requested meanwhile
+        does not wait for all runs. `goes_on` is called before each run; no more are made once it returns False.
         """
         outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_runs = -(-(min(num_segments, self._max_segments) - self._num_segments) // (self.max_run if pin else 1))
@@ -414,7 +413,7 @@ class SegmentPool:
             return
         code = memory.pin(device)
         if code and backend_of(device).is_broken(device):
-            return  # the copies will say so
+            return  # the copies will report it
         if code:
             self._pin_refused = True
         if code not in (0, UNSUPPORTED):
@@ -427,7 +426,7 @@ class SegmentPool:
             )
 
     def take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
-        """Let others have these segments. `num_made` fewer are being made."""
+        """Make these segments free. `num_made` segments are no longer being made."""
         with self._changed:
             self._num_making -= num_made
             for segment in segments:
@@ -445,7 +444,7 @@ class SegmentPool:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Give the buffers of which no segment is lent back to the system."""
+        """Return the buffers that are entirely free to the system."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -457,7 +456,7 @@ class SegmentPool:
             memory.free()
 
     def close(self) -> None:
-        """Like `release`; segments on loan follow as they come back."""
+        """Return all memory to the system: free buffers now, others as soon as their segments come back."""
         with self._changed:
             self._closed = True
         self.release()

@@ -1,7 +1,7 @@
-"""This process: state that a forked child must not take over from its parent, and how others know that it has ended.
+"""This process: state that a forked child must not inherit, and names by which others see that a process has ended.
 
-In: functions that reset a module's globals. Out: their calls, in each forked child, and whether that lacks the threads
-of a tokio runtime that its parent had; the names of processes. Knows nothing of: the globals.
+In: functions that reset a module's globals. Out: calls of them in each forked child; whether the child has lost the
+threads of a tokio runtime; names of processes. Knows nothing of: the globals.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _forgetting: list[Callable[[], None]] = []
 def in_forked_child(forget: Forget) -> Forget:
     """Call `forget` in every child that is forked from now on.
 
-    It must take no lock, whose holder may be missing there.
+    It must not acquire a lock: the thread that holds it may not exist in the child.
     """
     _forgetting.append(forget)
     return forget
 
 
 class OnceInProcess(Generic[K, V]):
-    """Objects that a process creates once for each key. A forked child begins with none, and keeps its parent's."""
+    """Objects that a process creates once per key. A forked child starts without, and never finalizes its parent's."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make
@@ -55,10 +55,10 @@ class OnceInProcess(Generic[K, V]):
 
 
 def never_end(inherited: object) -> None:
-    """In a forked child: keep an object of the parent as it is until the child ends, and past the interpreter's end.
+    """In a forked child: keep an object of the parent alive for good, so that its finalizers never run.
 
-    Its finalizers would speak on connections that the parent uses, unregister these from the parent's event loops,
-    which share their epoll instances with the child, or wait for threads that only the parent has.
+    They might use connections of the parent, unregister these from the parent's event loops, which share their epoll
+    instances with the child, or wait for threads that only the parent has.
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         alive = finalizer.peek()
@@ -80,9 +80,9 @@ _has_lost_tokio = False
 
 
 def has_lost_tokio() -> bool:
-    """Whether a process that this one was forked from had obstore and threads that are named like those of its runtime.
+    """True if this process was forked from one that had imported obstore and had threads named like those of tokio.
 
-    Other libraries that use tokio have threads of the same names; then obstore is refused without need.
+    Threads of other libraries that use tokio have the same names; then obstore is refused needlessly.
     """
     return _has_lost_tokio
 
@@ -108,13 +108,13 @@ def _has_tokio(process: int) -> bool:
 
 
 def own_process() -> str:
-    """This process, for others that ask `has_ended`: its machine, its number, and when it began."""
+    """The name of this process for `has_ended`: its machine, pid and start time."""
     pid = os.getpid()
     return f"{machine()} {pid} {began(pid) or 0}"
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process, as its own `own_process` has told it, was of this machine and has ended, by proc(5)."""
+    """True if the process with this name, from `own_process`, ran on this machine and has ended, by proc(5)."""
     try:
         where, pid, since = process.split()
         return where == machine() != "-" and int(since) != 0 and began(int(pid)) != int(since)
@@ -124,7 +124,7 @@ def has_ended(process: str) -> bool:
 
 @cache
 def machine() -> str:
-    """This machine, and its space of process numbers; "-" where the system does not tell it."""
+    """The name of this boot of this machine, and of the process's pid namespace; "-" if the system does not have it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -132,7 +132,7 @@ def machine() -> str:
 
 
 def began(pid: int) -> int | None:
-    """When a process began, in ticks since the machine's start; None if it has ended, or is not known."""
+    """The start time of a process, in clock ticks since boot; None if it has ended, or the time is unknown."""
     with suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])

@@ -1,10 +1,10 @@
-"""Memory that other processes of this host can map: memfds, sealed, without a name anywhere.
+"""Memory that other processes of this host can map: sealed memfds, which have no name in any file system.
 
-In: sizes, descriptors. Out: maps. Knows nothing of: who gets a descriptor, what the bytes are.
+In: sizes, descriptors. Out: maps. Knows nothing of: who gets a descriptor, the meaning of the bytes.
 
-The maker's map stays writable, and is filled again and again. Seals keep everybody, the maker too, from changing the
-size, which would kill readers with SIGBUS, and from making another map that is writable. The kernel frees the memory
-when the last map and the last descriptor of it are gone, however their processes have ended.
+The creator's map stays writable, and is filled again and again. Seals keep every process, including the creator, from
+changing the size, which would kill readers with SIGBUS, and from making another writable map. The kernel frees the
+memory when its last map and its last descriptor are gone, however their processes have ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 CAN_SHARE: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
-# fcntl(2) and madvise(2); Python names neither the newest seal nor the newest advice.
+# From fcntl(2) and madvise(2): Python has no names for the newest seal and the newest advice.
 _ADD_SEALS: Final = 1033
 _GET_SEALS: Final = 1034
 _SEAL_SEAL: Final = 1
@@ -46,13 +46,13 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 _NUM_KEPT_MAPS: Final = 2
 _FAILED: Final = ctypes.c_void_p(-1).value
 
-_fds: set[int] = set()  # of this process's own memory
-_ends: set[weakref.finalize[..., Any]] = set()  # of its maps
+_fds: set[int] = set()  # descriptors of memory that this process has created
+_ends: set[weakref.finalize[..., Any]] = set()  # finalizers of its maps
 
 
 @in_forked_child
 def _let_go() -> None:
-    """In a forked child: let go of the memory, which it does not inherit, so that it goes with the parent."""
+    """In a forked child, which does not inherit the maps, close the descriptors: the memory ends with the parent."""
     for fd in _fds:
         with suppress(OSError):
             os.close(fd)
@@ -79,9 +79,10 @@ def _checked(address: int) -> int:
 
 
 def _mapped(fd: int, num_bytes: int, protection: int) -> Any:
-    """A shared map of a memfd as an array of bytes, which unmaps it when nothing refers to it."""
+    """Map a memfd as a shared array of bytes, which is unmapped once nothing refers to it."""
     library = _library()
-    # Huge pages need an address that the kernel does not choose by itself: it is cut out of a larger reservation.
+    # Huge pages need an aligned address, which the kernel does not choose by itself: cut it out of a larger
+    # reservation.
     slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     begin = _checked(library.mmap(None, num_bytes + slack, _PROT_NONE, flags, -1, 0))
@@ -95,7 +96,7 @@ def _mapped(fd: int, num_bytes: int, protection: int) -> Any:
         library.munmap(begin, address - begin)
     if begin + slack > address:
         library.munmap(address + num_bytes, begin + slack - address)
-    # A forked child has no business there, and copy-on-write would have to watch pages that a device writes to.
+    # A forked child does not need the memory, and copy-on-write would slow down pages that a device writes to.
     library.madvise(address, num_bytes, mmap.MADV_DONTFORK)
     library.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)
     array = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -117,7 +118,7 @@ def _close(fd: int) -> None:
 
 
 def make_shared(num_bytes: int) -> tuple[Any, int]:
-    """New memory, and its descriptor, which is closed with it. Raises OSError where there is no memory of this kind."""
+    """New shared memory and its descriptor, which is closed with it. Raises OSError if the system has none."""
     if not CAN_SHARE or fcntl is None:
         raise OSError(errno.ENOSYS, "this system cannot share memory between processes by a descriptor")
     num_bytes = align_up(max(1, num_bytes), _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else mmap.PAGESIZE)
@@ -127,7 +128,7 @@ def make_shared(num_bytes: int) -> tuple[Any, int]:
         os.ftruncate(fd, num_bytes)
         array = _mapped(fd, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         for seals in (_SEAL_SHRINK | _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL):
-            with suppress(OSError):  # Linux before 5.1 does not know the second one
+            with suppress(OSError):  # Linux before 5.1 lacks _SEAL_FUTURE_WRITE
                 fcntl.fcntl(fd, _ADD_SEALS, seals)
     except BaseException:
         _close(fd)
@@ -137,12 +138,12 @@ def make_shared(num_bytes: int) -> tuple[Any, int]:
 
 
 def provide(fd: int, address: int, num_bytes: int) -> None:
-    """Have the kernel provide all pages now: where memory is short, a later touch would kill the process.
+    """Have the kernel provide all pages now: if memory is short, touching them later would kill the process.
 
     Raises OSError.
     """
     library = _library()
-    if library.madvise(address, num_bytes, _POPULATE_WRITE) == 0:  # huge pages, if the system has them for this
+    if library.madvise(address, num_bytes, _POPULATE_WRITE) == 0:  # uses huge pages, if shared memory may have them
         return
     number = ctypes.get_errno()
     if number == errno.EINVAL:  # Linux before 5.14
@@ -153,17 +154,17 @@ def provide(fd: int, address: int, num_bytes: int) -> None:
 
 
 class ReadOnlyMaps:
-    """Maps of the memory of another process, kept for the next time that it is lent. One thread at a time uses them.
+    """Maps of another process's memory, kept for the next time that it lends the same. For one thread at a time.
 
-    Without huge pages, which few systems allow for such memory, it takes as long to map and unmap it as to copy it.
-    The maker may overwrite memory that is mapped and not lent, so only lent memory is looked at.
+    Without huge pages, which few systems allow for such memory, mapping and unmapping take as long as copying. The
+    owner may overwrite mapped memory that is not lent, so only lent memory is read.
     """
 
     def __init__(self) -> None:
-        self._maps: dict[int, torch.Tensor] = {}  # by the number of the inode, which no other has while it is mapped
+        self._maps: dict[int, torch.Tensor] = {}  # by inode number, which is unique while the memory is mapped
 
     def of(self, fds: Sequence[int]) -> list[torch.Tensor]:
-        """The memory behind these descriptors, as tensors that must not be written to. Other maps are dropped soon.
+        """The memory behind these descriptors, as tensors that must not be written to. Keeps only two other maps.
 
         Raises OSError, and ValueError for memory whose size could change.
         """
@@ -175,12 +176,12 @@ class ReadOnlyMaps:
         return [kept[inode] for inode in inodes]
 
     def drop(self) -> None:
-        """Unmap all."""
+        """Drop all maps; they are unmapped once no tensor refers to them."""
         self._maps = {}
 
 
 def map_shared(fd: int) -> torch.Tensor:
-    """The bytes of another process's memory, as a tensor that must not be written to. `fd` can be closed then.
+    """The bytes of another process's memory, as a tensor that must not be written to. `fd` may be closed afterwards.
 
     Raises OSError, and ValueError for memory whose size could change.
     """

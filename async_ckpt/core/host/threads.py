@@ -1,11 +1,11 @@
-"""Crews of plain threads, and the life of an object that threads share: a table of its states.
+"""Crews of plain threads, and the life of an object that threads share, as a table of its states.
 
 In: callables, which report their own errors; the states that may follow each state. Out: the present state.
-Knows nothing of: the work of tasks, what the states mean.
+Knows nothing of: the work of tasks, the meaning of states.
 
-A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
-last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
-hook stops them, after the hooks that were registered later (the worker's drain) have run.
+Crews replace Python's executors, which refuse work once the interpreter has begun to exit, when the last checkpoint
+must still be written. Their threads are not daemons, so that none dies in the middle of a write. An exit hook stops
+them, after the hooks that were registered later (the worker's drain) have run.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .process import in_forked_child
 S = TypeVar("S")
 
 Task = Callable[[], None]
-# Queues a task. If the system has no thread left for it, the second function is called with the error.
+# A function that queues a task. If no thread can be started for it, it calls its second argument with the error.
 Submit = Callable[[Task, Callable[[RuntimeError], None]], None]
 
 _BACKGROUND_NICENESS: Final = 10
-# ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served
-# when no other class asks, and by the scheduler mq-deadline within ten seconds in any case.
+# ioprio_set(2), for which libc has no function: the number of the system call, its subject (a thread), and the idle
+# class, which is served when no other class has requests, and by the scheduler mq-deadline within ten seconds.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
-_IOPRIO_USUAL: Final = 0  # what the nice value says
-# More threads than the last saves of a script were seen to start.
+_IOPRIO_USUAL: Final = 0  # the priority follows from the nice value
+# More threads than the last saves of a script have been seen to start.
 _NUM_RESERVED: Final = 64
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
 class LibraryThread(threading.Thread):
-    """A thread of this library. A task that waits for a save on such a thread would wait for itself."""
+    """A thread of this library. It must not wait for a save: the save may need this very thread."""
 
     def run(self) -> None:
-        if "torch" in sys.modules:  # a look at a run needs none of it
+        if "torch" in sys.modules:  # commands that only look at a run do not import torch
             from ..backends import claim_thread
 
             claim_thread()
@@ -54,9 +54,9 @@ class LibraryThread(threading.Thread):
 
 
 def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
-    """Begin to run this on a thread of its own. Raises RuntimeError if the system has none left.
+    """Run `run` on a new thread, or on an idle thread of the reserve. Raises RuntimeError if no thread can be started.
 
-    A `daemon` is not waited for when the interpreter exits.
+    The interpreter does not wait for a `daemon` when it exits.
     """
     name = f"async_ckpt-{name}"
     thread = LibraryThread(target=run, name=name, daemon=daemon)
@@ -91,7 +91,7 @@ class _ReserveTask:
         self._ended.wait(timeout)
 
 
-# A thread, or a task on a thread of the reserve.
+# The thread that `start_thread` started, or its task on a thread of the reserve.
 Running: TypeAlias = threading.Thread | _ReserveTask
 
 
@@ -101,33 +101,33 @@ def is_library_thread() -> bool:
 
 
 class Crew:
-    """Up to `max_threads` threads that take tasks in order. A thread is started when a task finds no idle one.
+    """Up to `max_threads` threads that take tasks in order. If none is idle, a new task starts a thread.
 
-    With `background` they give way to the training where processors are short. A crew belongs to the process that
-    created it, and does nothing in a forked child.
+    With `background`, the threads run at low priority, so that they yield to the training. A crew belongs to the
+    process that created it, and does nothing in a forked child.
     """
 
     def __init__(self, name: str, max_threads: int, *, background: bool = False) -> None:
         self.name = name
         self.max_threads = max_threads
         self._background = background
-        # Each task in a list of its own, which whoever runs it, or drops it, takes it out of. None: a thread may end.
+        # Each item is a list with one task; the list is emptied when the task is run or dropped. None ends one thread.
         self._tasks: queue.SimpleQueue[list[Task] | None] = queue.SimpleQueue()
-        # Guards all below, and the order of the queue. Threads are started and tasks are run without it.
+        # Guards all fields below, and the order of the queue. Not held while a thread is started or a task is run.
         self._lock = threading.Lock()
         self._num_threads = 0
-        self._num_ending = 0  # threads that have not seen yet that they are to end
+        self._num_ending = 0  # threads that were told to end, and have not yet taken the None from the queue
         self._num_stops = 0
         self._num_waiting = 0  # tasks that are queued or running
         self._is_over = False  # the interpreter is exiting
-        self._yielding: list[int] = []  # threads in the disk's idle class, as the kernel numbers them
+        self._yielding: list[int] = []  # native ids of the threads in the disk's idle class
         self._pid = os.getpid()
         _crews.add(self)
 
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
         """Run `task` on a thread of the crew, after the tasks submitted before it have begun.
 
-        If there is no thread for it, because the system has none left or the interpreter is exiting, the task is
+        If no thread can be started for it, because the system has none left or the interpreter is exiting, the task is
         dropped and `refused` is called with the error. Without `refused`, raises RuntimeError.
         """
         queued = [task]
@@ -138,10 +138,10 @@ class Crew:
             if start:
                 self._num_threads += 1
                 number = self._num_threads
-            self._tasks.put(queued)  # ahead of what a `stop` puts that comes now: a thread ends after its last task
+            self._tasks.put(queued)  # under the lock, so before the None of a later `stop`: the task still runs
         if start:
             try:
-                if is_over:  # nothing would stop the thread any more, and the interpreter would wait for it
+                if is_over:  # the exit hook has run, so nothing would stop the thread, and the interpreter would hang
                     raise RuntimeError("the interpreter is exiting")
                 start_thread(f"{self.name}-{number}", self._run)
             except RuntimeError as error:
@@ -150,7 +150,7 @@ class Crew:
                         self._num_threads -= 1
                     else:
                         self._num_ending -= 1
-                    if not queued:  # another thread has it
+                    if not queued:  # another thread has taken the task
                         return
                     queued.clear()
                     self._num_waiting -= 1
@@ -159,7 +159,7 @@ class Crew:
                 refused(error)
 
     def submit_if_idle(self, task: Task) -> bool:
-        """Run `task` if a thread of the crew is idle. False if none is."""
+        """Run `task` if a thread of the crew is idle; else return False."""
         with self._lock:
             is_idle = self._num_waiting < self._num_threads
             if is_idle:
@@ -179,24 +179,24 @@ class Crew:
                     self._num_ending -= 1
                     break
                 task = queued.pop() if queued else None
-            if task is None:  # it was refused
+            if task is None:  # the task was refused
                 continue
             try:
                 task()
             except BaseException:
-                # Tasks report their own errors; if one cannot, the thread goes on all the same.
+                # Tasks report their own errors. If one fails to, the thread must still live on.
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             finally:
                 with self._lock:
                     self._num_waiting -= 1
-            del task  # objects that the task refers to must not live until the next task comes
-        with self._lock, suppress(ValueError):  # the kernel will give the number to another thread
+            del task  # else the task's objects would live until the next task
+        with self._lock, suppress(ValueError):  # the kernel may reuse the id for another thread
             self._yielding.remove(threading.get_native_id())
 
     def run_all(self, tasks: Iterable[Task]) -> None:
-        """Run tasks on the crew's threads and return when all are done.
+        """Run tasks on the crew's threads, and block until all are done.
 
-        After an error no task begins, and it is raised.
+        After an error no further task begins, and the error is raised once the running tasks have ended.
         """
         todo = iter(tasks)
         lock = threading.Lock()
@@ -218,7 +218,7 @@ class Crew:
 
         num_left = 0
         try:
-            # No task begins before all threads have started: a thread's stack waits for the memory that tasks take.
+            # Hold back all tasks until all threads have started: tasks that allocate memory delay the start of threads.
             with lock:
                 for _ in range(self.max_threads):
                     self.submit(work)
@@ -227,7 +227,8 @@ class Crew:
                 workers_ended.acquire()
                 num_left -= 1
         except BaseException as error:
-            # Ctrl-C, or no thread left: no other task begins, and those under way end before anything is closed.
+            # Ctrl-C, or no thread left: begin no further task, and wait for the running ones, which may use files that
+            # the caller closes next.
             errors.append(error)
             for _ in range(num_left):
                 workers_ended.acquire()
@@ -236,7 +237,7 @@ class Crew:
             raise errors[0]
 
     def hurry(self) -> None:
-        """Give these threads the disk like all others from now on, because the user waits for them."""
+        """Give these threads normal disk priority from now on, because the user waits for them."""
         with self._lock:
             self._background = False
             yielding, self._yielding = self._yielding, []
@@ -244,9 +245,9 @@ class Crew:
             _set_io_class(thread, _IOPRIO_USUAL)
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Let the threads end once the tasks already submitted are done.
+        """Let the threads end once the tasks already submitted are done. Returns at once. Idempotent.
 
-        Idempotent. Unless `for_good`, tasks may follow.
+        Tasks submitted later start new threads, unless `for_good`.
         """
         if os.getpid() != self._pid:
             return
@@ -262,17 +263,17 @@ class Crew:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
 
 
-# Threads that are started before they are needed, for the last saves of a Python that starts none while it exits.
+# Threads that are started in advance, for the last saves under a Python that cannot start threads while it exits.
 _reserve = Crew("reserve", _NUM_RESERVED)
 
 
 def prepare_for_exit() -> None:
-    """Start the threads that saves under way may need while the interpreter exits.
+    """Start the threads that running saves may need while the interpreter exits.
 
-    Python 3.12.0 and 3.12.1 start none by then, not even for the hooks that run before the threads are joined.
+    Python 3.12.0 and 3.12.1 refuse to start threads then, even in the hooks that run before the threads are joined.
     """
     if (3, 12, 0) <= sys.version_info < (3, 12, 2):
-        with suppress(RuntimeError):  # the system has none left
+        with suppress(RuntimeError):  # the system has no threads left
             _reserve.run_all(())
 
 
@@ -283,7 +284,7 @@ def _forget() -> None:
 
 
 def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
-    """Like `Crew.run_all`, on new threads for these tasks alone. The caller itself runs a single task."""
+    """Like `Crew.run_all`, on new threads for these tasks. A single task runs on the caller's thread."""
     if len(tasks) < 2:
         for task in tasks:
             task()
@@ -296,7 +297,7 @@ def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
 
 
 def give_way() -> None:
-    """Lower the priority of this process: of this thread, and of those that it starts from now on."""
+    """Lower the priority of this process: of the calling thread, and of threads that it starts from now on."""
     if sys.platform == "linux":
         _give_way()
     elif hasattr(os, "nice"):
@@ -304,9 +305,9 @@ def give_way() -> None:
 
 
 def _give_way() -> None:
-    """Lower this thread's priority for processor and disk. Only on Linux do threads have priorities (sched(7)).
+    """Lower the calling thread's priority for processor and disk. Only Linux has priorities of threads (sched(7)).
 
-    A nice value alone moves requests on a disk only under one scheduler (BFQ).
+    The nice value alone affects disk requests only under the scheduler BFQ.
     """
     if sys.platform != "linux":
         return
@@ -329,7 +330,7 @@ def running_future() -> Future[Any]:
 
 
 def resolve(outcome: Future[S], fn: Callable[[], S]) -> None:
-    """Make a call, and keep its outcome; asyncio's own futures do not accept StopIteration."""
+    """Make a call, and resolve the future with its outcome. Unlike asyncio's futures, it accepts StopIteration."""
     try:
         outcome.set_result(fn())
     except BaseException as error:
@@ -337,7 +338,7 @@ def resolve(outcome: Future[S], fn: Callable[[], S]) -> None:
 
 
 def conclude(outcome: Future[None], error: BaseException | None) -> None:
-    """Resolve a future that has no value: with the error, if there is one."""
+    """Resolve a future without a value, or with the error if there is one."""
     if error is None:
         outcome.set_result(None)
     else:
@@ -345,7 +346,7 @@ def conclude(outcome: Future[None], error: BaseException | None) -> None:
 
 
 class Life(Generic[S]):
-    """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
+    """The present state of one object, initially the first state in the table. Guarded by the lock of its owner."""
 
     __slots__ = ("_successors", "now")
 
@@ -354,7 +355,7 @@ class Life(Generic[S]):
         self.now = next(iter(successors))
 
     def go(self, state: S) -> bool:
-        """Change to a state if it may follow the present one. False if it may not."""
+        """Change to `state` if it may follow the present state; else return False."""
         if state not in self._successors[self.now]:
             return False
         self.now = state

@@ -1,12 +1,11 @@
-"""Waits with signs of life: a wait of more than two seconds tells what it is for, and the progress.
+"""Waits that log their progress: a wait of more than two seconds logs what it waits for.
 
-In: futures, and a description of the progress. Out: a line after two seconds, and another every thirty; and all
-deadlines, the limits in seconds of waits for something that may never come.
-Knows nothing of: saves.
+In: futures, and a description of the progress. Out: a line after two seconds, and another every thirty. Also all
+deadlines: the limits, in seconds, of waits for events that may never come. Knows nothing of: saves.
 
 While the program runs, a line goes to the logger `async_ckpt` as a warning, which is visible without any configuration
 of logging. At the interpreter's exit it goes to stderr. No thread is needed: a wait wakes up five times a second and
-looks at the clock.
+checks the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Final
 from ..timing import TIMEKEEPER
 from .threads import conclude, is_library_thread
 
-# The sleep of a waiting thread before it checks again that the end of its wait can still come.
+# How long a waiting thread sleeps before it checks again whether its wait can still end.
 LIVENESS_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 30.0
@@ -36,57 +35,57 @@ ENDS_THE_CALL: Final = "Ctrl-C ends the call, without saving"
 
 # How long a store may be away before a save gives up: enough for a reboot of its front end or a new network lease.
 OBJECT_SECONDS: Final = 900.0
-# The same for a manifest, a listing or a read, for which the user waits.
+# How long it may be away for a manifest, a listing or a read, since the user waits for these.
 REQUEST_SECONDS: Final = 120.0
-# One request for a part. Eight parts of 32 MiB in this time need 1.5 MB/s; if that fails, the next attempt sends half
-# as many at once.
+# One request for a part. Eight concurrent parts of 32 MiB need 1.5 MB/s to end in time; if they fail, the next attempt
+# sends half as many at once.
 PART_SECONDS: Final = 180.0
 SMALL_SECONDS: Final = 30.0  # any other request
-# How long an aborted upload may take to drop its buffers before its thread ends without them.
+# How long an aborted upload may take to drop its buffers; after that, its thread ends without waiting for it.
 DROP_SECONDS: Final = 10.0
-# The abort of the leftovers of a failed upload.
+# How long to try to abort the leftovers of a failed upload.
 ABORT_SECONDS: Final = 10.0
 
 # --- other ranks --------------------------------------------------------------------------------------------------
 
-# Nothing was heard of another rank, though the store of the ranks answers: it is lost. A debugger, or a call that holds
-# the GIL for longer, needs more.
+# A rank that has sent nothing for this long, while the store of the ranks answers, counts as lost. Raise it for a
+# debugger, or for a call that holds the GIL for longer.
 SILENCE_SECONDS: Final = float(os.environ.get("ASYNC_CKPT_SILENCE_SECONDS") or 120.0)
-# The first save, export or publication of another rank.
+# How long to wait for the first save, export or publication of another rank.
 MEETING_SECONDS: Final = 600.0
-# Between two signs that a rank is still working: much less than the other ranks wait for its answer.
+# The time between two keep-alives of a working rank: much less than other ranks wait for its answer.
 SIGN_SECONDS: Final = 60.0
-# The receipts or parts of other ranks, once rank 0's own archive is durable.
+# How long to wait for the receipts or parts of other ranks, once rank 0's own archive is durable.
 PEER_SECONDS: Final = 1800.0
-# The decision of rank 0, which has to wait for receipts itself.
+# How long to wait for the decision of rank 0, which itself waits for receipts.
 DECISION_SECONDS: Final = PEER_SECONDS + 600.0
-# How long a shared root may hide from one rank what another has written: NFS does so for a minute.
+# How long a file that one rank has written to a shared root may be invisible to another: NFS caches for a minute.
 SHARED_SECONDS: Final = 120.0
 
-# --- a place of several, and the end ------------------------------------------------------------------------------
+# --- runs at several places, and the end --------------------------------------------------------------------------
 
-# A place that does not even open, once the save has failed.
+# How long to wait for a place that does not even open, once the save has failed.
 OPEN_SECONDS: Final = 10.0
-# A place of several where no write returns: the save fails, and the next goes to another place.
+# If no write returns at a place for this long, the save fails there, and the next goes to another place.
 PROGRESS_SECONDS: Final = 30.0
-# At the end, a place to which a copy makes no progress.
+# How long to wait at the end for a place to which a copy makes no progress.
 FINISH_SECONDS: Final = 120.0
-# At the end, a place that answers nothing, while another one that survives a reboot has the step.
+# How long to wait at the end for a place that does not answer, if another place that survives a reboot has the step.
 ANSWER_SECONDS: Final = 10.0
-# Calls at a place whose save has failed, where the next can go elsewhere.
+# How long to wait for calls at a place whose save has failed, if the next save can go elsewhere.
 END_SECONDS: Final = 10.0
-# The last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more, but at least
-# as long as a healthy disk may need.
+# How long to wait at most for the last writes of abandoned saves. An exit with a timeout waits a tenth of that timeout,
+# but at least as long as a healthy disk may need.
 ABANDON_SECONDS: Final = 10.0
 LEAST_ABANDON_SECONDS: Final = 1.0
-# Listeners of operations, such as exporters of metrics, at the interpreter's exit.
+# How long to wait, at the interpreter's exit, for listeners of operations, such as exporters of metrics.
 LISTENERS_SECONDS: Final = 5.0
 
 _log = logging.getLogger("async_ckpt")
 
 
 class Wait:
-    """One wait of one thread, from its creation on. `caller` and `ctrl_c` are parts of the line."""
+    """One wait of one thread, from its creation on. `caller` and `ctrl_c` are parts of the logged line."""
 
     def __init__(self, caller: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
         self._caller, self._ctrl_c, self._say = caller, ctrl_c, say
@@ -94,9 +93,9 @@ class Wait:
         self._next = self._begin + _FIRST_SECONDS
 
     def goes_on(self, progress: Callable[[], str]) -> None:
-        """Print the line if it is time for one. The waiting thread calls this at each wake-up, without a lock."""
+        """Log a line if one is due. The waiting thread calls this at each wake-up, without holding a lock."""
         now = TIMEKEEPER.now()
-        if now < self._next or is_library_thread():  # the user waits for no thread of the library
+        if now < self._next or is_library_thread():  # waits of the library's own threads do not concern the user
             return
         self._next = now + _AGAIN_SECONDS
         caller = f" {self._caller}" if self._caller else ""
@@ -105,15 +104,15 @@ class Wait:
 
 
 def wait_for(future: Future[Any], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None) -> bool:
-    """Wait until a future is done. Its outcome is not looked at. `goes_on` is called at each wake-up.
+    """Wait until a future is done, without retrieving its outcome. `goes_on` is called at each wake-up.
 
-    False if `timeout` seconds have passed before.
+    Returns False if `timeout` seconds pass before that.
     """
     deadline = _deadline(timeout)
     while True:
         seconds_left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
         try:
-            # Not `future.exception`: a subclass may override it by this function, or note that the user has looked.
+            # Not `future.exception`: a subclass may implement it by this function, or record that the user called it.
             Future.exception(future, max(0.0, min(seconds_left, LIVENESS_SECONDS)))
             return True
         except TimeoutError:
@@ -123,7 +122,7 @@ def wait_for(future: Future[Any], timeout: float | None = None, goes_on: Callabl
 
 
 def _deadline(timeout: float | None) -> float | None:
-    """The end of a wait of `timeout` seconds, which may be past already. Raises TypeError if it is not a number."""
+    """The end of a wait of `timeout` seconds, perhaps in the past. Raises TypeError if it is not a number."""
     if timeout is None:
         return None
     try:
@@ -135,7 +134,7 @@ def _deadline(timeout: float | None) -> float | None:
 def wait_for_all(
     futures: Sequence[Future[Any]], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None
 ) -> bool:
-    """Like `wait_for`, until all futures are done; `timeout` is for all of them together."""
+    """Like `wait_for`, but until all futures are done. `timeout` is for all of them together."""
     deadline = _deadline(timeout)
     return all(
         wait_for(future, None if deadline is None else max(0.0, deadline - TIMEKEEPER.now()), goes_on)
@@ -144,7 +143,7 @@ def wait_for_all(
 
 
 def growing_pauses(first_seconds: float, longest_seconds: float) -> Iterator[float]:
-    """The seconds to pause between two looks at something, again and again: longer each time, up to the longest."""
+    """An endless series of pauses for polling, in seconds: each 1.5 times the last, up to `longest_seconds`."""
     seconds = first_seconds
     while True:
         yield seconds
@@ -152,7 +151,7 @@ def growing_pauses(first_seconds: float, longest_seconds: float) -> Iterator[flo
 
 
 class Completion(Future[None]):
-    """A future that cannot be cancelled. A wait for it prints signs of life, which `progress` describes."""
+    """A future that cannot be cancelled. A long wait for it logs lines with the text that `progress` returns."""
 
     def __init__(self, progress: Callable[[], str]) -> None:
         super().__init__()
@@ -169,22 +168,19 @@ class Completion(Future[None]):
         return super().exception(0.0)
 
     def _wait(self, timeout: float | None) -> None:
-        if self.done():  # asyncio copies the outcome of a future that is done
+        if self.done():  # the usual case under asyncio, which copies the outcome once the future is done
             return
         wait = Wait("", ENDS_THE_WAIT)
         wait_for(self, timeout, lambda: wait.goes_on(self._progress))
 
 
 def _forget_progress(completion: Any) -> None:
-    """Let go of the function: its object may refer to the completion, and should not outlive the end."""
+    """Drop the function: its object may refer to the completion, and should not outlive the operation."""
     completion._progress = lambda: "an operation that has just ended"
 
 
 def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Future[None]:
-    """A future that is done when all of these are.
-
-    Its error is the first one in the order of the futures.
-    """
+    """A future that is done when all of these are. Its error is the first one in the order of the futures."""
     if len(futures) == 1:
         return futures[0]
     whole = Completion(progress)

@@ -1,9 +1,9 @@
 """Tables and small pictures as HTML, for the values that notebooks show.
 
-In: texts and numbers. Out: HTML without scripts, styles of the page, or links. Knows nothing of: checkpoints.
+In: texts and numbers. Out: HTML without scripts, page styles, or links. Knows nothing of: checkpoints.
 
-Every text is escaped here, since names and messages come from checkpoints that anybody may have written. Pictures take
-the colour of the text around them, so they fit a dark page, too.
+Every text is escaped here, since names and messages may come from untrusted checkpoints. Pictures use the colour of the
+surrounding text, so they also fit a dark page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LABEL_WIDTH: Final = 90
 
 
 def _escaped(text: str) -> str:
-    from html import escape  # by need: no save shows HTML, and its table of entities takes milliseconds
+    from html import escape  # lazy: its table of entities takes milliseconds, and no save needs it
 
     return escape(text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table. Without names of columns, the first text of each row is its heading."""
+    """A table. If `columns` is empty, the first text of each row is its heading."""
     head = "".join(f"<th>{_escaped(column)}</th>" for column in columns)
     lines = [f"<thead><tr>{head}</tr></thead>"] if columns else []
     for first, *texts in rows:
@@ -35,12 +35,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A line of text."""
+    """A paragraph of text."""
     return f"<p>{_escaped(text)}</p>"
 
 
 def line(title: str, values: Sequence[float]) -> str:
-    """A line through the values, from the left to the right, beginning at zero. `title` says what it shows."""
+    """A line chart of the values, from left to right, with zero at the bottom. `title` is its description."""
     most = max(values, default=0.0) or 1.0
     step = _WIDTH / max(1, len(values) - 1)
     points = " ".join(
@@ -51,7 +51,7 @@ def line(title: str, values: Sequence[float]) -> str:
 
 
 def bars(title: str, lengths: Sequence[tuple[str, float]]) -> str:
-    """A bar for each name, one below the other, as long as its number beside the greatest."""
+    """A bar chart with one bar below the other, each labelled by its name and scaled to the largest number."""
     most = max((length for _, length in lengths), default=0.0) or 1.0
     drawn = []
     for at, (name, length) in enumerate(lengths):

@@ -1,6 +1,6 @@
 """Untrusted pickles: their programs are interpreted, and nothing that they name is created or called.
 
-- `machine` has the stack that a program works on, and the instructions; it may record what each object is made of.
+- `machine` has the stack that a program works on, and the instructions; it can record the structure of each object.
 - `saved_objects` loads the output of `torch.save`, or refuses it.
 - `object_digests` compares objects of several ranks.
 

@@ -2,10 +2,10 @@
 
 In: a program. Out: the object that its last instruction leaves on the stack. Knows nothing of: the classes of objects.
 
-Numbers, texts, lists and tuples stand for themselves. Subclasses decide what stands on the stack for everything else:
-a name, a call, a dict. The time is linear in the program, with one Python call for each instruction, which reads its
-argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long). A `Recorder`
-records what each object is made of.
+Numbers, texts, lists and tuples are represented by themselves on the stack; for everything else (a name, a call, a
+dict), subclasses choose a representation. The time is linear in the size of the program, with one Python call for each
+instruction, which reads its argument in place (`pickletools.genops`, with which the tests compare the table, takes ten
+times as long). A `Recorder` records the structure of each object.
 
 The instructions are those of https://docs.python.org/3/library/pickletools.html that `torch.save` and
 torch.distributed.checkpoint write, in protocols 2 to 5.
@@ -23,14 +23,14 @@ _NAMES: Final = {code: name for name, code in _CODES.items()}
 
 
 class PickleMachine:
-    """The base of the interpreters. One is created for each program, and follows it once."""
+    """The base class of the interpreters. An instance runs one program, once."""
 
     accepted: ClassVar[frozenset[str]]  # the names of the allowed instructions
     protocols: ClassVar[range]
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks under each mark
+        self._below: list[list[Any]] = []  # for each mark, the stack below it
         self._memo: dict[int, Any] = {}
 
     def __init_subclass__(cls) -> None:
@@ -41,7 +41,7 @@ class PickleMachine:
     _steps: ClassVar[list[Callable[[PickleMachine, bytes, int], int]]]
 
     def follow(self, program: bytes) -> Any:
-        """The top of the stack when the program ends. Raises ValueError for a malformed program."""
+        """Run a program, and return the top of its stack at the end. Raises ValueError for a malformed program."""
         steps, at, end = self._steps, 0, len(program)
         try:
             while at < end:
@@ -56,15 +56,15 @@ class PickleMachine:
     # --- for subclasses ---------------------------------------------------------------------------------------
 
     def refuse(self, instruction: str) -> NoReturn:
-        """Raise an error for an instruction that is not accepted, by its name or an unknown code."""
+        """Raise an error for an instruction that is not accepted. `instruction` is its name, or its code if unknown."""
         raise ValueError(f"it has the instruction {instruction}")
 
     def find_global(self, module: str, name: str) -> Any:
-        """The value that stands for a class or function."""
+        """The value that represents a class or function."""
         raise NotImplementedError
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """The value that stands for the result of a call, or for an instance of a class."""
+        """The value that represents the result of a call, or an instance of a class."""
         raise NotImplementedError
 
     def set_state(self, target: Any, state: Any) -> None:
@@ -72,7 +72,7 @@ class PickleMachine:
         raise NotImplementedError
 
     def persistent_load(self, key: Any) -> Any:
-        """The value that stands for an object outside of the pickle."""
+        """The value that represents an object outside of the pickle."""
         raise NotImplementedError
 
     def empty_dict(self) -> Any:
@@ -82,7 +82,7 @@ class PickleMachine:
         raise NotImplementedError
 
     def set_items(self, into: Any, items: list[Any]) -> None:
-        """Add keys and values, which alternate, to a dict."""
+        """Add alternating keys and values to a dict."""
         raise NotImplementedError
 
     def make_tuple(self, items: Iterable[Any]) -> Any:
@@ -145,7 +145,7 @@ def _unsigned(size: int, act: Callable[[PickleMachine, int], None]) -> _Step:
 
 
 def _sized(size: int, value_of: Callable[[bytes], Any]) -> _Step:
-    """Push a value whose length comes first, as a number of `size` bytes."""
+    """Push a value that is preceded by its length, a number of `size` bytes."""
 
     def step(machine: PickleMachine, program: bytes, at: int) -> int:
         begin = at + size
@@ -203,7 +203,7 @@ def _protocol(machine: PickleMachine, program: bytes, at: int) -> int:
 
 
 def _global(machine: PickleMachine, program: bytes, at: int) -> int:
-    """Push a class or function, which is named by two lines of text."""
+    """Push a class or function, named by two lines: its module and its name."""
     middle = program.index(b"\n", at)
     end = program.index(b"\n", middle + 1)
     machine.stack.append(
@@ -284,7 +284,7 @@ _STEPS: Final[dict[str, _Step]] = {
     "FRAME": lambda _machine, _program, at: at + 8,
     "STOP": lambda _machine, _program, at: at,  # never called: the loop ends before it
 }
-# LONG4 is an integer of hundreds of digits, which no reader here takes for plain data.
+# LONG4 is an integer of hundreds of digits, which no reader here accepts as plain data.
 ALL: Final = frozenset(_STEPS) - {"LONG4"}
 # The instructions that `torch.save` writes by default, and the only ones that its weights-only reader accepts.
 PROTOCOL_2: Final = ALL - {
@@ -292,15 +292,15 @@ PROTOCOL_2: Final = ALL - {
 }  # fmt: skip
 
 
-# --- the operations that would create pickled objects, recorded and not carried out --------------------------------
+# --- the operations that would create pickled objects, recorded instead of performed -------------------------------
 
 
 class UnknownInstructionError(Exception):
-    """An instruction is not known to the machine."""
+    """The program has an instruction that the machine does not know."""
 
 
 class Recorded:
-    """The result of an operation on values of the stack, with the items that were added to it later."""
+    """The result of an operation on values of the stack, and the items that were added to it later."""
 
     __slots__ = ("operation", "parts")
 
@@ -309,7 +309,7 @@ class Recorded:
 
 
 class Recorder(PickleMachine):
-    """Interprets a pickle, and records for each object the operations that would create it."""
+    """Interprets a pickle, and records the operations that would create each object."""
 
     accepted: ClassVar = ALL
     protocols: ClassVar = range(2, 6)

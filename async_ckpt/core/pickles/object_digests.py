@@ -1,8 +1,8 @@
-"""Digests of pickled objects, which are equal for equal objects of several ranks even if their pickles differ.
+"""Digests of pickled objects. Equal objects of several ranks have equal digests, even if their pickles differ.
 
 In: the output of `torch.save` for a list of objects. Out: digests. Knows nothing of: the classes of the objects.
 
-The order of a set does not count, and neither does the sharing of parts in memory. No object is created.
+The digest depends neither on the order of sets nor on which parts share memory. No object is created.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ..spec import MIB
 from .machine import Recorded, Recorder, UnknownInstructionError
 from .saved_objects import records
 
-# With the names of Python 2, too, since `torch.save` pickles by protocol 2.
+# Also by their names in Python 2, since `torch.save` uses protocol 2.
 _SETS: Final = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
-_MAX_BYTES: Final = MIB  # it takes a microsecond for each byte
+_MAX_BYTES: Final = MIB  # interpreting takes a microsecond per byte
 
 
 def object_digests(data: bytes) -> Callable[[int], str]:
-    """The digest of each object in a list, by its number. Raises ValueError for bytes that `torch.save` never writes.
+    """A function that returns the digest of each object in a list, by number.
 
-    Large or very deep pickles take too long to interpret, so their objects all have the digest of the whole pickle.
+    Large or very deep pickles take too long to interpret, so all their objects get the digest of the whole pickle.
+    Raises ValueError for bytes that `torch.save` never writes.
     """
     contents = records(data)
     if len(contents.get("data.pkl", b"")) > _MAX_BYTES:
@@ -43,7 +44,7 @@ def object_digests(data: bytes) -> Callable[[int], str]:
 
 
 def object_digest(data: bytes) -> str:
-    """The digest of one object. Bytes that `torch.save` never writes are taken as they are."""
+    """The digest of one object. Of bytes that `torch.save` never writes, it is the digest of the bytes."""
     try:
         contents = records(data)
         if len(contents["data.pkl"]) <= _MAX_BYTES:
@@ -58,15 +59,15 @@ class _Digests:
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
         self._records = records
-        self._known: dict[int, bytes] = {}  # by the id of lists, tuples and results, which all live as long
-        self._open: dict[int, int] = {}  # the ids of those that contain the current value, with their depths
+        self._known: dict[int, bytes] = {}  # by id; the values outlive this object, so ids are not reused
+        self._open: dict[int, int] = {}  # the ids of the values that contain the current one, with their depths
 
     def of(self, value: Any) -> bytes:
-        if type(value) is float:  # of NaN, `repr` is one text for many bits
+        if type(value) is float:  # by its bits, since all NaNs have the same `repr`
             return _digest([b"float", struct.pack(">d", value)])
         if not isinstance(value, list | tuple | Recorded):
             return _digest([f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")])
-        if id(value) in self._open:  # it contains itself: so many levels up
+        if id(value) in self._open:  # a cycle: the digest says how many levels up it leads
             return b"itself %d" % (len(self._open) - self._open[id(value)])
         if id(value) not in self._known:
             self._open[id(value)] = len(self._open)
@@ -79,7 +80,7 @@ class _Digests:
             return [type(value).__name__.encode(), *map(self.of, value)]
         parts = value.parts
         if value.operation == "storage":
-            word, kind, key, _, size = parts  # the device does not count
+            word, kind, key, _, size = parts  # without the device
             return [b"storage", *map(self.of, (word, kind, size)), self._records[f"data/{key}"]]
         digests = [*map(self.of, parts)]
         if value.operation == "call" and isinstance(parts[0], Recorded) and parts[0].parts[0] in _SETS:

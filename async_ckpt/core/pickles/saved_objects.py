@@ -3,10 +3,10 @@
 In: untrusted bytes. Out: the objects, or a refusal before they take more memory than the bytes justify.
 Knows nothing of: archives, files.
 
-torch's weights-only unpickler calls only functions that it knows, but those allocate as much as the file says:
-`bytearray(2**40)` is thirty bytes of pickle, and another copy of a large object is five. So each pickle is first
-interpreted on a stack like that of the unpickler, where a call is judged by its arguments and not made. The checked
-records are then written to a new zip, so that torch reads exactly those.
+torch's weights-only unpickler calls only functions that it knows, but these allocate as much as the file demands:
+`bytearray(2**40)` takes thirty bytes of pickle, and another copy of a large object takes five. So each pickle is first
+interpreted on a stack like the unpickler's, which checks the arguments of each call instead of making it. The checked
+records are then written to a new zip, so that torch reads exactly these.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from ..collector import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine, Recorded, Recorder
 
-# The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
-# `torch.save` writes out everything that loading copies, so a genuine pickle needs at most one for each byte.
+# The limit of items and characters that loading may copy: a number per byte of the pickle, plus a constant.
+# `torch.save` writes out everything that loading copies, so a genuine pickle needs at most one per byte.
 _ITEMS_PER_BYTE: Final = 4
 _FREE_ITEMS: Final = 1 << 16
-# Python hashes nested tuples by recursion, and crashes if they are nested too deeply. It does not pickle deeper ones.
+# Python hashes nested tuples recursively, and crashes if they are nested too deeply. It cannot pickle tuples that are
+# nested more deeply than this.
 _MAX_DEPTH: Final = 1000
 _MAX_DIMS: Final = 64
-# Longer integers are pickled by an instruction that torch's weights-only unpickler does not know.
+# Longer integers are pickled by LONG4, an instruction that torch's weights-only unpickler does not know.
 _MAX_INT_BITS: Final = 255 * 8 - 1
 
 _ITEM_BYTES: Final = {
@@ -53,10 +54,10 @@ _ITEM_BYTES: Final = {
 
 
 def load(data: bytes, *, trust: bool) -> Any:
-    """The object that `torch.save` wrote as these bytes. With `trust`, any pickle is run.
+    """Load the output of `torch.save`. With `trust`, any pickle is run.
 
-    Without it, raises pickle.UnpicklingError for an object that requires trust, naming it, and other errors for bytes
-    that `torch.save` never writes.
+    Without `trust`, raises pickle.UnpicklingError for an object that requires it, naming the object, and other errors
+    for bytes that `torch.save` never writes.
     """
     if trust:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # nosec B614
@@ -67,22 +68,22 @@ def load(data: bytes, *, trust: bool) -> Any:
 
 
 def needing_trust(data: bytes) -> dict[int, str]:
-    """The objects in a list that require trust, by their numbers, each with the name that is refused.
+    """The objects in a list that require trust: for each, by number, the name of the class or function that is refused.
 
-    `load` has refused these bytes. Empty if the objects cannot be told apart.
+    Called with bytes that `load` has refused. Empty if the objects cannot be examined one by one.
     """
     try:
         contents, recorder = records(data), _TrustRecorder()
         objects = recorder.follow(contents["data.pkl"])
         search = _RefusedNames(_unsafe_among(recorder.names, contents))
         refused = {number: search.first_in(value) for number, value in enumerate(objects)}
-    except Exception:  # nothing is known about an object that is malformed, or nested too deeply
+    except Exception:  # the pickle is malformed, or nested too deeply
         return {}
     return {number: name for number, name in refused.items() if name is not None}
 
 
 def missing_class(path: str, error: ImportError | AttributeError) -> ImportError:
-    """The error for a file with an object whose package or class is not there, as `pickle` reports it."""
+    """The error for a file with an object whose package or class cannot be imported. `error` is from `pickle`."""
     name = error.name if isinstance(error, ImportError) else None
     if name:
         package = name.partition(".")[0]
@@ -96,13 +97,13 @@ def missing_class(path: str, error: ImportError | AttributeError) -> ImportError
 
 
 def records(data: bytes) -> dict[str, bytes]:
-    """The records that loading reads, by their names within their folder."""
+    """The records that loading reads, by their names below the archive's top folder. Raises ValueError."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise ValueError("a record is compressed")
         if sum(info.file_size for info in infos) > len(data):
-            raise ValueError("its records are larger than all of it")
+            raise ValueError("its records are larger than the whole file")
         ignore_missing_checksums(infos)
         infos_by_name = {info.filename.partition("/")[2]: info for info in infos}
         if len(infos_by_name) < len(infos):
@@ -111,9 +112,7 @@ def records(data: bytes) -> dict[str, bytes]:
 
 
 def ignore_missing_checksums(infos: Iterable[zipfile.ZipInfo]) -> bool:
-    """Have zipfile compare no checksums in what torch has saved under `set_crc32_options(False)`: there, all of them
-    are 0. Returns whether that is so.
-    """
+    """Skip zipfile's checks if torch saved under `set_crc32_options(False)`, with all checksums 0. True if it did."""
     filled = [info for info in infos if info.file_size]
     if not filled or any(info.CRC for info in filled):
         return False
@@ -134,7 +133,7 @@ def _zip(records: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-# --- the values on the stack, which stand for the objects that torch would create -----------------------------------
+# --- the values on the stack, which represent the objects that torch would create -----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +161,20 @@ class _Bytes:
 
 
 class _Opaque:
-    """Any other object, of which nothing needs to be known."""
+    """Any other object; the checks need no facts about it."""
 
 
 _OPAQUE: Final = _Opaque()
 
 
 class _Dict(list[Any]):
-    """The keys of a dict, in a list, since they must not be hashed."""
+    """The keys of a dict, as a list, since they must not be hashed."""
 
     __slots__ = ()
 
 
 class _NestedTuple(tuple[Any, ...]):
-    """A tuple of tuples, with the cost of hashing it: each contained tuple is hashed as often as it occurs."""
+    """A tuple that contains tuples, with the cost of hashing it: each inner tuple is hashed as often as it occurs."""
 
     depth: int
     num_hashed: int
@@ -190,7 +189,7 @@ def _num_hashed(items: tuple[Any, ...]) -> int:
 
 
 class _TrustRecorder(Recorder):
-    """Records what objects are made of, by the names of Python 3. `names` has each of them as it is pickled."""
+    """Records the structure of objects, with Python 3 names. `names` has the names as they are in the pickle."""
 
     accepted: ClassVar = PROTOCOL_2 | {"LONG4"}
 
@@ -204,7 +203,7 @@ class _TrustRecorder(Recorder):
 
 
 def _unsafe_among(names: Iterable[tuple[str, str]], contents: Mapping[str, bytes]) -> set[str]:
-    """The names that torch's weights-only unpickler refuses. Torch is asked about a pickle of nothing but names."""
+    """The names that torch's weights-only unpickler refuses, found by giving it a pickle of these names alone."""
     program = b"".join([b"\x80\x02", *(f"c{module}\n{name}\n".encode() for module, name in names), b"."])
     head = {name: data for name, data in contents.items() if not name.startswith("data/")}
     zipped = io.BytesIO(_zip({**head, "data.pkl": program}))
@@ -212,11 +211,11 @@ def _unsafe_among(names: Iterable[tuple[str, str]], contents: Mapping[str, bytes
 
 
 class _RefusedNames:
-    """A search for the first name that is refused in each of several values, which may share parts."""
+    """A search for the first refused name in each of several values, which may share parts."""
 
     def __init__(self, unsafe: set[str]) -> None:
         self._unsafe, self._callable = unsafe, _RULES.keys() | _safe_globals()
-        self._known: dict[int, str | None] = {}  # by the id of lists, tuples and results, which all live as long
+        self._known: dict[int, str | None] = {}  # by id; the values outlive this object, so ids are not reused
 
     def first_in(self, value: Any) -> str | None:
         if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
@@ -224,7 +223,7 @@ class _RefusedNames:
         if not isinstance(value, list | tuple | Recorded):
             return None
         if id(value) not in self._known:
-            self._known[id(value)] = None  # for an object that contains itself
+            self._known[id(value)] = None  # ends the recursion in an object that contains itself
             self._known[id(value)] = self._first_among(value)
         return self._known[id(value)]
 
@@ -240,7 +239,7 @@ class _RefusedNames:
 
 
 class _Survey(PickleMachine):
-    """Interprets a pickle like torch's weights-only unpickler, but judges calls by their arguments and makes none."""
+    """Interprets a pickle like torch's weights-only unpickler, but only checks the arguments of calls."""
 
     accepted: ClassVar = PROTOCOL_2
     protocols: ClassVar = range(2, 3)
@@ -291,7 +290,7 @@ class _Survey(PickleMachine):
         nested.depth = 1 + max(map(_depth, inner))
         if nested.depth > _MAX_DEPTH:
             raise ValueError("a tuple is nested too deeply")
-        # Limited to a number that is refused: a tuple doubled again and again has an integer of any length.
+        # Capped just above the budget: for a tuple that is doubled again and again, the number could have any length.
         nested.num_hashed = min(1 + len(nested) + sum(map(_num_hashed, inner)), self._items_left + 1)
         return nested
 
@@ -310,7 +309,7 @@ class _Survey(PickleMachine):
         return _PickledStorage(num_bytes, item_bytes)
 
     def set_state(self, target: Any, state: Any) -> None:
-        """Count a dict of attributes, or a pair of dicts, which loading copies."""
+        """Count the attributes, a dict or a pair of dicts, which loading copies."""
         if isinstance(target, _Tensor | _PickledStorage):
             raise ValueError("it sets the state of a tensor")
         self.spend_on_dicts(state)
@@ -332,7 +331,7 @@ class _Survey(PickleMachine):
 
 
 def _current_name(module: str, name: str) -> str:
-    """The name in Python 3 of a class or function, which `torch.save` writes by its name in Python 2."""
+    """The Python 3 name of a class or function. `torch.save` writes its Python 2 name."""
     if (module, name) in NAME_MAPPING:
         module, name = NAME_MAPPING[module, name]
     else:
@@ -341,7 +340,7 @@ def _current_name(module: str, name: str) -> str:
 
 
 def _safe_globals() -> set[str]:
-    """The functions that the user has allowed torch to call, with any arguments."""
+    """The names of functions that the user has allowed torch to call, with any arguments."""
     functions = torch.serialization.get_safe_globals()
     return {
         function[1] if isinstance(function, tuple) else f"{function.__module__}.{function.__qualname__}"
@@ -353,7 +352,7 @@ def _safe_globals() -> set[str]:
 
 
 def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
-    """Count the arguments of a container: they must be plain, and all their items are copied, and perhaps hashed."""
+    """Count the arguments of a container, whose items are all copied, and perhaps hashed. They must be plain values."""
     for argument in arguments:
         if isinstance(argument, str):
             survey.spend(len(argument))
@@ -384,9 +383,9 @@ def _value(survey: _Survey, *arguments: Any) -> _Opaque:
 
 
 def _encode(survey: _Survey, text: Any, codec: Any) -> _Bytes:
-    """Allow bytes as protocol 2 writes them. Other codecs run code of their own, and some expand their input."""
+    """Allow bytes as protocol 2 writes them. Other codecs run other code, and some expand their input."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
-        raise ValueError("it encodes text in another way than pickle does")
+        raise ValueError("it encodes text by another codec than pickle does")
     survey.spend(len(text))
     return _Bytes(len(text))
 
@@ -410,7 +409,7 @@ def _tensor_of_dtype(_: _Survey, storage: Any, offset: Any, size: Any, stride: A
 
 
 def _tensor_within(storage: Any, item_bytes: int, offset: Any, size: Any, stride: Any) -> _Tensor:
-    """Allow a tensor that lies within its storage: torch would enlarge one that is too small."""
+    """Allow a tensor that lies within its storage: torch would enlarge a storage that is too small."""
     if not isinstance(storage, _PickledStorage) or len(size) != len(stride) or len(size) > _MAX_DIMS:
         raise ValueError("it makes a tensor from an object that is not a storage")
     if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *size, *stride)):
@@ -427,7 +426,7 @@ def _quantised_tensor(survey: _Survey, storage: Any, offset: Any, size: Any, str
 
 
 def _tensor_conversion(survey: _Survey, *arguments: Any) -> _Opaque:
-    """Allow an object made from tensors, which may be copied as a whole."""
+    """Allow an object made from tensors, and count these, since they may be copied."""
     for argument in arguments:
         parts = argument if isinstance(argument, tuple) else [argument]
         survey.spend(len(parts))
@@ -450,7 +449,7 @@ def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
 
 
 def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state: Any) -> Any:
-    """Allow the result of a function as another type, with attributes."""
+    """Allow the result of a function, converted to another type, with attributes."""
     survey.spend_on_dicts(state)
     return survey.call(function, arguments)
 

@@ -1,10 +1,10 @@
-"""Agreement: which steps of a run are committed.
+"""Runs: who may commit a step, which commits count, and which steps are kept.
 
-`roots.py` is a run at several roots, `run.py` at one. `root.py` lists a root, `manifest.py` is the commit of a step,
-`tenure.py` the right of one process to commit, and `starts.py` tells which commits count. `marks.py` says which steps
-are good or bad, `retention.py` chooses the steps to delete, `sweep.py` deletes. For people and other programs:
+`roots.py` is a run at several roots, `run.py` a run at one. `root.py` lists a root, `manifest.py` commits a step,
+`tenure.py` is the right of one process to commit, and `starts.py` decides which commits count. `marks.py` records which
+steps are good or bad, `retention.py` chooses the steps to delete, `sweep.py` deletes. For people and other programs:
 `tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several ranks:
-`receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others than the core, by `plumbing.runs`.
+`receipts.py`, `layouts.py`, `coverage.py`. Code outside the core uses the names imported here, by `plumbing.runs`.
 """
 
 from __future__ import annotations

@@ -20,21 +20,22 @@ from .naming import Tracker
 from .retention import Commits
 from .root import Root
 
-# A refused move of the tracker means that another writer was faster; this many, that the store refuses them all.
+# A refused update of the tracker means that another writer was faster. This many refusals in a row mean that the store
+# refuses every update.
 _TRACKER_TRIES: Final = 20
 
 
 class Announcer:
-    """The tracker and the journal of one root. A Run creates and owns it. From any thread."""
+    """The writer of the tracker and journal of one root. A Run creates and owns it. Thread-safe."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
         self._root, self._tracker = root, tracker
-        # Held over requests: a save may commit while the retention of the save before runs.
+        # Held during requests: a save may commit while retention after the previous save is still running.
         self._announcing = threading.Lock()
-        # Under _announcing:
-        self._journaled: list[int] | None = None  # the steps in the journal; None: not known
-        self._journal_version: str | None = None  # as this object wrote it last; None: not known
-        self._tracks: int | None = None  # the step in the tracker; None: not known
+        # Guarded by _announcing:
+        self._journaled: list[int] | None = None  # the steps in the journal; None: unknown
+        self._journal_version: str | None = None  # the version that this object wrote last; None: unknown
+        self._tracks: int | None = None  # the step in the tracker; None: unknown
 
     @property
     def _storage(self) -> Storage:
@@ -50,7 +51,7 @@ class Announcer:
             listing = self._root.listing if step is not None else None
             if listing is None or not (step is None or listing.has(step)):
                 listing = self._root.relist()
-            self._root.listing = None  # until it is known that no other process has committed
+            self._root.listing = None  # set again below if no other process has committed
             self._root.finish_rollbacks(listing)
             view = self._root.view(listing, tolerant=True)
             refusal: StorageUnavailableError | None = None
@@ -63,7 +64,7 @@ class Announcer:
             if self._write_journal(spared(view)):
                 self._root.listing = listing if was_known and not listing.intents else None
             else:
-                # Another process has committed, and may have overwritten or retired the known commits.
+                # Another process has committed, and may have overwritten or retired the commits known here.
                 self._root.forget(self._root.known)
                 view = self._root.view(self._root.relist(), tolerant=True)
                 self._write_journal(spared(view))
@@ -94,9 +95,9 @@ class Announcer:
         return self._tracker.name, content[0][:100].decode(errors="replace").strip()
 
     def _write_journal(self, view: Commits) -> bool:
-        """Write one line for each step. Under _announcing.
+        """Write one line for each step. The caller holds _announcing.
 
-        False if another process has written the journal since this object did: each does so with every commit.
+        Returns False if another process has written the journal since this object last did, that is, has committed.
         """
         lines = self._root.lines
         for step in view.keys() - lines.keys():
@@ -113,10 +114,10 @@ class Announcer:
         return True
 
     def _track(self, tracker: Tracker, newest: int) -> None:
-        """Move the tracker on to the newest committed step, if it may go there."""
+        """Set the tracker to the newest committed step, unless `_may_move` forbids it."""
         self._tracks = None
         for _ in range(_TRACKER_TRIES):
-            with suppress(FileExistsError):  # another writer was faster: look at its text
+            with suppress(FileExistsError):  # another writer was faster: read the tracker again
                 content = self._read_tracker(tracker)
                 if content is None:
                     self._storage.put_new(tracker.name, tracker.dump(newest))
@@ -133,11 +134,11 @@ class Announcer:
         )
 
     def _may_move(self, tracked: int | None, newest: int) -> bool:
-        """Whether the tracker may be moved from one step to another: forwards, and back only from a retired step.
+        """Whether the tracker may move from step `tracked` to `newest`: forwards, and back only from a retired step.
 
-        A newer step that is not committed here is of another program, such as the trainer's own save in this folder.
+        A newer step that was never committed here belongs to another program, such as the trainer's own save.
         """
-        # Even to the same step: a writer that has read an older text must find it changed.
+        # Also rewritten for an equal step, so that the update of a writer that has read an older text is refused.
         if tracked is None or tracked <= newest:
             return True
         names = self._storage.names(self._root.folder(tracked))
@@ -151,9 +152,7 @@ class Announcer:
 
 
 def event_of(manifest: Manifest) -> Event:
-    """The event of a save, as far as its manifest has it: without times, since the manifest was written before the
-    commit had ended.
-    """
+    """The event of a save, rebuilt from its manifest. It has no times: the manifest was written before the end."""
     return event(
         "save",
         manifest.created,

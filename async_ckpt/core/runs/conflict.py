@@ -1,10 +1,9 @@
 """Conflicts between places: a further place has commits of a start that the run does not descend from.
 
-In: the roots of a run. Out: the conflict at the last of them, and its end. Knows nothing of: who decides.
+In: the roots of a run. Out: the conflict at the last root, and its resolution. Knows nothing of: who decides.
 
-To adopt such commits, their starts are named as ancestors in the file of the newest start at the nearest place: from
-then on the run descends from them, and all steps of both count. To retire them, their manifests are renamed as by a
-rollback.
+Adopting these commits names their starts as ancestors in the file of the newest start at the nearest place: from then
+on the run descends from them, and all steps of both count. Retiring them renames their manifests, as a rollback does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .tenure import refuse_if_alive
 
 
 class Conflict(NamedTuple):
-    """The commits at a place that stand against a run: the attempts by their steps, and the starts there."""
+    """The commits at a place that conflict with a run: `attempts` by step, and `strangers`, their starts."""
 
     roots: Roots
     run: Run
@@ -28,7 +27,7 @@ class Conflict(NamedTuple):
     strangers: Collection[Start]
 
     def adopt(self) -> None:
-        """Have the run descend from these starts. Raises RunTakenError if its training is alive."""
+        """Make the run descend from these starts. Raises RunTakenError if the run's training is alive."""
         nearest = self.roots.runs[0]
         starts = nearest.root.relist().starts
         refuse_if_alive(nearest.storage, starts)
@@ -39,7 +38,7 @@ class Conflict(NamedTuple):
             nearest.storage.replace(max(starts).name, seal(about))
 
     def retire(self) -> None:
-        """Take these commits back; `async-ckpt repair --unretire` commits one again.
+        """Retire these commits; `async-ckpt repair --unretire` commits one again.
 
         Raises RunTakenError if a living process saves there.
         """

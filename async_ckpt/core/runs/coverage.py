@@ -1,10 +1,10 @@
 """The check that the ranks of a step together hold all of its tensors, from the structures of their states alone.
 
-In: structures, and which ranks have each. Out: nothing, or an error that names the gap. Knows nothing of: archives.
+In: structures, and the ranks that have each. Out: nothing, or an error that names the gap. Knows nothing of: archives.
 
-A structure has one line for each tensor, as `state.division` writes them: its name, dtype, global shape, how it is
-spread over ranks, and the tensor that it is tied to. A tied tensor is read from that one, so it is covered like any
-other. Other lines are marks on which all ranks must agree, since they decide which rank writes which tensor.
+A structure has one line for each tensor, written by `state.division`: its name, dtype, global shape, sharding, and the
+tensor that it is tied to. A tied tensor is stored once, so it is covered if that one is. Other lines are marks on which
+all ranks must agree, since they decide which rank writes which tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..slicing.boxes import Box, cover
 from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
 from ..state.names import is_within
 
-# How a tensor is cut, and the structures whose ranks have it cut so.
+# The sharding of a tensor as JSON, and the structures whose ranks shard it that way.
 _Spread: TypeAlias = tuple[str, tuple[str, ...]]
 
 
@@ -35,10 +35,10 @@ class _HeldSlices(NamedTuple):
 
 
 def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
-    """Check the ranks of each structure, given by `classes`. `structures` has the texts of the structures.
+    """Check that the ranks together hold all tensors. `classes` has the ranks of each structure, `structures` its text.
 
-    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, for one of which no rank
-    has some part, and for marks on which ranks do not agree.
+    Raises UnsupportedStateError for a tensor whose shape or dtype differs between ranks, for a tensor with a part that
+    no rank holds, and for marks on which ranks do not agree.
     """
     tensors: dict[str, list[_HeldSlices]] = {}
     marks: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
@@ -68,7 +68,7 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
 
 
 def own_names(structures: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the objects that each rank has for itself, by the structures of any ranks."""
+    """The names of the objects that each rank saves for itself (`per_rank=`), according to these structures."""
     lines = {line for text in structures.values() for line in text.splitlines() if PER_RANK in line}
     entries = (json.loads(line) for line in lines)
     return tuple(sorted(name for name, dtype, *_ in entries if dtype == PER_RANK))
@@ -99,7 +99,7 @@ def _check_per_rank(
     marks: Mapping[str, set[tuple[str, str]]],
     tensors: Mapping[str, Sequence[_HeldSlices]],
 ) -> None:
-    """Check that no rank has for itself a tensor that others share. Stages of a pipeline may have different names."""
+    """Check that no tensor is per rank on one rank and shared on another. Pipeline stages may have different names."""
     own_by_structure = {digest: {name for name, _ in marks.get(digest, ())} for digest in classes}
     everything = set().union(*own_by_structure.values())
     missing = {digest: frozenset(everything - names) for digest, names in own_by_structure.items()}
@@ -119,7 +119,7 @@ def _check_per_rank(
 
 
 def _is_covered(shape: tuple[int, ...], held: Sequence[_HeldSlices], known: dict[_Spread, bool]) -> bool:
-    """Whether the slices cover a tensor. `known` caches which meshes are whole: most tensors have the same mesh."""
+    """Whether the slices cover a tensor. `known` caches the answer by sharding: most tensors share one mesh."""
     if not prod(shape) or any(slices.spread is None for slices in held):
         return True
     boxes: list[Box] = []
@@ -139,13 +139,13 @@ def _is_covered(shape: tuple[int, ...], held: Sequence[_HeldSlices], known: dict
 
 
 def _is_whole(alike: Sequence[_HeldSlices]) -> bool:
-    """Whether these slices, which are cut alike, are of enough ranks for a whole mesh."""
+    """Whether the ranks of these slices, which have one sharding, make up a whole mesh."""
     cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
     if not is_inside:
         return False
     ranks = sorted(rank for slices in alike for rank in slices.ranks)
     if is_irregular and len(ranks) % prod(mesh_shape) == 0:
-        return True  # each rank says that its mesh is whole
+        return True  # each rank has checked that its mesh is whole
     present = set(ranks)
     return any(_has_all(cuts, start, mesh_shape, stride, present) for start in ranks)
 
@@ -179,7 +179,7 @@ def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
 
 
 def _describe(spread: Json) -> str:
-    """The placements and mesh in the words of torch."""
+    """The placements and mesh as torch prints them."""
     if isinstance(spread, dict):
         return "given in slices"
     cuts, shape = spread[:2]

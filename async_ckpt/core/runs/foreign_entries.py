@@ -1,6 +1,6 @@
 """Entries in the folder of a run that are not its own steps: steps of another naming, and files of other programs.
 
-In: a storage, and which names are the run's own. Out: the newest other step; descriptions for people.
+In: a storage, and a test for the run's own names. Out: the newest step of another naming; descriptions for people.
 Knows nothing of: loading.
 """
 
@@ -22,15 +22,15 @@ from .naming import StepName, advice_to_open, parse_step_name, pattern_of, words
 from .receipts import attempt_of_all
 from .starts import split_starts
 
-# The number of folders to look into for each naming: those of the newest steps.
+# Only this many folders of each naming are read: those of the newest steps.
 _LOOKED_INTO: Final = 10
 # The file that torch.distributed.checkpoint writes last.
 OF_DCP: Final = ".metadata"
-# The file that each rank writes last without collectives.
+# The file that each rank writes last with use_collectives=False.
 _OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
-_FILE_SUFFIXES: Final = (".ckpt", ".pt", ".pth")  # of files that torch.save writes
+_FILE_SUFFIXES: Final = (".ckpt", ".pt", ".pth")  # files that torch.save writes
 
 
 class OtherNaming(NamedTuple):
@@ -44,9 +44,9 @@ class OtherNaming(NamedTuple):
 def newest_of_other_namings(
     storage: Storage, is_own: Callable[[str], bool], names: Sequence[str] | None = None
 ) -> OtherNaming | None:
-    """The step that was committed last among the newest steps of all other namings.
+    """The step that was committed last, of all namings but the run's own.
 
-    Steps of two namings are compared by time: under a new naming, a run may count from 0 again.
+    Steps of two namings are compared by time of commit: under a new naming, a run may count from 0 again.
     """
     names = storage.names("") if names is None else names
     others = list(_by_naming(name for name in names if not is_own(name)))
@@ -62,7 +62,7 @@ def newest_of_other_namings(
 
 
 def possible_steps(names: Iterable[str]) -> Iterator[tuple[StepName, str]]:
-    """The names in a root that may be those of steps' folders, whatever the naming, with their numbers."""
+    """The names in a root that may be folders of steps under any naming, each with its parsed form."""
     for name in split_starts(sorted(names))[0]:
         step_name = None if name.startswith(".") or is_about_step(name) else parse_step_name(name)
         if step_name is not None and "/" not in name:
@@ -70,29 +70,27 @@ def possible_steps(names: Iterable[str]) -> Iterator[tuple[StepName, str]]:
 
 
 def step_formats(storage: Storage, names: Iterable[str]) -> list[str]:
-    """The formats of the steps that are committed in a root with these names: mostly one. All other names with numbers
-    belong to something else.
-    """
+    """The formats of the committed steps in a root with these names, usually one. Ignores names without a manifest."""
     named = {f"{name}/{MANIFEST}": (step_name, name) for step_name, name in possible_steps(names)}
     return formats_of(named[path] for path in storage.existing([*named]))
 
 
 def formats_of(steps: Iterable[tuple[StepName, str]]) -> list[str]:
-    """The formats of the folders of these steps, as few as name all of them."""
+    """The fewest formats that produce all of these folder names."""
     committed = [one for one in steps if pattern_of(one[0].step_format) is not None]
     padded: dict[str, set[str]] = {}
     for step_name, _ in committed:
         if step_name.is_padded:
             padded.setdefault(step_name.rest, set()).add(step_name.step_format)
     formats = {one for of_rest in padded.values() for one in of_rest}
-    for step_name, name in committed:  # a large number fits a format with zeros, too
+    for step_name, name in committed:  # a number with enough digits also fits a zero-padded format
         if not any(one.format(step_name.step) == name for one in padded.get(step_name.rest, ())):
             formats.add(step_name.step_format)
     return sorted(formats)
 
 
 def foreign_kind(names: Collection[str]) -> str | None:
-    """The kind of a foreign checkpoint with these files, with advice; None for an unknown kind, and for steps."""
+    """A description, with advice, of a foreign checkpoint with these files; None for an unknown kind, and for steps."""
     if OF_DCP in names:
         return (
             "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "
@@ -124,10 +122,10 @@ def foreign_kind(names: Collection[str]) -> str | None:
 
 
 def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]) -> list[str]:
-    """The numbered folders with files of other programs, the newest first. In a folder that is named like a step any
-    file counts, in another only a checkpoint.
+    """The numbered folders with files of other programs, newest first. In a folder named like a step any file counts;
+    in other folders only checkpoint files do.
 
-    `is_library_name` recognizes the leftovers of killed processes of this library.
+    `is_library_name` recognizes leftovers of killed processes of this library.
     """
     foreign = []
     for folders in _by_naming(storage.names("")):
@@ -145,7 +143,7 @@ def _checkpoints_in(names: Iterable[str]) -> list[str]:
 
 
 def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
-    """The newest folders of the run's own steps that have a commit of several ranks without its manifest."""
+    """The newest folders of the run's own steps with the list of all ranks' archives, but no manifest."""
     incomplete = []
     for folder in chain.from_iterable(_by_naming(filter(is_own, storage.names("")))):
         inside = storage.names(folder)
@@ -156,7 +154,7 @@ def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[st
 
 
 def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
-    """The newest folders of each naming, the newest first."""
+    """For each naming, its newest folders, newest first."""
     folders: dict[str, list[tuple[int, str]]] = {}
     for step_name, name in possible_steps(names):
         folders.setdefault(step_name.rest, []).append((step_name.step, name))
@@ -165,7 +163,7 @@ def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _read(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest in a folder; None if there is none, or it is damaged, or of another step."""
+    """The manifest in a folder; None if it is missing or damaged, or names another step."""
     path = f"{folder}/{MANIFEST}"
     try:
         manifest = parse_manifest(storage.read(path)[0], path=storage.locate(path))

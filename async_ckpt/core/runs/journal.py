@@ -1,16 +1,16 @@
 """`checkpoints.jsonl`: one line per committed step, for people and their scripts. Nothing in this library trusts it.
 
-In: manifests. Out: lines; records from lines, of which some may be torn. Knows nothing of: storage.
+In: manifests. Out: lines; records from lines, some of which may be torn. Knows nothing of: storage.
 
-A line is a checkpoint record of tinker-cookbook: `name`, `batch` and `state_path`, everything in the record of the save
+A line is a checkpoint record of tinker-cookbook: `name`, `batch` and `state_path`, every entry of the save's record
 that is not None, and the library's own `step, path, num_bytes, created`. The file is replaced atomically, so this
 library never leaves a torn line.
 
-`batch` is the next batch to train. Unless the record has one, it is the step after the one that was saved.
+`batch` is the next batch to train. Unless the record has a `batch`, it is the saved step plus 1.
 
-`state_path` is relative to the folder of the journal, because a full path in a run that was copied or moved would name
-the old place. tinker-cookbook passes it to its client as it is, and the client's service resolves it below its own
-base, as it does with its own names (`tinker://model/weights/000100`).
+`state_path` is relative to the folder of the journal, because a full path would be wrong once the run is copied or
+moved. tinker-cookbook passes it to its client unchanged, and the client's service resolves it below its own base, as it
+does with its own names (`tinker://model/weights/000100`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME: Final = JOURNAL
 
 
 def dump(commits: Iterable[tuple[str, Manifest]]) -> bytes:
-    """The journal of these commits, in the order given: the archive's path below the root, and the manifest."""
+    """The journal of these commits, in the order given. Each commit is its path below the root, and its manifest."""
     return b"".join(json.dumps(_line(path, manifest)).encode() + b"\n" for path, manifest in commits)
 
 
@@ -44,7 +44,7 @@ def _line(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> list[dict[str, Any]]:
-    """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped."""
+    """The records of a journal. A line that is not a JSON object, such as a torn last line, is skipped."""
     records = []
     for line in data.splitlines():
         try:

@@ -1,8 +1,8 @@
-"""`layout.<attempt>.json`: the structures of the ranks' states, which tell a reader which archives it needs.
+"""`layout.<attempt>.json`: the structures of the ranks' states, from which a reader learns which archives it needs.
 
 In: a layout. Out: its text, and back. Knows nothing of: archives.
 
-The file is advice: only the archives say what a tensor's bytes are. So a missing or damaged layout does no harm.
+The file is only a hint: each archive has its own index. So a missing or damaged layout does no harm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .receipts import Table, layout_name
 
 
 def dump(layout: StepLayout, table: Table) -> bytes:
-    """The text of a layout, with the fields that a later start of the ranks needs to share by that table."""
+    """The text of a layout, with the fields by which a later start of the ranks divides tensors in the same way."""
     fields = {
         **table.packed(),
         "shares": SHARES_VERSION,
@@ -37,7 +37,7 @@ def dump(layout: StepLayout, table: Table) -> bytes:
 
 
 def parse(data: bytes) -> StepLayout:
-    """The layout of a text. Raises ValueError, KeyError or TypeError if it is none, or has unknown shares."""
+    """Parse a layout. Raises ValueError, KeyError or TypeError if it is malformed, or has unknown shares."""
     raw = table(unseal(data))
     if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")
@@ -45,7 +45,7 @@ def parse(data: bytes) -> StepLayout:
     classes = of_all.classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
     if not all(classes.values()):
-        raise ValueError("a structure is that of no rank")
+        raise ValueError("a structure belongs to no rank")
     structures = {digest: text(raw["structures"][digest]) for digest in classes}
     for lines in structures.values():
         check_structure(lines, sum(map(len, classes.values())))

@@ -2,12 +2,12 @@
 
 In: the archives and fields of a commit. Out: the manifest's text, and back. Knows nothing of: storage.
 
-A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break), which is
-compared before any other field is used, including the version.
+Every version of a manifest begins with a digest of all bytes that follow it (`{"digest": "…",` and a line break). It is
+checked before any other field is used, including the version.
 
-A rollback is one commit that retires other steps: its manifest names them (`retires`). Before the manifest, the same
-text is put in the root under a name that has the step and the attempt. This is the **intent**: readers that list the
-root find it, and leave out the named steps while the manifest of that attempt is there.
+A rollback is a commit that retires other steps: its manifest names them in `retires`. Before the manifest, the same
+text is put into the root under a name with the step and the attempt. This file is the **intent**: readers that list the
+root find it, and leave out the named steps while the manifest of that attempt exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..format.digests import DIGEST_BYTES, block_digest
 from ..format.index import MAX_RANKS
 
 NAME: Final = "manifest.json"
-VERSION: Final = 2  # of a manifest with `in_part`; one without is of version 1
+VERSION: Final = 2  # version 2 added `in_part`; a manifest without it is written as version 1
 _INTENT: Final = r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json"
 _RETIRED: Final = r"manifest\.retired-[0-9a-f]{8}\.json"
 _HEAD: Final = b'{"digest": "'
@@ -34,7 +34,7 @@ _START: Final = r"\d{8,18}\.[0-9a-f]{8}"
 
 
 def retired_name() -> str:
-    """A new name for a manifest that a rollback has retired, under which it is kept."""
+    """A new name, under which a manifest is kept that a rollback has retired."""
     return f"manifest.retired-{os.urandom(4).hex()}.json"
 
 
@@ -43,7 +43,7 @@ def is_retired_name(name: str) -> bool:
 
 
 def parse_intent(name: str) -> tuple[int, str] | None:
-    """The step and the attempt that a name announces; None for any other name."""
+    """The step and the attempt in the name of an intent; None for any other name."""
     match = re.fullmatch(_INTENT, name)
     return (int(match[1]), match[2]) if match else None
 
@@ -54,7 +54,7 @@ def intent_name(step: int, attempt: str) -> str:
 
 
 class Archive(NamedTuple):
-    """An object in the step's folder, as the manifest names it: mostly one rank's tar."""
+    """An object in the step's folder, as the manifest names it: usually the tar of one rank."""
 
     name: str
     num_bytes: int
@@ -62,10 +62,10 @@ class Archive(NamedTuple):
 
 
 class GroupLocation(NamedTuple):
-    """A group that is in another archive than its rank's.
+    """A group that is stored in another archive than that of its rank.
 
-    The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
-    all. `in_part`: the ranks' archives have the group, and refer to that one for some of its tensors.
+    The archive belongs to an earlier step, if the group has not changed since, or to this step, if one rank wrote the
+    group for all. `in_part`: the ranks' archives have the group, and refer to this archive for some of its tensors.
     """
 
     group: str
@@ -78,7 +78,7 @@ class GroupLocation(NamedTuple):
 class Retired(NamedTuple):
     """A commit that a rollback retires. `attempt` is empty if its manifest could not be read.
 
-    Of several of a step, as other roots have it in another version, the last one is that of the root.
+    If roots have different attempts of one step, all are listed, that of the manifest's own root last.
     """
 
     step: int
@@ -86,10 +86,10 @@ class Retired(NamedTuple):
 
 
 class RankFiles(NamedTuple):
-    """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
+    """The objects of a commit of several ranks, other than its archives, whose names follow from rank and attempt.
 
-    `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
-    has the names in the state of the objects that each rank has for itself.
+    See `receipts`. `table` is the digest of the Table by which the ranks divided the tensors, `num_bytes` the size of
+    all archives together, and `per_rank` the names in the state of the objects that each rank saves for itself.
     """
 
     archives: Archive
@@ -100,7 +100,7 @@ class RankFiles(NamedTuple):
 
 
 class SaveTimes(NamedTuple):
-    """How long a save took, of rank 0: from the call until its archives were durable, and what it cost the training."""
+    """The times of a save on rank 0: from the call until its archives were durable, and the stall of the training."""
 
     seconds: float
     stall_seconds: float
@@ -109,11 +109,12 @@ class SaveTimes(NamedTuple):
 class Manifest(NamedTuple):
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
-    `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
-    is the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of
-    the run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are
-    the newer commits that this one retires. `times` are for people; older versions and other tools write none. A commit
-    of several ranks has `ranks` instead of `archives`, so that its size does not grow with their number.
+    `replaces` are the earlier attempts at this step, the latest first: a root that still holds one of them was away
+    during the save. `record` is the user's plain JSON data; retention obeys its fields `rolling` and `ttl_seconds`.
+    `start` names the start of the run that committed the step (see `starts`); it is empty in manifests of older
+    versions and other tools. `retires` are the newer commits that this commit retires. `times` are for people; older
+    versions and other tools write none. A commit of several ranks has `ranks` instead of `archives`, so that its size
+    does not grow with the number of ranks.
     """
 
     step: int
@@ -131,7 +132,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def of_folder(cls, step: int, created: float, num_bytes: int, record: Mapping[str, Any]) -> Self:
-        """A stand-in for the checkpoint of a framework, by which the rules of retention choose."""
+        """A stand-in for a framework's checkpoint folder, so that the rules of retention apply to it."""
         return cls(step, "", 1, created, (Archive("", num_bytes, ""),), record=record)
 
     @property
@@ -149,15 +150,15 @@ class Manifest(NamedTuple):
 
     @property
     def lenders(self) -> tuple[Archive, ...]:
-        """The objects that later steps name to borrow a group: the archive, or the list of the ranks' archives."""
+        """The objects that a later step names to borrow a group: the archive, or the list of the ranks' archives."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
     def lent(self, group: str) -> tuple[GroupLocation, ...]:
-        """The places of a group that is not in the archives of this step's ranks."""
+        """The locations of a group that is stored outside the archives of this step's ranks."""
         return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
 
     def path_in(self, folder: str) -> str:
-        """The path of its state: the archive, or with several ranks their folder."""
+        """The path of the state below the root: the archive, or with several archives their folder."""
         return f"{folder}/{self.archives[0].name}" if len(self.archives) == 1 else folder
 
     @property
@@ -171,7 +172,7 @@ class Manifest(NamedTuple):
 
 
 def _as_json(value: Any) -> Any:
-    """Tables of named tuples, and lists of other tuples."""
+    """Convert named tuples to dicts and other tuples to lists, recursively."""
     if isinstance(value, tuple):
         named = getattr(value, "_asdict", None)
         return [*map(_as_json, value)] if named is None else {name: _as_json(one) for name, one in named().items()}
@@ -179,7 +180,7 @@ def _as_json(value: Any) -> Any:
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
-    """The manifest of a text. Raises CorruptCheckpointError, and FormatVersionError for a later version."""
+    """Parse a manifest. Raises CorruptCheckpointError, and FormatVersionError for a later version."""
     try:
         raw = table(unseal(data))
         if count(raw["version"]) > VERSION:
@@ -213,13 +214,13 @@ def parse(data: bytes, *, path: str) -> Manifest:
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """The text of a JSON object that begins with the digest of all that follows the digest."""
+    """The text of a JSON object whose first field is the digest of the text after that field."""
     rest = (json.dumps(fields, indent=1) + "\n").encode().removeprefix(b"{\n")
     return _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest
 
 
 def unseal(data: bytes) -> Any:
-    """The JSON object of such a text. Raises ValueError unless every byte is as it was written."""
+    """The JSON object in a text made by `seal`. Raises ValueError unless every byte is as it was written."""
     rest = data[len(_HEAD) + 2 * DIGEST_BYTES + len(_AFTER_DIGEST) :]
     if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
         raise ValueError("it does not match its own digest")
@@ -232,7 +233,7 @@ def archive_name(rank: int, attempt: str) -> str:
 
 
 def attempt_of(name: str) -> str:
-    """The attempt in the name of an object or temp file of this library; any text for other names."""
+    """The attempt in the name of an object or temp file of this library. For other names, the result has no meaning."""
     return (*name.lstrip(".").split("."), "")[1]
 
 
@@ -295,14 +296,14 @@ def _start(raw: object) -> str:
 
 
 def _file_name(name: object) -> str:
-    """A name of a file beside the manifest. Raises ValueError for any other path."""
+    """The name of a file beside the manifest. Raises ValueError for any other path."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._~-]{0,254}", name):
         raise ValueError(f"{name!r:.300} is not a file name")
     return name
 
 
 def _folder_name(name: object) -> str:
-    """A name of a folder beside the manifest's own. Raises ValueError for any other path."""
+    """The name of a folder beside the manifest's own folder. Raises ValueError for any other path."""
     if not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", text(name)):
         raise ValueError(f"{name!r:.300} is not the name of a step's folder")
     return text(name)

@@ -1,14 +1,14 @@
-"""Marks: what people, or a check of the values, say of a committed step. It is good, or bad, or neither any more.
+"""Marks: judgements of a committed step by people or by a check of its values: good, bad, or none (taken back).
 
 In: the names in a run's folder, commits. Out: the newest mark of each commit; the name and text of a new one. Knows
-nothing of: what a mark leads to.
+nothing of: the effects of a mark.
 
     <root>/mark-500.<attempt>.0001.bad.json      {"note": "loss is nan"}
 
 A mark lies beside the folders of the steps, as the intents of rollbacks do: a save or a restore lists the run's folder
-anyway, and the name tells all but the note. A mark never changes. A later one of the same step has a higher number; one
-of the kind "none" takes the earlier ones back. It names the attempt that it is about, so a step that is saved anew has
-no marks.
+anyway, and the name holds everything but the note. A mark never changes. A later mark of the same step has a higher
+number; a mark of the kind "none" takes the earlier marks back. A mark names its attempt, so a step that is saved again
+has no marks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GOOD: Final = "good"
 BAD: Final = "bad"
 NONE: Final = "none"
 
-# Of characters: a restart reads the note of each mark that it obeys.
+# Characters. Limited because a restart reads the note of each mark that it obeys.
 _MAX_NOTE: Final = 4096
 _NAME: Final = r"mark-(\d{1,255})\.([0-9a-f]{8})\.(\d{4,9})\.(good|bad|none)\.json"
 # All names of marks sort between these texts.
@@ -51,19 +51,19 @@ class Mark(NamedTuple):
 
     @property
     def order(self) -> tuple[int, bool, str]:
-        """The order of marks. If two were put at one moment, the bad one counts."""
+        """The sort key of marks. Of two marks with the same number, put at the same moment, the bad one counts."""
         return self.number, self.kind == BAD, self.kind
 
 
 def kind_of(kind: object) -> str:
-    """The kind of a user's mark. Raises ValueError for anything else."""
+    """The kind for the user's argument: "good", "bad" or None. Raises ValueError for any other value."""
     if kind is not None and kind not in (GOOD, BAD):
         raise ValueError(f'a step is marked "good", "bad", or None to take its mark back; got {kind!r:.100}')
     return NONE if kind is None else str(kind)
 
 
 def note_of(note: object) -> str:
-    """The note of a user's mark. Raises TypeError unless it is text, and ValueError if it is too long."""
+    """The checked note of a user's mark. Raises TypeError unless it is text, and ValueError if it is too long."""
     if not isinstance(note, str):
         raise TypeError(f"note must be text, got {note!r:.100}")
     if len(note) > _MAX_NOTE:
@@ -76,7 +76,7 @@ def dump(note: str) -> bytes:
 
 
 def read_note(storage: Storage, mark: Mark) -> str:
-    """The note of a mark; empty if it has none, or nobody can read it."""
+    """The note of a mark; empty if it has none or cannot be read."""
     try:
         return text(table(parsed(storage.read(mark.name)[0]))["note"])[:_MAX_NOTE]
     except (CheckpointError, FileNotFoundError, ValueError, KeyError):
@@ -84,12 +84,12 @@ def read_note(storage: Storage, mark: Mark) -> str:
 
 
 def marked_bad(note: str) -> str:
-    """Why a step is passed over."""
+    """The reason, in words, why a step marked bad is passed over."""
     return f"it is marked bad{note and f': {note}'}"
 
 
 def no_good_step(where: str, skipped: Mapping[int, str]) -> NoGoodStepError:
-    """The error if marks leave no step of a run. `skipped` has the reason for each of its steps."""
+    """The error if marks exclude all steps of a run. `skipped` has the reason for each step."""
     steps = sorted(skipped, reverse=True)
     shown = "; ".join(f"step {step}: {skipped[step]}" for step in steps[:5])
     more = f"; and {len(steps) - 5} more" if len(steps) > 5 else ""
@@ -107,7 +107,7 @@ def parse_mark(name: str) -> Mark | None:
 
 
 def split_marks(names: list[str]) -> tuple[list[str], list[Mark]]:
-    """Divide the sorted names in a root into other names, and marks."""
+    """Split the sorted names in a root into other names, and marks."""
     begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
     if begin == end:
         return names, []
@@ -117,18 +117,18 @@ def split_marks(names: list[str]) -> tuple[list[str], list[Mark]]:
 
 
 def is_about_step(name: str) -> bool:
-    """Whether a name with a step in it, in a run's folder, is that of an intent or a mark, and not of a step."""
+    """True for the name of an intent or a mark, which has a step in it but is not a step's folder."""
     return parse_intent(name) is not None or parse_mark(name) is not None
 
 
 def newest_of(marks: Iterable[Mark]) -> Mark | None:
-    """The mark that counts among those of one commit; None if it has been taken back."""
+    """The mark that counts, of the marks of one commit; None if there is none or it was taken back."""
     newest = max(marks, key=lambda mark: mark.order, default=None)
     return None if newest is None or newest.kind == NONE else newest
 
 
 def marks_of(marks: Iterable[Mark], attempt_of: Callable[[int], str | None]) -> dict[int, Mark]:
-    """The marks that count, by step; `attempt_of` is asked for the commits of steps with marks alone."""
+    """The marks that count, by step. `attempt_of` returns the committed attempt; it is called only for marked steps."""
     by_step: dict[int, list[Mark]] = {}
     for mark in marks:
         by_step.setdefault(mark.step, []).append(mark)

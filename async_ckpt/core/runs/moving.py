@@ -1,12 +1,12 @@
-"""`moving.json`: which process, beside the training, brings the steps of a run to a place.
+"""`moving.json`: names the mover, the process beside the training that copies the steps of a run to a place.
 
-In: a place; a process that moves steps there. Out: the word of the one that does. Knows nothing of: how a step is
+In: a place; a process that moves steps there. Out: the active mover's announcement. Knows nothing of: how a step is
 moved.
 
-The file saves work, and nothing else depends on it: two processes that move one step write the same archives, and one
-of them commits it. A process puts the file if there is none, or in the place of one whose process has ended, and
-repeats it every ten seconds, between the pieces that it copies. Where the same file lies for a minute, by the clock of
-who looks, its process has ended, or hangs; on the same machine, Linux tells it at once.
+The file only avoids double work: two movers of one step write the same archives, and one of them commits the step. A
+mover puts the file if there is none, or if the process that wrote it has ended, and rewrites it every ten seconds,
+between the pieces that it copies. If the file stays unchanged for a minute, by the reader's clock, its writer counts as
+ended or hung; on the same Linux machine, the end of its process is seen at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SILENCE_SECONDS: Final = 60.0
 
 
 class Told(NamedTuple):
-    """The word of a process: who it is, the step that it is moving, and the bytes that it has moved so far."""
+    """The announcement of a mover: who it is, the step that it moves, and the bytes that it has moved so far."""
 
     by: str
     step: int | None = None
@@ -39,24 +39,23 @@ class Told(NamedTuple):
 
 
 class Moving:
-    """The word of this process and of others on who moves steps to a place. From any thread."""
+    """Reads and writes `moving.json` at one place. Methods may be called from any thread."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._token = storage, os.urandom(8).hex()
-        self._step: int | None = None  # of the last word, like the next
+        # The step in this process's last announcement, when it was written, and how many there were:
+        self._step: int | None = None
         self._said_at = -math.inf
         self._num_words = 0
-        self._heard, self._heard_at = "", 0.0  # the version that was read last, and when it was read first
-        self._speaking = threading.Lock()  # held over requests by one thread; no other waits for it
+        self._heard, self._heard_at = "", 0.0  # the version of the file read last, and when it was first read
+        self._speaking = threading.Lock()  # held during requests by one thread; other threads do not wait for it
 
     def other(self) -> Told | None:
-        """The word of another process that moves steps there; None if there is none."""
+        """The announcement of another process that moves steps to this place; None if there is none."""
         return self._look()[0]
 
     def say(self, step: int | None, num_bytes: int) -> Told | None:
-        """Say that this process moves there, if that is news or was said long ago. If another one does, return its
-        word instead.
-        """
+        """Announce that this process moves `step`, if due. If another process does, return its announcement instead."""
         is_old = monotonic() >= self._said_at + _REPEAT_SECONDS
         if not (is_old or step != self._step) or not self._speaking.acquire(blocking=False):
             return None
@@ -67,7 +66,7 @@ class Moving:
             self._speaking.release()
 
     def leave(self) -> None:
-        """Take back the word of this process, so that no other waits for it."""
+        """Delete this process's announcement, so that no other process waits for it."""
         with suppress(StorageUnavailableError):
             if self._said_at > -math.inf and self._look()[0] is None:
                 self._storage.delete(NAME)
@@ -90,7 +89,7 @@ class Moving:
         return None
 
     def _look(self) -> tuple[Told | None, str | None]:
-        """The word of another process that goes on, and the version of the file."""
+        """The announcement of another process, if that is still at work, and the version of the file."""
         try:
             data, version = self._storage.read(NAME)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Names of steps in folders and trackers: formats with one plain field for the step.
+"""Names of steps, in folders and trackers: formats with one plain field for the step.
 
-In: formats from the user, steps. Out: names; the step in any name. Knows nothing of: storage.
+In: formats from the user, steps. Out: names; the step in a name. Knows nothing of: storage.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ STEP_FORMAT: Final = "step_{:08d}"
 TRACKER: Final = "latest"
 JOURNAL: Final = "checkpoints.jsonl"
 
-# Decimal digits, with or without leading zeros: the text of other fields (octal, grouping, spaces) would be read as
-# another step, or as none.
+# Decimal digits, with or without leading zeros: names of other fields (octal, grouping, spaces) could not be parsed
+# back to the same step.
 _FORMAT: Final = re.compile(r"([^{}]*)\{0?(?::(?:0\d{1,2})?d?)?\}([^{}]*)")
-# More digits than any step has; Python refuses to read a number of thousands of digits.
+# More digits than any step has. Limited because Python refuses to parse integers of thousands of digits.
 _STEP: Final = r"([0-9]{1,255})"
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 
@@ -26,8 +26,8 @@ _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 class Tracker:
     """A file that names the newest committed step: its `name` in the run's folder, its `text` with `{}` for the step.
 
-    Other programs read the file, so it is written byte for byte: Tracker("latest_ckpt_global_step.txt", "{}") contains
-    "500", Tracker("latest", "global_step{}") contains "global_step500". White space around it is ignored in reads.
+    Other programs read the file, so `text` is written exactly: Tracker("latest_ckpt_global_step.txt", "{}") contains
+    "500", Tracker("latest", "global_step{}") contains "global_step500". Reads ignore white space around the text.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Tracker:
         return int(match[1]) if match else None
 
 
-# Files whose readers parse them with `int`.
+# Trackers of other programs, which parse them with `int`.
 _KNOWN: Final = {"latest_ckpt_global_step.txt": "{}", "latest_checkpointed_iteration.txt": "{}"}
-# The names that trackers usually have.
+# The usual names of trackers.
 TRACKERS: Final = (TRACKER, *_KNOWN)
 
 
@@ -121,14 +121,14 @@ def folder_pattern(step_format: str) -> re.Pattern[str]:
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
-    """The pattern of the names of a format; None unless it has exactly one plain field, and one line."""
+    """The pattern of the names of a format; None unless it is one line with exactly one plain field."""
     halves = _FORMAT.fullmatch(text)
     if halves is None or not text.isprintable():
         return None
     return re.compile(re.escape(halves[1]) + _STEP + re.escape(halves[2]))
 
 
-# The namings of other programs, by the words that `naming=` takes.
+# The namings of other programs, by the names that `naming=` accepts.
 _DEEPSPEED: Final = Naming("global_step{}", ("latest", "global_step{}"))
 NAMINGS: Final = {
     "skyrl": Naming("global_step_{}", "latest_ckpt_global_step.txt"),
@@ -139,7 +139,7 @@ NAMINGS: Final = {
 
 
 class StepName(NamedTuple):
-    """A name with a number in it: the last number, and the text around it, which the steps of one naming share."""
+    """A name with a number in it: its last number is the step. The rest is the same for all steps of a run."""
 
     step: int
     digits: str
@@ -147,24 +147,24 @@ class StepName(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether the number has leading zeros. One without them does not tell whether its format has them."""
+        """True if the number has leading zeros. False does not mean that its format has none."""
         return self.digits.startswith("0") and len(self.digits) > 1
 
     @property
     def step_format(self) -> str:
-        """A format for this name, and for later names of the same run."""
+        """A format that produces this name, and later names of the same run."""
         field = f"{{:0{len(self.digits)}d}}" if self.is_padded else "{}"
         return self.rest.replace("{}", field)
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """The number in the name of a step of any naming, and the rest; None for a name without a number."""
+    """Split the name of a step, under any naming, into number and rest; None for a name without a number."""
     match = _NUMBERED.fullmatch(name)
     return match and StepName(int(match[2]), match[2], f"{match[1]}{{}}{match[3]}")
 
 
 def words_for(folder: str) -> list[str]:
-    """The words for the namings of other programs that give a step this folder name."""
+    """The values of `naming=` that give a step this folder name."""
     step_name = parse_step_name(folder)
     return [
         word for word, naming in NAMINGS.items() if step_name and naming.step_format.format(step_name.step) == folder
@@ -186,7 +186,7 @@ def advice_to_open(folder: str, beside: Collection[str]) -> str:
 
 
 def naming_of(naming: Naming | str | None) -> Naming:
-    """The naming for a user's argument. Raises ValueError for an unknown word, and TypeError for anything else."""
+    """The naming for a user's argument. Raises ValueError for an unknown name, and TypeError for other types."""
     if naming is None:
         return Naming()
     if isinstance(naming, str):

@@ -1,13 +1,13 @@
 """Receipts of the ranks of one attempt, and the objects of all ranks beside its manifest.
 
-In: a storage and an attempt. Out: what the ranks say of their archives. Knows nothing of: waiting.
+In: a storage and an attempt. Out: the ranks' reports on their archives. Knows nothing of: waiting.
 
-    <step>/receipts.<attempt>/<rank>.json    what a rank says beyond its receipt, at the first save of a structure
+    <step>/receipts.<attempt>/<rank>.json    details of a rank beyond its receipt, at the first save of a structure
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
 
-Only rank 0 decides: its manifest is the commit. Receipts go by the store of the ranks; earlier versions put them as
-names of files, and a verdict.<attempt>.json, which are swept.
+Only rank 0 decides: its manifest is the commit. Receipts are exchanged through the store of the ranks. Earlier versions
+put them as names of files, with a verdict.<attempt>.json; the sweep deletes these.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .manifest import Archive, Manifest, archive_name, missing_error, parse, sea
 
 
 class Table(NamedTuple):
-    """Knowledge of the ranks' states: which ranks have equal structures, and the names of values that differ.
+    """A summary of the ranks' states: which ranks have equal structures, and the names of values that differ.
 
-    `of_some` are names that all ranks of a structure have and other ranks do not, such as those of a pipeline stage.
+    `of_some` are names that all ranks of one structure have and other ranks lack, such as those of a pipeline stage.
     """
 
     classes: Classes = MappingProxyType({})
@@ -50,14 +50,14 @@ class Table(NamedTuple):
         return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
 
     def packed(self) -> dict[str, Any]:
-        """The table as JSON: ranks as ranges (first, number, step), of which there are few even with many ranks."""
+        """The table as JSON. Ranks are ranges (first, number, step), so that it stays small with many ranks."""
         runs = {structure: list(as_ranges(ranks)) for structure, ranks in self.classes.items()}
         fields: dict[str, Any] = {"classes": runs, "differing": self.differing}
         return {**fields, "of_some": dict(self.of_some)} if self.of_some else fields
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        """The table of this JSON. Raises ValueError or KeyError if it is not a table."""
+        """The table in this JSON. Raises ValueError or KeyError if it is malformed."""
         of_run = (count, partial(count, at_most=MAX_RANKS), whole)
         runs = dict(entries(raw["classes"], partial(items, of=partial(row, of=of_run))))
         if sum(num for ranges in runs.values() for _, num, _ in ranges) > MAX_RANKS:
@@ -73,7 +73,7 @@ class Table(NamedTuple):
 EMPTY: Final = Table()
 NO_TABLE: Final = "0" * 16
 _LOOK_SECONDS: Final = 0.2  # between two looks at a folder that shows a file late
-# The number of concurrent requests to a store.
+# Concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 128
 _RECORD: Final = struct.Struct("<Q16s")
 _ALL: Final = r"archives\.([0-9a-f]{8})\.bin"
@@ -86,7 +86,7 @@ def layout_name(attempt: str) -> str:
 
 
 def attempt_of_all(name: str) -> str | None:
-    """The attempt, if this is the name of a list of the archives of all ranks."""
+    """The attempt in the name of a list of all ranks' archives; None for any other name."""
     match = re.fullmatch(_ALL, name)
     return match and match[1]
 
@@ -96,20 +96,20 @@ def is_receipt_folder(name: str) -> bool:
 
 
 def is_beside(name: str) -> bool:
-    """Whether this is the name of an object of an attempt of several ranks that is not an archive."""
+    """True for the name of an object that an attempt of several ranks writes beside its archives."""
     return re.fullmatch(_BESIDE, name) is not None
 
 
 class Receipt(NamedTuple):
     """One rank's report on an attempt: its archive is durable.
 
-    `table` is the digest of the Table by which the rank took its share; `NO_TABLE` if it wrote everything that it
+    `table` is the digest of the Table by which the rank took its share, or `NO_TABLE` if it wrote everything that it
     holds. `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that
-    should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
-    digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
-    that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
-    `stall_seconds` what it cost the training. `has_details`: there is an object with more. `found` names tensors with
-    values that are not finite. `lent` are groups of which the archive refers to earlier steps, with these steps.
+    should be equal on all ranks, and of the values that should be equal on all ranks of its structure. `copies` is the
+    digest of the values that the rank compared with other ranks in this save, `NO_TABLE` for none. The balances of all
+    ranks that share add up (see `slicing.shares`). `seconds` is the time from the call until the archive was durable,
+    and `stall_seconds` the stall of the training. `has_details`: the rank has put an object with more. `found` names
+    tensors with values that are not finite. `lent` are borrowed groups, with the steps that lend them.
     """
 
     rank: int
@@ -128,7 +128,7 @@ class Receipt(NamedTuple):
 
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
-    """The slowest and the median of these ranks, and those that stalled their training, as an event has them."""
+    """The fields of an event about the spread of times: the slowest, the most stalled and the median rank."""
     by_time = sorted(receipts, key=lambda one: one.seconds)
     by_stall = sorted(receipts, key=lambda one: one.stall_seconds)
     return {
@@ -142,24 +142,24 @@ def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
 
 
 class Cause(NamedTuple):
-    """The reason why a rank could not do its part."""
+    """The error because of which a rank could not do its part."""
 
     rank: int
     error: str
 
 
 class Exchange:
-    """The objects of one attempt at a step, at one root. All calls block. From any thread."""
+    """The objects of one attempt at a step, at one root. All methods block, and may be called from any thread."""
 
     def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
         self.storage, self.folder, self.attempt = storage, folder, attempt
 
     def put_details(self, rank: int, details: Mapping[str, Any]) -> None:
-        """Put what this rank says beyond its receipt, which is read only if `details_of` asks for it."""
+        """Put details of this rank beyond its receipt. Rank 0 reads them only through `details_of`."""
         self.storage.replace(self._details_of(rank), seal(details))
 
     def details_of(self, receipt: Receipt) -> Mapping[str, Any]:
-        """The details that a rank says beyond its receipt. Raises CorruptCheckpointError."""
+        """The details that a rank put beyond its receipt; empty if none. Raises CorruptCheckpointError."""
         if not receipt.has_details:
             return {}
         path = self._details_of(receipt.rank)
@@ -169,14 +169,14 @@ class Exchange:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
     def forget(self) -> None:
-        """Delete the details, when the attempt is decided."""
+        """Delete all details, once the attempt is decided."""
         self.storage.delete_all(f"{self.folder}/receipts.{self.attempt}")
 
     def _details_of(self, rank: int) -> str:
         return f"{self.folder}/receipts.{self.attempt}/{rank:05d}.json"
 
     def manifest(self) -> Manifest | None:
-        """The manifest of this attempt, or of one that has replaced it; None if there is none."""
+        """The step's manifest, if it is of this attempt or one that replaced it; else None."""
         path = f"{self.folder}/{MANIFEST}"
         try:
             manifest = parse(self.storage.read(path)[0], path=path)
@@ -208,7 +208,7 @@ class Exchange:
     # --- the objects that the manifest names ------------------------------------------------------------------
 
     def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
-        """Put the list of the archives: their sizes and digests, in the order of ranks."""
+        """Put the list of the archives: sizes and digests, in the order of ranks."""
         data = b"".join(_RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts)
         return self._put(f"archives.{self.attempt}.bin", data)
 
@@ -242,12 +242,12 @@ def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], name
 
 
 def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """The committed steps, by their folders, that lack an object of their own or of a step that lends to them, or have
-    one of another size; with the object, in words. Whatever else says that a step is broken says it of these.
+    """The broken steps, by folder, each with a description of the first wrong object. A step is broken if an object of
+    its own, or one that it borrows from, is missing or has another size than its manifest says. Every report of broken
+    steps uses this check.
 
-    `storage` is the root. Of archives only the tables of compressed ones are read. A layout is not looked for: a step
-    loads without it.
-    A step that is deleted or replaced meanwhile is left out.
+    `storage` is the root. Archives are not read, except the tables of compressed ones. A missing layout does not make a
+    step broken, since it loads without. Steps that are deleted or replaced during the check are left out.
     """
     wanted: dict[str, list[tuple[str, Archive]]] = {}
     wrong: dict[str, str] = {}
@@ -269,7 +269,7 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
         sizes[folder] = {**storage.sizes(folder)}
 
     def look_inside(folder: str, one: Archive) -> None:
-        from ..storage.compressed import open_decompressed  # a sound run at its first place does without
+        from ..storage.compressed import open_decompressed  # lazy: not needed for an intact run at its first place
 
         path = f"{folder}/{one.name}"
         with suppress(FileNotFoundError, IsADirectoryError, CorruptCheckpointError), storage.open(path) as reader:
@@ -297,7 +297,7 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
 
 
 def look_all(storage: Storage, tasks: Sequence[Callable[[], None]]) -> None:
-    """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
+    """Run tasks that make requests, in parallel at a store. Raises the error of one of them."""
     if storage.remote:
         run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
     else:
@@ -325,7 +325,7 @@ def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
 
 
 def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
-    """The content of an object that is no archive, as a manifest names it. Raises CorruptCheckpointError."""
+    """The content of an object that a manifest names beside its archives. Raises CorruptCheckpointError."""
     path = f"{folder}/{archive.name}" if folder else archive.name
     try:
         data = storage.read(path)[0]
@@ -340,7 +340,7 @@ def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) 
 
 
 def as_ranges(ranks: Sequence[int]) -> Iterable[list[int]]:
-    """Ascending numbers as ranges (first, number, step)."""
+    """Encode ascending numbers as ranges (first, number, step)."""
     at = 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from ..spec import flag
 
-# The record is read with every manifest, and is in the journal, which is rewritten with every commit.
+# The limit of a record. It is read with every manifest, and is part of the journal, which every commit rewrites.
 RECORD_BYTES: Final = 64 << 10
-# The field of steps that were saved through torch.distributed.checkpoint: what of its metadata does not follow from
+# The field, in steps saved through torch.distributed.checkpoint, for the part of its metadata that does not follow from
 # the state.
 DCP_RECORD: Final = "torch.distributed.checkpoint"
 _MAX_DEPTH: Final = 32
@@ -26,9 +26,9 @@ _OURS: Final = ("step", "path", "num_bytes", "created", "state_path")
 def plain_record(
     record: Mapping[str, Any] | None, *, rolling: bool = False, ttl_seconds: float | None = None
 ) -> dict[str, Any]:
-    """A copy of a record, with the fields that retention uses. Raises TypeError or ValueError that names the bad value.
+    """A copy of a record, with the fields that retention uses. Raises TypeError or ValueError, naming the bad value.
 
-    A float that is not finite becomes None: JSON cannot express it, and a loss of nan must not fail the checkpoint.
+    Floats that are not finite become None: JSON cannot express them, and a loss of nan must not fail the checkpoint.
     """
     if record is not None and not isinstance(record, Mapping):
         raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
@@ -51,14 +51,14 @@ def plain_record(
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
+    """The value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, int) or math.isfinite(value) else None
 
 
 def _check_keys(record: Mapping[str, Any]) -> None:
-    """Check the fields that readers of the journal, and retention, rely on."""
+    """Check the fields that retention and readers of the journal rely on."""
     for key in _OURS:
         if key in record:
             raise ValueError(f'record["{key}"] is reserved for async_ckpt; use another name')
@@ -74,7 +74,7 @@ def _check_keys(record: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:
-    """A copy of plain data. Raises TypeError that names the first other value."""
+    """A copy of plain data. Raises TypeError, naming the first value that is not plain."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{name:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
     if value is None or isinstance(value, bool | int | str):

@@ -2,26 +2,26 @@
 
 In: the committed steps with their manifests, the time. Out: the steps to delete. Knows nothing of: storage.
 
-The newest step stays, whatever the rules say. So do steps that are known to be broken, which are not counted: the
-newest of the others stays, too. These others are deleted, and not counted by the rules:
+The newest step is always kept. Steps that are known to be broken are kept, too, but not counted: the newest step that
+is not broken is also kept. The following steps are deleted, and not counted by the rules:
 
-    rolling      saves whose record says `rolling`: a newer step is committed
-    expired      saves that are older than the `ttl_seconds` of their record
+    rolling      the record of the save has `rolling`, and a newer step is committed
+    expired      the save is older than the `ttl_seconds` of its record
 
-A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set. If one is set, steps
-that are marked bad are deleted, too, and not counted; the newest step that is not bad stays.
+Any other step is kept if at least one rule of `Keep` keeps it, or if no rule is set. If a rule is set, steps that are
+marked bad are deleted and not counted, except that the newest step that is not bad is kept. The rules keep a step if:
 
-    good         it is one of this many newest that are marked good, even if it is rolling or has expired
-    last         it is one of this many newest
-    every        it is a multiple of this
-    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that
-                 metric, or with one that is not a finite number, is never among them. While no record has the metric,
-                 which is probably a mistake, every step is
+    good         it is among this many newest steps marked good, even if it is rolling or has expired
+    last         it is among this many newest steps
+    every        its number is a multiple of this
+    best         it is among the best steps by a metric of the records; of equal steps, the newer is better. A step
+                 whose record lacks the metric, or has a value that is not a finite number, is never among them. While
+                 no record has the metric, which is probably a mistake, all steps are kept
     seconds      it was committed at most this long ago
-    bytes        it, the newer ones and the steps that these borrow from have at most this many bytes together, or it is
-                 the newest. The bytes of a manifest that cannot be read are not known, and count as none
+    bytes        it, all newer steps and the steps that they borrow from have at most this many bytes together, or it is
+                 the newest. A manifest that cannot be read counts as 0 bytes
 
-`free` is no rule: where less is free, steps that the rules keep are deleted, too (`Run.doomed` has their order).
+`free` is not such a rule: while less is free, kept steps are deleted, too, in the order that `Run.doomed` describes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _PASSING: Final = ("rolling", "ttl_seconds")
 class Commits(dict[int, Manifest | None]):
     """The committed steps, ascending, with their manifests: None for a manifest that cannot be read. Immutable.
 
-    Passing steps, borrowers and marks are listed separately, since there may be thousands of steps and few of these.
+    Steps that may expire, borrowers and marks are also listed separately: of thousands of steps, they are few.
     """
 
     __slots__ = ("borrowers", "marks", "passing")
 
     def __init__(self, commits: Mapping[int, Manifest | None] | None = None) -> None:
         super().__init__(sorted((commits or {}).items()))
-        self.passing: dict[int, Manifest] = {}  # steps that may expire
+        self.passing: dict[int, Manifest] = {}  # steps that are rolling or may expire
         self.borrowers: dict[int, Manifest] = {}  # steps with groups in archives of other steps
-        self.marks: dict[int, Mark] = {}  # those that count
+        self.marks: dict[int, Mark] = {}  # the mark that counts, for each marked step
         self._note(self)
 
     def having(self, commits: Mapping[int, Manifest | None]) -> Commits:
-        """A copy with these commits, which replace those of the same steps."""
+        """A copy with these commits added; they replace earlier commits of the same steps."""
         if commits and self and min(commits) <= next(reversed(self)):
             return Commits({**self, **commits}).with_marks(self.marks)
         copy = self._copy()
@@ -79,7 +79,7 @@ class Commits(dict[int, Manifest | None]):
         return copy
 
     def sound(self, steps: Iterable[int]) -> list[int]:
-        """The steps, of these, that are not marked bad."""
+        """These steps without those that are marked bad."""
         return [step for step in steps if not (step in self.marks and self.marks[step].kind == BAD)]
 
     def _copy(self) -> Commits:
@@ -109,7 +109,7 @@ def deletable_steps(
 
 
 def without_needed(going: Collection[int], commits: Commits) -> list[int]:
-    """The steps, of these that are to be deleted, that no step which stays has borrowed from."""
+    """The steps of `going`, which are to be deleted, without those that a remaining step borrows from."""
     going = list(going)
     while going:
         gone_steps = set(going)
@@ -122,9 +122,9 @@ def without_needed(going: Collection[int], commits: Commits) -> list[int]:
 
 
 def steps_for_room(order: Sequence[int], commits: Commits, missing_bytes: float, *, at_least: int = 0) -> list[int]:
-    """The fewest of these steps, from the first on, whose deletion frees so many bytes; all if that is too little.
+    """The shortest prefix of `order` whose deletion frees `missing_bytes`, or all of it if that is too little.
 
-    The first `at_least` are among them, and none that a step which stays has borrowed from.
+    The prefix has at least `at_least` steps. Steps that a remaining step borrows from are left out of the result.
     """
 
     def freed(count: int) -> int:
@@ -135,7 +135,7 @@ def steps_for_room(order: Sequence[int], commits: Commits, missing_bytes: float,
 
 
 def unknown_metric(keep: Keep, commits: Commits) -> str | None:
-    """The metric of `best` if there are commits and no record has it."""
+    """The metric of `best`, if there are commits and none of their records has it; else None."""
     if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
         return None
     return keep.best[0]
@@ -166,7 +166,7 @@ def _newest_good(keep: Keep, steps: list[int], commits: Commits) -> list[int]:
 
 
 def _that_fit(steps: list[int], commits: Commits, most_bytes: float) -> list[int]:
-    """The newest of these steps that have at most so many bytes with all that they borrow from, and at least one."""
+    """The newest of these steps that fit into `most_bytes`, counting the steps that they borrow from; at least one."""
     fitting: list[int] = []
     counted: set[int] = set()
     num_bytes = 0
@@ -181,7 +181,7 @@ def _that_fit(steps: list[int], commits: Commits, most_bytes: float) -> list[int
 
 
 def _lenders(step: int, commits: Commits) -> set[int]:
-    """The steps that stay as long as this one does, since it has borrowed from them, or they from each other."""
+    """The steps that this step borrows from, directly or through other steps: they stay while it does."""
     found: set[int] = set()
     asked = [step]
     while asked:
@@ -197,18 +197,18 @@ def _bytes_of(manifest: Manifest | None) -> int:
 
 
 def _is_passing(manifest: Manifest, now: float) -> bool:
-    """Whether a save was marked as rolling, or has expired."""
+    """Whether a save is rolling or has expired."""
     ttl_seconds = number(manifest.record.get("ttl_seconds"))
     return manifest.record.get("rolling") is True or (ttl_seconds is not None and _age(manifest, now) > ttl_seconds)
 
 
 def _age(manifest: Manifest | None, now: float) -> float:
-    """The seconds since the commit; 0 if the manifest cannot be read, so that no step is deleted for its age then."""
+    """The seconds since the commit; 0 if the manifest cannot be read, so that such a step never expires."""
     return now - manifest.created if manifest is not None else 0.0
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
-    """The best of these steps, of which no bad one counts; None if no record of any commit has the metric."""
+    """The best of these steps, except steps marked bad; None if no record of any commit has the metric."""
     metric, mode, count = by
     values = {
         step: value
@@ -223,7 +223,7 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
 
 
 def describe_missing_metric(metric: str, commits: Commits) -> str:
-    """A metric that no record has, the metrics that the records have, and advice."""
+    """Text for messages: the metric that no record has, the metrics that records have, and advice."""
     records = [manifest.record for manifest in commits.values() if manifest is not None]
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}
     have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"

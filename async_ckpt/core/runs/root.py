@@ -28,9 +28,9 @@ from .receipts import look_all
 from .retention import Commits
 from .starts import Line, Seen, Start, StartsByName, about_start, later_than, split_starts
 
-# A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
+# A writer with keep=1 deletes each step at its next save, so a slow reader may come too late many times in a row.
 TRIES: Final = 100
-# The number of manifests whose texts are held at a time.
+# Manifests that are read, and held in memory as text, at a time.
 _READ_TOGETHER: Final = 1024
 
 _log = logging.getLogger("async_ckpt")
@@ -42,46 +42,46 @@ class Listing(NamedTuple):
     steps: list[int]
     intents: list[tuple[int, str]]
     starts: list[Start] = []  # noqa: RUF012 - never changed
-    is_one_step: bool = False  # the folder is that of a step
+    is_one_step: bool = False  # the root is itself the folder of a step
 
     def has(self, step: int) -> bool:
         at = bisect_left(self.steps, step)
         return self.steps[at : at + 1] == [step]
 
     def having(self, step: int) -> Listing:
-        """The same listing with this step, whose folder may be newer."""
+        """This listing with a step added, whose folder may have been made since."""
         return self if self.has(step) else self._replace(steps=sorted([*self.steps, step]))
 
 
 class Root:
-    """The steps below one root, and a cache of their manifests. A Run creates and owns it. From any thread."""
+    """The steps below one root, and a cache of their manifests. A Run creates and owns it. Thread-safe."""
 
     def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
         self.storage = storage
         self._step_format = step_format
         self._step_pattern = folder_pattern(step_format)
         self._lock = threading.Lock()
-        # Under _lock, and read without it:
+        # Written under _lock, read without it:
         self.known = Commits()  # commits that were seen and could be read; replaced as a whole
         self.lines: dict[int, bytes] = {}  # journal lines of known commits; any thread may remove one
         self.committed_here: set[int] = set()  # steps that this object has committed
-        self._parsed: dict[str, int] = {}  # the steps of names in the root; -1: no step
-        self._warned_topics: set[str] = set()  # warnings that are given once
+        self._parsed: dict[str, int] = {}  # the step of each name in the root; -1: not a step
+        self._warned_topics: set[str] = set()  # warnings that were given, each only once
         # Replaced as a whole, by any thread:
-        self.starts: list[Start] = []  # of the last listing
-        self.marks: list[Mark] = []  # of the last listing
-        self.is_told_of_mover = False  # there was a `moving.json` in the last listing
+        self.starts: list[Start] = []  # from the last listing
+        self.marks: list[Mark] = []  # from the last listing
+        self.is_told_of_mover = False  # the last listing had a `moving.json`
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
-        # Attempts, by step, that did not count when the commits were viewed last:
+        # Attempts, by step, that did not count at the last `view`:
         self.out: dict[int, str] = {}
         # The start of this process, from its first save on, and the tokens of the starts before it:
         self.own: Start | None = None
         self.ancestors: frozenset[str] = frozenset()
-        self._seen: dict[Start, Seen | None] = {}  # what other starts have seen, too; it never changes
-        # Steps in a format that only a newer version of the library reads, as they were looked up last:
+        self._seen: dict[Start, Seen | None] = {}  # the commits that each start has seen, which never change
+        # Steps in a format that only a newer version of the library reads, at the last `look_up`:
         self.newer_format: frozenset[int] = frozenset()
-        # The last listing, with the commits and deletions of this object since:
+        # The last listing, updated by this object's commits. None: list again.
         self.listing: Listing | None = None
 
     def folder(self, step: int) -> str:
@@ -100,7 +100,7 @@ class Root:
         return f"{self.folder(step)}/{MANIFEST}"
 
     def relist(self, names: list[str] | None = None) -> Listing:
-        """List the root by one request, or take the names of one that was just made.
+        """List the root by one request, or use `names` from a listing that was just made.
 
         Known names are not parsed again, since there may be thousands of steps.
         """
@@ -112,7 +112,7 @@ class Root:
             steps = list(map(self._parsed.__getitem__, names))
         except KeyError:
             steps = [self._parse(name, intents) for name in names]
-        if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
+        if len(self._parsed) > 2 * len(names) + 100:  # most of the cached names were deleted
             self._parsed = {}
         steps.sort()
         listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents, starts, MANIFEST in names)
@@ -123,7 +123,7 @@ class Root:
         step = self._parsed.get(name)
         if step is not None:
             return step
-        if intent := parse_intent(name):  # not cached, since it has to be listed each time
+        if intent := parse_intent(name):  # not cached, since each listing must report it
             intents.append(intent)
             return -1
         step = self._parsed[name] = self.step_of(name)
@@ -135,13 +135,12 @@ class Root:
         return int(match[1]) if match and self.folder(int(match[1])) == name else -1
 
     def is_step(self, name: str) -> bool:
-        """Whether this is the name of a step's folder."""
+        """True if this is the name of a step's folder."""
         return self.step_of(name) >= 0
 
     def list_settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
-        """The steps, ascending, that `look` returns for a listing, or for a later one if the newest step is missing.
-
-        That step may have been deleted since the listing, by a writer that has committed a newer one.
+        """The steps, ascending, that `look` returns for a listing. The root is listed again while the listing's newest
+        step is not among them: a writer may have committed a newer step and deleted this one since.
         """
         listing = self.relist()
         for _ in range(TRIES):
@@ -189,7 +188,7 @@ class Root:
                 self.lines.pop(step, None)
 
     def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
-        """Note that this object has committed a step, and so retired these `newer` steps."""
+        """Note that this object has committed a step, and with it retired the `newer` steps."""
         self.note({manifest.step: manifest})
         self.forget(newer)
         with self._lock:
@@ -205,7 +204,7 @@ class Root:
             self.committed_here.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Forget what is known of these steps, so that they are read again."""
+        """Drop these steps from the cache, so that they are read again."""
         forgotten = {*steps}
         if forgotten:
             with self._lock:
@@ -214,15 +213,15 @@ class Root:
                     self.lines.pop(step, None)
 
     def read_from(self, storage: Storage) -> None:
-        """From now on, read and write by another storage of the same place."""
+        """Read and write through another storage of the same place from now on."""
         self.storage = storage
         self.forget(list(self.known))
         self.listing = None
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
-        """The manifests of the committed ones of these steps, in parallel from a store.
+        """The manifests of those of these steps that are committed. A store is read in parallel.
 
-        None stands for one that is damaged or of a newer format.
+        None stands for a manifest that is damaged or in a newer format.
         """
         manifests: dict[int, Manifest | None] = {}
         newer_format: set[int] = set()
@@ -240,7 +239,7 @@ class Root:
                 if isinstance(error, FormatVersionError):
                     newer_format.add(step)
 
-        if not self.storage.remote:  # to be told that a file is not there takes longer than to look for it
+        if not self.storage.remote:  # on disk, checking which files exist is faster than failing to open them
             known_paths = {self.manifest_path(step): step for step in steps}
             steps_there = [known_paths[path] for path in self.storage.existing([*known_paths])]
         else:
@@ -257,7 +256,7 @@ class Root:
         return manifests
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
-        """The last of these ascending steps, by default of all, that is committed and counts."""
+        """The last of these ascending steps, by default of all listed, that is committed and counts."""
         line = self.line(listing)
         retired = {**self.outside, **self._retired_by(listing, line)}
         for step in reversed(listing.steps if steps is None else steps):
@@ -267,7 +266,7 @@ class Root:
         return None
 
     def read(self, step: int, content: tuple[bytes, str] | None = None, *, say: bool = True) -> tuple[Manifest, str]:
-        """The manifest of a step and its version; of this content, if it has been read already."""
+        """The manifest of a step and its version; parsed from `content`, if given. Raises NotCommittedError."""
         path = self.manifest_path(step)
         try:
             data, version = content or self.storage.read(path)
@@ -292,23 +291,23 @@ class Root:
             return None
 
     def known_or_found(self, step: int) -> Manifest | None:
-        """The manifest of a step, as it is known, or is there now; None if there is none that can be read."""
+        """The manifest of a step from the cache, or else as it can be read now; None if it cannot."""
         return self.known.get(step) or self.find(step)
 
     def line(self, listing: Listing) -> Line:
-        """The rule which commits of a listing count. Reads manifests if a process has taken the run from another."""
+        """The rule that decides which commits of a listing count. Reads manifests only if there are several starts."""
         return Line(listing.steps, listing.starts, cache(self.known_or_found), self.seen, self.own)
 
     def seen(self, start: Start) -> Seen | None:
-        """The commits that a listed start has seen."""
+        """The commits that a listed start has seen; None if unknown."""
         if start not in self._seen:
             self._seen[start] = Seen.read(self.storage, start)
         return self._seen[start]
 
     def see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
-        """The starts that a new start sees, and the attempts that it goes on from.
+        """The starts that a new start sees, and the attempts, by step, that it continues from.
 
-        A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
+        A replacement of a manifest that an earlier process has announced, but not made yet, will be refused.
         """
         listing = self.relist()
         for step, _ in listing.intents:
@@ -317,23 +316,21 @@ class Root:
             listing = self.relist()
         try:
             commits = self.view(listing)
-        except StorageUnavailableError:  # perhaps one manifest alone
+        except StorageUnavailableError:  # perhaps because of a single manifest
             return listing.starts, dict.fromkeys(self.steps(), "")
         return listing.starts, {step: attempt_of(manifest) or "" for step, manifest in commits.items()}
 
     def make_new_version(self, step: int, mark: str) -> None:
-        """Give a manifest other bytes, and so another version: then the replacement of the one before is refused."""
+        """Rewrite a manifest with other bytes, so that the storage refuses to replace its previous version."""
         path = self.manifest_path(step)
-        with suppress(FileNotFoundError, FileExistsError, ValueError):  # it has another one, or nobody can read it
+        with suppress(FileNotFoundError, FileExistsError, ValueError):  # its version changed just now, or it is damaged
             data, version = self.storage.read(path)
             fields = {**unseal(data), "seen_by": mark}
             del fields["digest"]
             self.storage.replace(path, seal(fields), version=version)
 
     def descended(self, others: Sequence[Root], starts: Sequence[Start]) -> list[str]:
-        """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
-        and their own ancestors.
-        """
+        """The tokens of the starts here and at other roots that have answered, and of their ancestors."""
         of_others = {start.token for other in others for start in other.starts} | self.ancestors
         of_others.update(*(other.ancestors for other in others))
         self.ancestors = frozenset(of_others.union(self.told_ancestors(starts), (start.token for start in starts)))
@@ -345,17 +342,17 @@ class Root:
         return {token for token in told if isinstance(token, str)} if isinstance(told, list) else set()
 
     def note_start(self, own: Start, seen: Seen | None) -> None:
-        """Note the start of this process, and what it has seen."""
+        """Note the start of this process, and the commits that it has seen."""
         self.own = own
         self._seen[own] = seen
 
     def have_seen(self, starts: Iterable[Start], manifest: Manifest) -> bool:
-        """Whether all these starts have seen just this commit."""
+        """True if all these starts have seen exactly this commit."""
         told = (self.seen(start) if start.has_seen else None for start in starts)
         return all(seen is not None and seen.names(manifest.step, manifest.attempt) for seen in told)
 
     def _retired_by(self, listing: Listing, line: Line) -> dict[int, str]:
-        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt counts."""
+        """The attempts, by step, that announced rollbacks have retired, if the announced attempt counts itself."""
         retired: dict[int, str] = {}
         for step, attempt in listing.intents:
             manifest = self.find(step)
@@ -364,14 +361,12 @@ class Root:
         return retired
 
     def excluded(self, listing: Listing, steps: Sequence[int]) -> dict[int, str]:
-        """The attempts at these steps that do not count: rollbacks have retired them, or a later start has not seen
-        them.
-        """
+        """The attempts at these steps that do not count: retired by a rollback, or not seen by a later start."""
         line = self.line(listing)
         return {**self.outside, **self._retired_by(listing, line), **line.out(steps)}
 
     def is_gap(self, listing: Listing, manifest: Manifest) -> bool:
-        """Whether a commit of another root is missing here: below those of the later starts that have not seen it."""
+        """True if a commit of another root is missing here below all commits of later starts that have not seen it."""
         by_steps = Line(listing.steps, listing.starts, self.find)
         return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
 
@@ -383,10 +378,10 @@ class Root:
         self.forget(stale)
 
     def _retire(self, step: int, retired: Mapping[int, str]) -> None:
-        """Rename the manifest of a step if it is that of the attempt in `retired`.
+        """Rename the manifest of a step if it is of the attempt in `retired`.
 
-        This process may have slept since it read the manifest, and another process may have retired it and committed
-        the step anew: then the new manifest is put back.
+        Between the read and the move, this process may sleep, and another process may retire the manifest and commit
+        the step anew. If the move has hit that new manifest, it is put back.
         """
         path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
         try:
@@ -407,7 +402,7 @@ class Root:
     def finish_rollbacks(self, listing: Listing) -> None:
         """Rename the manifests that committed rollbacks have retired, and delete the intents.
 
-        One that a later start has not seen stays: that start may go on from what it has retired.
+        The intent of a rollback that a later start has not seen stays: that start may continue from the retired steps.
         """
         for step, attempt in listing.intents:
             manifest = self.find(step)
@@ -445,16 +440,14 @@ class Root:
 
 
 def formats_at(storage: Storage) -> list[str]:
-    """The formats of the steps that are committed at a root. Raises StorageUnavailableError for a storage that changes
-    faster than it is read.
-    """
+    """The formats of committed steps. Raises StorageUnavailableError if each newest step is deleted too soon."""
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")
         formats = step_formats(storage, names)
         if formats or names == before:
             return formats
-        before = names  # a step that was listed may have been deleted, by a writer that has committed a newer one
+        before = names  # since this listing, a writer may have committed a newer step and deleted the listed one
     raise overtaken_error(storage.locate(""))
 
 
@@ -463,7 +456,7 @@ def attempt_of(manifest: Manifest | None) -> str | None:
 
 
 def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
-    """Whether `retired` has this commit of the step. A damaged manifest is taken for the retired one."""
+    """True if `retired` has this commit of the step. A damaged manifest is taken for the retired one."""
     return step in retired and (manifest is None or manifest.attempt == retired[step])
 
 
@@ -475,7 +468,7 @@ def _is_of(data: bytes, path: str, attempt: str) -> bool:
 
 
 def overtaken_error(shown: str) -> StorageUnavailableError:
-    """The error of a reader that has come too late `TRIES` times."""
+    """The error for a reader that has come too late `TRIES` times."""
     return StorageUnavailableError(
         f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; raise keep= of the writer",
         path=shown,

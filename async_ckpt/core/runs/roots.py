@@ -1,9 +1,9 @@
 """A run at several roots, from near to far, any of which may be away, or lack steps.
 
-In: one Run for each root. Out: the steps, the runs that hold them, and what a further one is to get. Knows nothing of:
-how a step is copied.
+In: one Run for each root. Out: the steps, the runs that hold them, and the steps to copy to a further root. Knows
+nothing of: how a step is copied.
 
-`steps` is the union and `latest` its maximum; of several runs that hold a step, the nearest is read.
+`steps` is the union over all roots and `latest` its maximum; a step is read from the nearest run that holds it.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ NOT_GOOD: Final = "it is not marked good"
 
 
 class Ahead(NamedTuple):
-    """The steps that the roots before one hold, and the one that it is to get."""
+    """The step that a further root is to get next from the nearer ones."""
 
     holders: Mapping[int, Sequence[Run]]
-    """The steps of all, and the roots that hold them."""
+    """All steps, and the roots that hold them."""
     step: int | None
-    """The step that it is to get next."""
+    """The step to copy next; None if there is none."""
     stale: tuple[Retired, ...]
-    """The commits there that a rollback has retired at a nearer root."""
+    """The commits at the further root that a rollback has retired at a nearer one."""
 
 
 class Roots:
-    """The runs of one checkpointer, which creates it, in the user's order. From any thread.
+    """The runs of one checkpointer, which creates it, in the user's order. Thread-safe.
 
     With a single root, all errors are those of its Run.
     """
 
     def __init__(self, runs: Sequence[Run], tiers_file: TiersFile | None = None) -> None:
-        """`tiers_file` is for a run of several roots."""
+        """`tiers_file` is given for a run with several roots."""
         self.runs, self._tiers_file = tuple(runs), tiers_file
 
     @property
@@ -71,7 +71,7 @@ class Roots:
         return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
 
     def known(self) -> str:
-        """The committed steps in words, as far as they are known without requests."""
+        """The committed steps in words, as far as they are known without a request to a store."""
         steps = sorted({step for run in self.runs for step in run.known_steps()})
         if not steps:
             return "no steps"
@@ -80,13 +80,13 @@ class Roots:
         return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
     def check_naming(self) -> None:
-        """Raise NotCommittedError if the newest step of a root has another naming than this run."""
+        """Raise NotCommittedError if the newest step at a root has another naming than this run."""
         for run in self.runs:
             with suppress(StorageUnavailableError):  # reported when a step is read
                 run.check_naming()
 
     def foreign_notes(self) -> list[str]:
-        """Descriptions of the roots that have checkpoints of other programs and no commit: they must not look empty."""
+        """Descriptions of roots without a commit, but with checkpoints of other programs: they must not look empty."""
         notes = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
@@ -99,7 +99,7 @@ class Roots:
         return notes
 
     def owner_notes(self) -> list[str]:
-        """Why this process cannot save at some of the roots, since another one that lives does. Makes no request."""
+        """The roots at which another living process saves, so that this one cannot. Makes no request to a store."""
         notes = []
         for run in self.runs:
             try:
@@ -110,7 +110,7 @@ class Roots:
         return notes
 
     def sweep_memory(self, *, has_ranks: bool) -> None:
-        """Delete what writers that were killed have left in memory, before the training takes that memory."""
+        """Delete leftovers of killed writers at volatile roots, before the training needs that memory."""
         for run in self.runs:
             if run.is_volatile:
                 with suppress(CheckpointError):
@@ -126,8 +126,8 @@ class Roots:
         return sorted(self._holders())
 
     def refuse_if_left_out(self) -> None:
-        """Where no step is committed: raise StorageUnavailableError if that may be since nodes have lost archives, or
-        have another run's. A training must not begin anew by mistake.
+        """Raise StorageUnavailableError if no step is committed only because nodes may have lost archives, or may have
+        those of another run. A training must not start from scratch by mistake.
         """
         for run in self.runs:
             where, why = run.storage.locate(""), run.refusal
@@ -150,7 +150,7 @@ class Roots:
     def holding(self, step: int) -> list[Run]:
         """The runs that hold a step, in the user's order. Raises NotCommittedError if there is none."""
         if len(self.runs) == 1:
-            return list(self.runs)  # whose own error says more
+            return list(self.runs)  # the run's own error has more detail
         holders = self._holders()
         if step not in holders:
             steps = sorted(holders)[-5:]
@@ -161,10 +161,11 @@ class Roots:
         return self._current(step, {run: run.committed(step) for run in holders[step]})
 
     def newest_sound(self, skipped: dict[int, str], *, only_good: bool = False) -> int | None:
-        """The newest committed step that is neither in `skipped` nor marked bad; with `only_good`, the newest that is
-        marked good. Steps that are passed over for their marks are added to `skipped`, with the reason in words.
+        """The newest committed step that is neither in `skipped` nor marked bad; with `only_good`, it must be marked
+        good. None if there is none.
 
-        None if there is none. Reads the marks of steps from the newest down to that one.
+        Steps that are passed over because of their marks are added to `skipped`, with the reason in words. Reads the
+        marks from the newest step down to the result.
         """
         newest = None if skipped else self.latest()
         if not skipped and (newest is None or not (reason := self._mark_against(newest, only_good=only_good))):
@@ -187,7 +188,7 @@ class Roots:
         return self.bad_mark(step) or ("" if not only_good or (mark and mark.kind == GOOD) else NOT_GOOD)
 
     def _mark_of(self, step: int) -> Mark | None:
-        """The mark of a step that counts, by the last listings of all roots."""
+        """The mark of a step that counts, according to the last listings of all roots."""
         if not any(mark.step == step for run in self.runs for mark in run.root.marks):
             return None
         holders = self.holding(step) if len(self.runs) > 1 else self.runs
@@ -200,16 +201,16 @@ class Roots:
         return next(filter(None, notes), "")
 
     def marks(self) -> dict[int, tuple[str, str]]:
-        """The mark of each step that has one, "good" or "bad", and its note."""
+        """The mark of each marked step, "good" or "bad", and its note."""
         steps = {*self.steps()}
         marked = sorted(steps & {mark.step for run in self.runs for mark in run.root.marks})
         return {step: (mark.kind, self._note_of(mark)) for step in marked if (mark := self._mark_of(step))}
 
     def mark(self, step: int, kind: MarkKind | None, note: str) -> None:
-        """Put a mark at each root that has the step and answers; None takes its mark back.
+        """Put a mark at each root that has the step and answers. The kind None takes the step's mark back.
 
-        Raises NotCommittedError if no root has the step, StorageUnavailableError if none takes the mark, and ValueError
-        and TypeError for what is no mark.
+        Raises NotCommittedError if no root has the step, StorageUnavailableError if no root stores the mark, and
+        ValueError and TypeError for an invalid kind or note.
         """
         word, text = kind_of(kind), note_of(note)
         attempts = {run: run.manifest(step).attempt for run in self.holding(step)}
@@ -236,10 +237,10 @@ class Roots:
         return self._merged(dict(self._ask(Run.view)))[0]
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
-        """The steps that this root lacks, or holds in an overwritten version, and its retention would keep.
+        """The steps that `run` lacks, or holds in an overwritten version, and that its retention would keep.
 
-        The newest first, with the runs that hold them, as far as `Keep(free=)` has room for them. Raises
-        StorageUnavailableError if the root itself is away.
+        Newest first, each with the runs that hold it, up to the room that `Keep(free=)` leaves. Raises
+        StorageUnavailableError if the root of `run` is away.
         """
         commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
         doomed = set(run.steps_to_delete(commits))
@@ -249,10 +250,11 @@ class Roots:
         return [(step, current[step]) for step, _ in fitting]
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
-        """The step that the last root, `run`, is to get from the nearer ones: `first` if that is newer, else the lowest
-        newer step that its `keep` keeps for good, else the newest. With `is_last`, the newest whatever `every` says.
+        """The step to copy next to the last root, `run`, from the nearer ones. Only steps newer than its newest count:
+        `first` if it is one of them, else the lowest that its `keep` keeps for good, else the newest. With `is_last`,
+        the newest, even if it is not a multiple of `every`.
 
-        Raises StorageUnavailableError if the root itself is away.
+        Raises StorageUnavailableError if the root of `run` is away.
         """
         views = dict(self._ask(Run.view, but_not_without=run, says=False))
         commits, current = self._merged(views)
@@ -272,7 +274,7 @@ class Roots:
         return Ahead(current, chosen, stale)
 
     def known_elsewhere(self, run: Run) -> dict[int, list[Manifest]]:
-        """The commits that other roots are known to have, by their steps. Nothing is asked."""
+        """The commits that other roots are known to have, by step. Makes no request."""
         found: dict[int, list[Manifest]] = {}
         for other in self.runs:
             for step, manifest in other.root.known.items() if other is not run else ():
@@ -281,10 +283,10 @@ class Roots:
         return found
 
     def take(self, run: Run, step: int) -> bool:
-        """Take one of the roots for this process, at its first save there. True if it was taken now.
+        """Take one of the roots for this process, at its first save there. Returns True if it was taken by this call.
 
-        Raises RunTakenError, and ConflictError if this process has another of the roots, and the run there does not
-        descend from what is committed at this one.
+        Raises RunTakenError, and ConflictError if this process has taken another root and this one has commits of
+        starts that the run does not descend from.
         """
         others = [other for other in self.runs if other is not run]
         if not run.has_start and any(other.has_start for other in others):
@@ -292,17 +294,17 @@ class Roots:
         return run.take(step, others)
 
     def tell_places(self, run: Run) -> None:
-        """Write the places of the run to one of them."""
+        """Write the places of the run into `tiers.json` at one of them."""
         if self._tiers_file is not None and not any(isinstance(one.storage, AllNodes) for one in self.runs):
             self._tiers_file.write(run.storage, self.runs.index(run))
 
     @property
     def are_taken(self) -> bool:
-        """Whether this process has taken one of the roots, or stands in for one that has."""
+        """True if this process has taken one of the roots, or stands in for a process that has."""
         return any(run.has_start or run.stands_in for run in self.runs)
 
     def check_taken(self, run: Run) -> None:
-        """Raise RunTakenError if another process than this one, or one that it works with, has taken a root since."""
+        """Raise RunTakenError if another process has taken the root of `run` since this start of the run did."""
         run.check_taken(next((one.token for one in self.runs if one.token), ""))
 
     def refuse_strangers(self, run: Run) -> None:
@@ -310,11 +312,11 @@ class Roots:
         run.refuse_strangers(self.descent_beside(run))
 
     def descent_beside(self, run: Run) -> set[str]:
-        """The tokens of the starts that the run has had at all other roots."""
+        """The tokens of the starts that the run has had at all roots but this one."""
         return {token for other in self.runs if other is not run for token in other.descent()}
 
     def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
-        """The commits of all roots together, and the runs that hold the current version of each step."""
+        """The union of the commits of all roots, and the runs that hold the current version of each step."""
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
@@ -324,7 +326,7 @@ class Roots:
         return Commits(first).with_marks(marks), current
 
     def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
-        """The runs whose commit of the step was neither replaced nor retired at another root."""
+        """The runs whose commit of the step was neither replaced nor retired at another root; else all."""
         attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
         if len(attempts) < 2:
             return list(manifests)
@@ -338,7 +340,7 @@ class Roots:
         return self._without_retired(dict(self._ask(Run.steps)))
 
     def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
-        """The runs that hold each step, without steps that a rollback has retired at another root."""
+        """The runs that hold each step, leaving out steps that a rollback has retired at another root."""
         holders: dict[int, list[Run]] = {}
         for run, steps in steps_of.items():
             for step in steps:
@@ -354,13 +356,13 @@ class Roots:
         return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
-        """Remove the commits of processes that had lost the run, by the starts of each root and the steps of all."""
+        """Remove commits of processes that had lost the run, according to the starts of each root and all steps."""
 
         def committed(step: int) -> Manifest | None:
             return _first(run.root.known_or_found(step) for run in holders[step])
 
         out: dict[int, str] = {}
-        for run in runs:  # a root that lists two starts tells their order
+        for run in runs:  # a root that lists two starts knows their order
             out |= Line(sorted(holders), run.root.starts, committed).out(sorted(holders))
         for step, attempt in out.items():
             sound = []
@@ -376,22 +378,22 @@ class Roots:
         return holders
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
-        """`told` are the commits that the newest manifests of the others retire."""
+        """Whether `others` have retired the commit of `holder`. `told` are those that their newest manifests retire."""
         try:
             manifest, _ = holder.root.read(step, say=False)
             return Retired(step, manifest.attempt) in told or any(
                 manifest.attempt in other.retired_attempts(step) for other in others
             )
-        except NotCommittedError:  # it was retired there, too, or deleted, after the root was listed
+        except NotCommittedError:  # since the root was listed, it was retired or deleted there, too
             return True
-        except CheckpointError:  # a damaged step stays, and a root that has gone away since is not asked
+        except CheckpointError:  # the manifest is damaged, or a root went away since: the step stays
             return False
 
     def _ask(
         self, question: Callable[[Run], T], but_not_without: Run | None = None, *, says: bool = True
     ) -> list[tuple[Run, T]]:
-        """The answers of the runs that answer. Raises StorageUnavailableError if none does, if those that do have no
-        step, and where `but_not_without` does not.
+        """The result of `question` for each run whose root answers. If `says`, a warning names the others. Raises
+        StorageUnavailableError if none answers, `but_not_without` does not, or those that answer have no step.
         """
         answers: list[tuple[Run, T]] = []
         errors: list[StorageUnavailableError] = []
@@ -404,7 +406,7 @@ class Roots:
                 errors.append(error)
         if errors and not answers:
             raise errors[0]
-        if errors and not any(answer for _, answer in answers):  # a training must not begin anew by mistake
+        if errors and not any(answer for _, answer in answers):  # a training must not start from scratch by mistake
             raise StorageUnavailableError(
                 "no step is committed at the roots that answer, and there may be one at a root that does not answer: "
                 f"{errors[0]}. Try again once that root answers; to start over without it, leave it out of the roots",
@@ -419,7 +421,7 @@ class Roots:
 
 
 def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
-    """The first manifest that could be read."""
+    """The first manifest that is not None."""
     return next((manifest for manifest in manifests if manifest is not None), None)
 
 
@@ -431,10 +433,10 @@ def open_roots(
     clock: Clock,
     max_bandwidth: float | None = None,
 ) -> Roots:
-    """The runs at one root, or several. No request is made. `max_bandwidth` is only noted for other processes.
+    """The runs at one root or several. Makes no request. `max_bandwidth` is only recorded for other processes.
 
-    Raises ValueError for no root, for equal roots, for a root inside another one, and for compression at the first, or
-    only one; ImportError for missing packages, NotADirectoryError for a file, and the errors of `Place.storage`.
+    Raises ValueError for no root, for equal roots, for a root inside another root, and for compression at the first
+    root; ImportError for missing packages, NotADirectoryError for a file, and the errors of `Place.storage`.
     """
     is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
     places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
@@ -449,7 +451,7 @@ def open_roots(
             f"{places[0]!r}: compression= is for a further place, to which steps are copied; give a place before it"
         )
     if any(place.compression for place in places):
-        from ..storage.compressed import refuse_if_missing  # most runs do without
+        from ..storage.compressed import refuse_if_missing  # lazy: most runs do not compress
 
         refuse_if_missing(with_planes=True)
     names = [storage.locate("") for storage in storages]

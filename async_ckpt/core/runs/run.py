@@ -1,8 +1,8 @@
-"""A run at one root: its committed steps, and the commit of another.
+"""A run at one root: its committed steps, and the commit of a new one.
 
-In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
+In: a storage and the naming of its steps. Out: commits that are complete or absent. Knows nothing of: tensors, threads.
 
-    <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
+    <root>/step_00000500/rank_00000.<attempt>.tar     never changed once a manifest names it
     <root>/step_00000500/driver.<attempt>.tar         only for driver state, which one rank writes for all
     <root>/step_00000500/manifest.json                written last; its presence is the commit
     <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
@@ -12,9 +12,9 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
     <root>/history.jsonl, history/                    the log of events: see `events.log`
 
 Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
-commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
+commit must not grow with the number of kept steps: a commit that this process has seen stays cached until a listing, a
 rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for
-each save. The version of the journal, which each process replaces, tells whether another process has committed since.
+each save. Every commit replaces the journal, so its version shows whether another process has committed.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from .starts import Seen, Start, about_start, later_than
 from .sweep import Sweeper, is_library_name
 from .tenure import Tenure, has_ended_here, refuse_if_alive, tenure_of
 
-# The number of starts that stay listed where nobody can tell which have ended. If a process sleeps through more of
-# them, its commits cannot be told from later ones.
+# The number of start files that are kept where it is unknown which processes have ended. If a process sleeps while more
+# starts than this are made, the order of its commits and theirs is lost.
 _NUM_KEPT: Final = 32
-# How often, and after which pauses, to look whether a later start has said what it has seen: it lists the commits and
-# reads manifests in between.
+# How many times, and with which pauses, to look for the `.seen` of a later start: before it puts that file, the start
+# lists the commits and reads manifests.
 _SEEN_TRIES: Final = 30
 _SEEN_PAUSE_SECONDS: Final = 0.1
-# How long a save that needs room waits for a deletion that is under way.
+# How long a save that needs room waits for a deletion in progress.
 _DELETING_SECONDS: Final = 10.0
 
 
 class Run:
-    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread.
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. Thread-safe.
 
-    Its `root` names and reads what is there, its `sweeper` deletes, and `events` is the log for people.
+    Its `root` names and reads files, its `sweeper` deletes them, and `events` is the log for people.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Run:
         compresses: bool = False,
         opening: str = "",
     ) -> None:
-        """`every`: copies from other roots bring only multiples of this. `is_volatile`: a reboot loses what is here.
-        `compresses`: archives that are copied here are compressed. `opening` is a random text for the checkpointer, the
-        same at all of its roots.
+        """`every`: only steps that are multiples of this are copied here from other roots. `is_volatile`: a reboot
+        loses the files here. `compresses`: archives that are copied here are compressed. `opening` is a random text for
+        the checkpointer, the same at all of its roots.
 
-        Raises ValueError for `Keep(free=)` at a place that does not tell how much is free there.
+        Raises ValueError for `Keep(free=)` at a place whose free space is unknown.
         """
         if keep is not None and keep.free is not None and (storage.remote or storage.free_bytes() is None):
             raise ValueError(
@@ -108,21 +108,21 @@ class Run:
         self.compresses = compresses
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
-        self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
-        self._is_changing = False  # `changing` has taken the root, and not a save
+        self._swept_for: set[Start] = set()  # the start of this process after which earlier starts were swept
+        self._is_changing = False  # the root was taken by `changing`, not by a save
         self._has_closed = False
-        self.refusal = ""  # why no step may be saved here, as long as this process lives
+        self.refusal = ""  # if not empty: why this process may never save a step here
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
         self.copying = threading.Lock()  # held while steps are copied here: two copies would write the same object
-        self._deleting = threading.Lock()  # held while steps are deleted, so that `make_room` counts what they free
+        self._deleting = threading.Lock()  # held while steps are deleted, so that `make_room` counts the freed bytes
         self.events = EventLog(storage, clock, clock())
 
     @property
     def storage(self) -> Storage:
         return self.root.storage
 
-    # --- reading: changes nothing on storage ------------------------------------------------------------------
+    # --- reading: changes nothing in the storage --------------------------------------------------------------
 
     def folder(self, step: int) -> str:
         return self.root.folder(step)
@@ -136,16 +136,16 @@ class Run:
 
     @property
     def has_start(self) -> bool:
-        """Whether this process has taken the root."""
+        """True if this process has taken the root."""
         return self.root.own is not None
 
     @property
     def token(self) -> str:
-        """That of the start of this process at the root; empty before its first save."""
+        """The token of this process's start at the root; empty before its first save."""
         return self.root.own.token if self.root.own is not None else ""
 
     def known_steps(self) -> list[int]:
-        """The committed steps; at a store, without a request, those that this object has seen or committed."""
+        """The committed steps. At a store, only those that this object has seen or committed, without a request."""
         if not self.storage.remote:
             with suppress(CheckpointError, OSError):
                 return self.steps()
@@ -168,16 +168,16 @@ class Run:
         return manifest
 
     def view(self, names: list[str] | None = None) -> Commits:
-        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read.
+        """The committed steps with their manifests, ascending; None for a damaged manifest. Cached ones are not read.
 
-        `names` are those at the root, if somebody has just listed it.
+        `names` are the names in the root, if the caller has just listed it.
         """
         return self.root.view(self.root.relist(names))
 
     def check_naming(self) -> None:
         """Raise NotCommittedError if the newest step at the root has another naming than this run.
 
-        Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
+        Without this check, a training would start from scratch or from an old step, and mix two namings in one folder.
         """
         names = self.storage.names("")
         self._refuse_step_folder(MANIFEST in names)
@@ -197,7 +197,7 @@ class Run:
         )
 
     def _refuse_step_folder(self, is_one_step: bool) -> None:
-        """Raise NotCommittedError if the root is the folder of a step: a run in it would begin anew."""
+        """Raise NotCommittedError if the root is itself the folder of a step: a run in it would start from scratch."""
         if is_one_step:
             shown = self.storage.locate("").rstrip("/")
             run = shown.rpartition("/")[0]
@@ -209,7 +209,7 @@ class Run:
             )
 
     def describe_foreign(self) -> str | None:
-        """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
+        """A description, with advice, of entries that look like a run or a checkpoint, for a root without a commit."""
         names = self.storage.names("")
         kind = foreign_kind(names)
         shown = some_of(foreign_steps(self.storage, self.root.is_step, is_library_name), 3)
@@ -233,9 +233,7 @@ class Run:
     def check(
         self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool, elsewhere: Collection[int] = ()
     ) -> None:
-        """Raise StepExistsError or StepBehindError for a step that could not be committed. `elsewhere`: the steps that
-        other roots are known to have.
-        """
+        """Raise StepExistsError or StepBehindError for an impossible step. `elsewhere`: steps of other roots."""
         listing = self.root.relist()
         self._refuse_step_folder(listing.is_one_step)
         self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
@@ -256,11 +254,11 @@ class Run:
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
-        """The part of `check` that needs no request to the storage, unless the step is refused."""
+        """The part of `check` that makes no request, unless this object has committed the step before."""
         if step in self.root.committed_here and not overwrite:
             try:
                 self.root.read(step, say=False)
-            except NotCommittedError:  # somebody has deleted it by hand
+            except NotCommittedError:  # it was deleted by hand
                 self.root.note_deleted(step)
                 return
             except CheckpointError:
@@ -295,20 +293,21 @@ class Run:
         times: SaveTimes | None = None,
         known_elsewhere: Mapping[int, Sequence[Manifest]] = MappingProxyType({}),
     ) -> Manifest:
-        """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
+        """Commit an attempt, whose archives are durable, by putting its manifest. Call `announce` after that.
 
-        With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
-        manifest retires all newer steps. It replaces and retires the commits `known_elsewhere`, too, and repeats what
-        the manifest before it has retired, as long as another root has that. Raises StepExistsError if another writer
-        was faster; its commit stands. Raises NotCommittedError if a step that this one borrows from is gone. If
-        RunTakenError has `undecided`, the manifest is there.
+        With `ranks`, several ranks have written the attempt, and the objects in `ranks` list their archives. With
+        `retire`, the manifest retires all newer steps. It also replaces and retires the commits `known_elsewhere`, and
+        repeats what the newest manifest has retired, if another root still has it.
+
+        Raises StepExistsError if another writer was faster; its commit stands. Raises NotCommittedError if a step that
+        this one borrows from is gone. If it raises RunTakenError with `undecided`, the manifest exists.
         """
         self.refuse_if_lender_is_gone(step, elsewhere)
         listing = self.root.listing or self.root.relist()
         is_behind = bool(listing.steps) and listing.steps[-1] > step
         if listing.intents or (retire and is_behind) or replaces is not None:
             listing = self.root.relist()
-            # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
+            # A rollback counts while its manifest exists. This commit may replace that manifest, so finish it first.
             self.root.finish_rollbacks(listing)
         newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         here = {Retired(s, manifest.attempt if manifest else "") for s, manifest in newer.items()}
@@ -346,13 +345,13 @@ class Run:
         return manifest
 
     def _retired_elsewhere(self, step: int, known: Mapping[int, Sequence[Manifest]], *, retire: bool) -> set[Retired]:
-        """The commits at other roots that a commit of `step` retires, or that those before it here have retired."""
+        """The commits at other roots that a commit of `step` retires, or that the newest manifest here has retired."""
         there = {Retired(s, one.attempt) for s, manifests in known.items() for one in manifests}
         before = self.retired_by(next(reversed(self.root.known), None)) if there else frozenset()
         return {one for one in there if one in before or (retire and one.step > step)}
 
     def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
-        """Raise NotCommittedError if a step borrows from one that was deleted, or replaced, by somebody else."""
+        """Raise NotCommittedError if `step` borrows from a step that was deleted or replaced meanwhile."""
         for lender in sorted({lent.step for lent in elsewhere} - {step}):
             lent_here = [lent for lent in elsewhere if lent.step == lender]
             if self.lends(lent_here):
@@ -366,7 +365,7 @@ class Run:
             )
 
     def lends(self, lent: Collection[GroupLocation]) -> bool:
-        """Whether these archives are there, and a committed manifest has them, so that nobody deletes them."""
+        """True if these archives exist and a committed manifest names them, so that nobody deletes them."""
         missing = {(one.step, one.archive.name) for one in lent}
         for step in {one.step for one in lent}:
             try:
@@ -374,9 +373,9 @@ class Run:
             except NotCommittedError:
                 continue
             except CorruptCheckpointError:
-                return True  # nobody can say what it names
+                return True  # a damaged manifest may name any archive
             missing -= {(step, name) for name in manifest.own_names}
-        if missing:  # the lender was overwritten, and other steps have borrowed from it before that
+        if missing:  # the lender may have been overwritten after other steps had borrowed these archives
             self.root.forget(list(self.root.known.borrowers))
             borrowers = self.view().borrowers.values()
             missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
@@ -384,22 +383,22 @@ class Run:
         return not missing and len(self.storage.existing(sorted(paths))) == len(paths)
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""
+        """The start to name in a manifest: below newer steps that of the replaced manifest, so that these count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self.root.newest(listing, above) is not None:
             return before.start
         return self.root.own.label if self.root.own else ""
 
     def join(self, token: str) -> None:
-        """Note the token of the start of all ranks. Rank 0 makes that start at its first save."""
+        """Note the token of the start that all ranks share. Rank 0 makes that start at its first save."""
         self._opening = token
         self._tenure.join(token)
 
     def look_again(self, manifest: Manifest) -> None:
-        """After its manifest is there, raise RunTakenError if another process has taken the run meanwhile.
+        """After a manifest was put, raise RunTakenError if another process has taken the run meanwhile.
 
-        All ranks look: then none of them takes a save for committed that the other process has not seen. One that has
-        not said yet what it has seen is waited for, but not for long.
+        All ranks call this: then no rank takes a save for committed that the other process has not seen. If the other
+        process has not put its `.seen` yet, this waits for it for about three seconds.
         """
         start = self.root.own
         try:
@@ -430,11 +429,11 @@ class Run:
             self._sweep_starts(start, listing.starts)
 
     def _sweep_starts(self, own: Start, starts: Sequence[Start]) -> None:
-        """Delete the files of starts that nothing needs any more, after a commit of `own`.
+        """Delete the files of starts that are no longer needed, after a commit of `own`.
 
-        A file tells the order of the commits of its start and others. Where it is known which processes have ended, it
-        is not needed once no process of that start, or of one before it, can put a manifest, and what does not count
-        was renamed. A start at several roots tells also of the commits at the others, so it stays.
+        The file of a start orders its commits relative to those of other starts. Where it is known which processes have
+        ended, the file is not needed once no process of that start or an earlier one can put a manifest, and the
+        manifests that do not count were renamed. The file of a start at several roots stays: it also serves the others.
         """
         before = [start for start in sorted(starts) if start.is_before(own)]
         going = before[: 1 - _NUM_KEPT]
@@ -443,7 +442,7 @@ class Run:
                 self._swept_for = {own}
                 ended = {*self.storage.sweep("", [start.name for start in before])}
                 settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
-                if settled:  # they have put their last manifest by now
+                if settled:  # their processes can put no more manifests
                     listing = self.root.relist()
                     self.root.retire(self.root.line(listing).out(listing.steps))
                     self.root.listing = None
@@ -452,12 +451,12 @@ class Run:
                 self.storage.delete_many(sorted(name for one in {*going} for name in (one.name, one.seen_name)))
 
     def _is_settled(self, start: Start) -> bool:
-        """Whether a start whose lock is free has provably ended, and no other root has commits of it."""
+        """True if the process of a start, whose lock is free, has provably ended, and no other root has its commits."""
         about = about_start(self.storage, start)
         return about.get("roots") == [self.storage.locate("")] and has_ended_here(about)
 
     def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
-        """Retire the manifest again if what it borrows was deleted while it was put: nobody could load it."""
+        """Retire the manifest again if archives that it borrows were deleted while it was put: it cannot be loaded."""
         try:
             self.refuse_if_lender_is_gone(manifest.step, manifest.elsewhere)
         except NotCommittedError:
@@ -468,7 +467,7 @@ class Run:
     # --- the right to commit ----------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
+        """Raise RunTakenError if another process has the run, as far as this is known without network requests."""
         self._tenure.refuse_if_lost()
         if self.root.own is None and not self.storage.remote:
             refuse_if_alive(self.storage, (self.root.listing or self.root.relist()).starts)
@@ -486,13 +485,13 @@ class Run:
         return is_new
 
     def descent(self) -> set[str]:
-        """The tokens of the starts that the run at this root has had, and of this process's own."""
+        """The tokens of the starts that the run at this root has had, and of this process's own start."""
         own = {*filter(None, (self._opening, self.token, *self.root.ancestors))}
         listed = self.root.starts or self.root.relist().starts
         return own.union((one.token for one in listed), () if self.has_start else self.root.told_ancestors(listed))
 
     def refuse_strangers(self, known: Collection[str]) -> None:
-        """Raise ConflictError if a commit here is of a listed start that is none of these."""
+        """Raise ConflictError if a commit here was made by a listed start whose token is not in `known`."""
         for manifest, stranger in self.strange_commits(known):
             where, about = self.storage.locate(""), about_start(self.storage, stranger)
             raise ConflictError(
@@ -505,7 +504,7 @@ class Run:
             )
 
     def strange_commits(self, known: Collection[str]) -> Iterator[tuple[Manifest, Start]]:
-        """The commits here of listed starts that are none of these, the newest first."""
+        """The commits here that were made by listed starts whose tokens are not in `known`, newest first."""
         listing = self.root.listing or self.root.relist()
         strangers = {start.token: start for start in listing.starts if start.token not in known}
         for manifest in reversed(self.root.view(listing).values() if strangers else ()):
@@ -519,20 +518,18 @@ class Run:
         return frozenset(() if manifest is None else manifest.retires)
 
     def takes(self, step: int) -> bool:
-        """Whether copies from other roots bring this step."""
+        """Whether this step is copied here from other roots."""
         return self._every is None or step % self._every == 0
 
     def kept_for_good(self, commits: Commits) -> set[int]:
-        """The steps that `every`, `best` or `good` of the retention here keeps."""
+        """The steps that `every`, `best` or `good` of this root's retention keep."""
         keep = Keep(every=self.keep.every, best=self.keep.best, good=self.keep.good)
         if keep == Keep() or unknown_metric(keep, commits) is not None:
             return set()
         return set(commits).difference(deletable_steps(keep, commits, now=self._clock()))
 
     def stand_in(self, start: Start, about: Mapping[str, object], ancestors: Iterable[str]) -> None:
-        """From now on, take the root in the name of a start that another process, of which `about` tells, has made at
-        another root: this process brings its steps here.
-        """
+        """From now on, act for the process of `about`: in the name of its start elsewhere, copy its steps here."""
         if not (self.stands_in and self._opening == start.token):
             self._tenure, self.root.own = Tenure(about), None
             self.root.forget(list(self.root.known))
@@ -544,8 +541,8 @@ class Run:
         return self._tenure.about is not None
 
     def check_taken(self, token: str = "") -> None:
-        """Before a commit or a deletion, raise RunTakenError if another process has taken the run since. `token` is
-        that of this process's start at another root, if this one may have been taken in its name.
+        """Raise RunTakenError if another process has taken the run; called before a commit or a deletion. `token` is
+        that of this process's start at another root, in whose name a mover may have taken this root.
         """
         if self.root.own is not None or token:
             starts = self.root.relist().starts
@@ -554,10 +551,10 @@ class Run:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Take the root for a change that no save makes: meanwhile no process begins to save there, where locks work.
+        """Take the root for a change other than a save. Where locks work, no process begins to save there meanwhile.
 
-        In the block, all that was known of the root is read again. `check_taken` and `retain` raise RunTakenError once
-        another process has begun to save there all the same. Raises RunTakenError for a root that a living process has.
+        The block starts with an empty cache. If another process begins to save there all the same, `check_taken` and
+        `retain` raise RunTakenError. Raises RunTakenError for a root that a living process has.
         """
         self.root.forget(list(self.root.known))
         steps = self.root.relist().steps
@@ -566,7 +563,7 @@ class Run:
             self.take(steps[-1] + 1 if steps else 0, [])
             self.check_taken()
             others = [start for start in self.root.starts if start != self.root.own]
-            refuse_if_alive(self.storage, others)  # it may have begun at the same moment
+            refuse_if_alive(self.storage, others)  # another process may have taken the root at the same moment
             yield
         finally:
             self.root.own, self._is_changing = None, False
@@ -581,15 +578,15 @@ class Run:
         self._tenure.leave(self.root)
 
     def write_events(self, *, again: bool = True) -> None:
-        """Write the events noted so far, if this process has taken the root: one that only reads changes nothing."""
+        """Write the events noted so far, if this process has taken the root: a mere reader changes nothing."""
         if self.has_start:
             self.events.write(again=again)
 
     def adopt(
         self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None, retires: Sequence[Retired] = ()
     ) -> None:
-        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root. With
-        `retires`, it retires these commits here, too.
+        """Commit a step whose archives were copied from another root, with its manifest and the rollback in it.
+        `retires` are further commits that it retires here.
 
         Raises StepExistsError if the step was committed here meanwhile, and RunTakenError if another process has the
         run.
@@ -602,7 +599,7 @@ class Run:
         self._tenure.refuse_if_later(self.storage, self.root.own, listing.starts)
         self.root.finish_rollbacks(listing)
         if self.root.is_gap(listing, manifest):
-            manifest = manifest._replace(start="")  # its order is unknown here
+            manifest = manifest._replace(start="")  # its place in the order of the starts here is unknown
         try:
             self._put(manifest, replaces)
         except FileExistsError as error:
@@ -612,13 +609,13 @@ class Run:
         self.root.listing = None
         if manifest.retires or replaces:
             self.root.finish_rollbacks(listing._replace(intents=[(manifest.step, manifest.attempt)]))
-        if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
+        if replaces and replaces[0].attempt != manifest.attempt:  # equal if its archives were repaired
             self.sweeper.delete_replaced(manifest.step, replaces[0])
         if self.root.own is not None:
             self.look_again(manifest)
 
     def committed(self, step: int) -> Manifest | None:
-        """The step's manifest; None if there is none that can be read."""
+        """The step's manifest; None if it is missing or cannot be read."""
         return self.root.find(step)
 
     def retired_attempts(self, step: int) -> set[str]:
@@ -630,12 +627,12 @@ class Run:
     # --- marks ------------------------------------------------------------------------------------------------
 
     def put_mark(self, mark: Mark, note: str) -> None:
-        with suppress(FileExistsError):  # another process has put the same one at this moment
+        with suppress(FileExistsError):  # another process has just put the same mark
             self.storage.put_new(mark.name, dump(note))
         self.root.marks = [*self.root.marks, mark]
 
     def bring_marks(self, source: Run) -> None:
-        """Copy the marks that another root has, by its last listing, of commits that are here, too."""
+        """Copy the marks of another root, as of its last listing, for commits that are here, too."""
         here = {*self.root.marks}
         for mark in source.root.marks:
             commit = self.root.known_or_found(mark.step) if mark not in here else None
@@ -655,13 +652,13 @@ class Run:
     ) -> list[int]:
         """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending.
 
-        With `only`, other steps than these stay, and those that were replaced since. If another process has taken the
-        run, RunTakenError is raised and what it may go on from is there.
+        With `only`, all steps stay that are not in it or were replaced since. Raises RunTakenError if another process
+        has taken the run; every step from which that process may continue still exists then.
         """
         listing = self.root.listing or self.root.relist()
         self.root.finish_rollbacks(listing)
         view = self.root.view(listing)
-        self.root.retire(self.root.out)  # not before the commit: a later start may have seen them until then
+        self.root.retire(self.root.out)  # only after the commit: until then, a later start may have seen them
         self.sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
         if only is not None:
@@ -679,11 +676,11 @@ class Run:
         broken: Collection[int] = (),
         is_part: bool = False,
     ) -> None:
-        """Before so many bytes of a step are written: delete steps until `Keep(free=)` will be free after that.
+        """Delete steps until `Keep(free=)` bytes will be free after `num_bytes` of a step are written.
 
-        The newest step that is not `broken` stays; if there is too little room then, a warning says so once. Of a step
-        of which other ranks write parts (`is_part`), the size is not known: that of the largest one here is taken.
-        Raises RunTakenError as `retain`.
+        The newest step that is not `broken` stays; if the room is still too small, one warning says so. If other ranks
+        write parts of the step (`is_part`), its size is unknown and taken to be at least that of the largest step here.
+        Raises RunTakenError as `retain` does.
         """
         if self.keep.free is None:
             return
@@ -704,9 +701,9 @@ class Run:
             )
 
     def lack_bytes(self, num_bytes: float = 0) -> float:
-        """How many bytes less than `Keep(free=)` would be free here if so many more were written; 0 without a limit.
+        """The bytes missing to `Keep(free=)` after `num_bytes` more are written here; 0 without a limit.
 
-        Of nodes with folders of their own, each has an equal part of the bytes, and the limit is that of each.
+        With a folder on each node, each node gets an equal part of the bytes, and the limit applies to each node.
         """
         free = None if self.keep.free is None else self.storage.free_bytes()
         if free is None or self.keep.free is None:
@@ -714,7 +711,7 @@ class Run:
         return max(0, num_bytes - self.storage.num_nodes * (free - self.keep.free))
 
     def can_free(self, num_bytes: int, in_flight: Collection[int]) -> bool:
-        """Whether `make_room` can probably free so many bytes, by the commits that are known. Makes no request."""
+        """Whether `make_room` can probably free `num_bytes`, by the commits in the cache. Makes no request."""
         known = [manifest for step, manifest in self.root.known.items() if step not in in_flight]
         freed = sum(manifest.num_bytes for manifest in known[:-1] if manifest is not None)
         return self.keep.free is not None and freed >= num_bytes
@@ -728,8 +725,8 @@ class Run:
         *,
         wait_seconds: float = 0.0,
     ) -> tuple[list[int], Commits]:
-        """Delete the steps that `choose` names, after a deletion that is under way if that ends in so many seconds: one
-        that hangs holds up no other. Returns these steps, ascending, and the commits that are left.
+        """Delete the steps that `choose` returns. Returns these steps, ascending, and the remaining commits. Waits at
+        most `wait_seconds` for a deletion in progress: one that hangs must not block others.
         """
         is_alone = self._deleting.acquire(timeout=wait_seconds)
         try:
@@ -741,7 +738,7 @@ class Run:
                 view = self.root.view(listing)
                 doomed = [old for old in choose(view) if old in inside]
             if doomed:
-                self.check_taken()  # another process may have gone on from one of them
+                self.check_taken()  # another process may have continued from one of them
             self.root.listing = None
             going = {old: inside[old] for old in doomed}
             doomed = self.sweeper.delete(going, self._needed_of, whole_folder=self.keep.whole_folder)
@@ -755,11 +752,11 @@ class Run:
                 self._deleting.release()
 
     def _needed_of(self, gone: Collection[int]) -> set[int]:
-        """The steps, of those whose manifests were just deleted, that a commit there is now has borrowed from.
+        """The steps in `gone`, whose manifests were just deleted, that a present commit borrows from.
 
-        Raises RunTakenError if another process has taken the run: it may be about to borrow from any. Whoever borrows
-        looks for the lender's manifest after it has taken the run, and again once its own is there (`commit`). So
-        either the borrower's manifest is seen here, or its process sees that the lender is gone.
+        Raises RunTakenError if another process has taken the run, which may be about to borrow from any of them. A
+        borrower checks the lender's manifest after it has taken the run, and again after it has put its own manifest
+        (`commit`). So either this method sees the borrower's manifest, or the borrower sees that the lender is gone.
         """
         if self._is_changing:
             self.root.forget(list(self.root.known))
@@ -772,10 +769,10 @@ class Run:
     def steps_to_delete(
         self, commits: Commits, *, protected: Collection[int] = (), broken: Collection[int] = ()
     ) -> list[int]:
-        """The steps that retention does not keep now, except for those that kept steps have borrowed from. `broken`
-        steps stay, and are not counted.
+        """The steps that retention does not keep now, without those that kept steps borrow from. `broken` steps stay,
+        and are not counted.
 
-        A step in a newer format may have borrowed from any other, and may be the best: then all are kept.
+        Empty if there is a step in a newer format: it may borrow from any other, and may be the best.
         """
         if self._in_newer_format(commits):
             return []
@@ -790,10 +787,10 @@ class Run:
         broken: Collection[int] = (),
         coming_bytes: int | None = None,
     ) -> list[int]:
-        """The steps that are deleted here now: those that the rules do not keep and, while less than `Keep(free=)` is
-        free, others: first those marked bad, then the oldest, and last those that are kept for good. Before
-        `coming_bytes` are written, none that need not make room for these. The newest readable step that is not
-        `broken` stays, and so does the newest of these that is not marked bad.
+        """The steps to delete here now: those that the rules do not keep and, while less than `Keep(free=)` is free,
+        others: first steps marked bad, then the oldest, and last the steps that are kept for good. Given
+        `coming_bytes`, only the steps whose deletion is needed to make room for these. The newest readable step that is
+        not `broken` stays, and so does the newest such step that is not marked bad.
         """
         readable = [step for step, manifest in commits.items() if manifest is not None and step not in broken]
         sound = commits.sound(readable)
@@ -808,7 +805,7 @@ class Run:
         return steps_for_room(order, commits, missing, at_least=0 if is_before else len(by_rules))
 
     def protected(self) -> set[int]:
-        """The steps that retention keeps now, whatever its rules say, beside the newest."""
+        """The steps, other than the newest, that retention keeps regardless of its rules: the step in the tracker."""
         tracked_step = self._announcer.tracked_step()
         return set() if tracked_step is None else {tracked_step}
 
@@ -817,12 +814,12 @@ class Run:
     def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
         """Bring tracker and journal up to date with the commits of all processes.
 
-        After the commit of `step`, the journal has no lines for steps that its retention is about to delete. After
-        StorageUnavailableError, one of the files may be up to date and the other not.
+        Given `step`, which was just committed, the journal gets no lines for steps that retention is about to delete.
+        After StorageUnavailableError, one of the files may be up to date and the other not.
         """
 
         def spared(view: Commits) -> Commits:
-            """The steps that the following retention keeps."""
+            """The steps that the retention after this commit will keep."""
             if step is None:
                 return view
             return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
@@ -830,13 +827,13 @@ class Run:
         self._announcer.announce(step, spared)
 
     def learn(self) -> None:
-        """Read the manifests for the journal ahead, while an archive is being sent."""
+        """Read the manifests that the journal needs in advance, while an archive is being sent."""
         self.root.view(self.root.listing or self.root.relist(), tolerant=True)
 
     def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest | None:
-        """Put a manifest. Returns the one in whose place it is if that did not count.
+        """Put a manifest. Returns the manifest that it has replaced because that did not count, if there was one.
 
-        Raises FileExistsError for any other that is there.
+        Raises FileExistsError if there is any other manifest.
         """
         path, text, out = self.root.manifest_path(manifest.step), manifest.dump(), None
         if manifest.retires or replaces:
@@ -852,15 +849,15 @@ class Run:
         return out
 
     def _announce(self, manifest: Manifest) -> None:
-        """Put an intent. A start that takes the run lists it after its own file, and has the replacement refused; one
-        whose file is there already is seen here, and the manifest is not put.
+        """Put an intent. Raises RunTakenError. A start that takes the run puts its file and then lists intents, so
+        either it sees this one, and has the replacement refused, or its file is seen here, and the manifest is not put.
         """
         with suppress(FileExistsError):
             self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
         self.check_taken()
 
     def _if_out(self, step: int) -> tuple[Manifest, str]:
-        """The manifest of a step and its version, if it does not count. Raises FileExistsError if it does."""
+        """The manifest of a step and its version. Raises FileExistsError if it counts or cannot be read."""
         try:
             found = self.root.read(step, say=False)
         except CheckpointError as error:
@@ -870,7 +867,7 @@ class Run:
         return found
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
-        """The steps that retention keeps after the commit of `step`, whatever its rules say."""
+        """The steps that retention keeps after the commit of `step`, regardless of its rules."""
         newer = takewhile(lambda later: later >= step, reversed(view))
         return {*in_flight, *newer, *self.protected()}
 
@@ -894,7 +891,7 @@ class Run:
 
 
 def _in_order(elsewhere: Iterable[Retired], here: Iterable[Retired]) -> tuple[Retired, ...]:
-    """The commits that a rollback retires, by their steps; of each step, that of this root comes last."""
+    """The commits that a rollback retires, in the order of steps; of each step, the commit at this root comes last."""
     here = {*here}
     return tuple(sorted({*elsewhere, *here}, key=lambda one: (one.step, one in here, one.attempt)))
 

@@ -1,26 +1,27 @@
 """The starts of a run: which commits count if two processes have written.
 
-In: the listing of a root, manifests, and what each start has seen. Out: steps that do not count. Knows nothing of:
-archives, which process this one is (`tenure`).
+In: the listing of a root, manifests, and the commits that each start has seen. Out: steps that do not count. Knows
+nothing of: archives, the start of this process (`tenure`).
 
     <root>/start-00000008.5f3a9c01.500.json     the eighth start; its first save was of step 500
     <root>/start-00000008.5f3a9c01.500.seen     the commits that it has seen
 
 A process takes the root at its first save. It creates the file of the next start, then lists the commits, then creates
-the `.seen` with those that count, before it writes anything else. It first creates those that earlier starts lack, so
-that nobody waits for a start that was killed in between; a start whose own was created by another has lost the root.
+its `.seen` file with the commits that count, before it writes anything else. Before its own, it creates the `.seen`
+files that earlier starts lack, so that nobody waits for a start that was killed in between. A start whose `.seen` was
+created by another process has lost the root.
 
-A commit counts if each later start that has a commit which counts has seen it. After each manifest the process lists
-the starts, and acknowledges the save if all later ones have seen it. A later start lists the commits after it has
-created its file, so it has seen every save that was acknowledged without a word about it. A manifest that is put all
-the same, after a sleep, is seen by no later start and does not count once the next one has committed.
+A commit counts if it was seen by each later start that itself has a commit which counts. After putting a manifest, a
+process lists the starts, and acknowledges the save if all later starts have seen it. A later start lists the commits
+after it has created its file, so it has seen every save that was acknowledged while that file was not listed. If a
+process sleeps and puts its manifest later, no later start has seen it, and it stops counting at their next commit.
 
-The file of a start names its ancestors: the starts that it found at all roots that had answered, and theirs. A run that
-has begun elsewhere writes nothing to a root with a commit of any other start (`Roots.refuse_strangers`).
+The file of a start names its ancestors: the starts that it found at all roots that answered, and their ancestors. A run
+that has begun elsewhere writes nothing to a root with a commit of any other start (`Roots.refuse_strangers`).
 
 Starts of older versions have no `.seen`. They count as having seen the steps below their own commits.
 
-The order of starts is that of their numbers, then of their random tokens. No clock decides anything.
+Starts are ordered by their numbers, then by their random tokens. No clock decides anything.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from .manifest import Manifest, seal, unseal
 from .receipts import as_ranges
 
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.(json|seen)")
-# All names of starts sort between these texts.
+# All names of starts sort between these two.
 _FIRST, _LAST = "start-", "start."
-# A `.seen` has the attempts of this many steps, the newest; of those before it has only the steps, so that it stays
-# small, and readers need not ask which attempt is there.
+# A `.seen` has the attempts of this many newest steps. For older steps it has only the numbers, so that it stays small,
+# and readers need not look up which attempt is there.
 _NUM_ATTEMPTS: Final = 32
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Start:
-    """One start of a run; starts compare in their order. `first` is the step of its first save."""
+    """One start of a run. Starts sort in their order. `first` is the step of its first save."""
 
     number: int
     token: str
     first: int = 0
     has_seen: bool = field(default=False, compare=False)
-    """Whether its `.seen` was listed."""
+    """True if its `.seen` was listed."""
 
     @property
     def name(self) -> str:
@@ -71,12 +72,12 @@ class Start:
         return f"{self.number:08d}.{self.token}"
 
     def is_before(self, other: Start) -> bool:
-        """Whether another start has taken over the run. At several roots, one start may have several numbers."""
+        """Whether `other` has taken over the run. One start may have different numbers at several roots."""
         return (self.number, self.token) < (other.number, other.token) and self.token != other.token
 
 
 def split_starts(names: list[str]) -> tuple[list[str], list[Start]]:
-    """Divide the sorted names in a root into other names, and starts."""
+    """Split the sorted names in a root into other names, and starts."""
     begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
     starts: list[Start] = []
     others = names[:begin]
@@ -92,7 +93,7 @@ def split_starts(names: list[str]) -> tuple[list[str], list[Start]]:
 
 
 class Seen:
-    """The commits that a start has seen: all steps, and the attempts of the newest of them."""
+    """The commits that a start has seen: all steps, and the attempts of the newest steps."""
 
     def __init__(self, steps: Iterable[range], attempts: Mapping[int, str]) -> None:
         self._steps, self._attempts = sorted(steps, key=lambda one: one.start), attempts
@@ -100,14 +101,14 @@ class Seen:
 
     @staticmethod
     def dump(own: Start, commits: Mapping[int, str]) -> bytes:
-        """The text of the `.seen` of a start that has seen these attempts, by step; empty for unknown ones."""
+        """The text of the `.seen` of a start. `commits` are the attempts that it has seen, by step; "" if unknown."""
         steps = sorted(commits)
         attempts = {str(step): commits[step] for step in steps[-_NUM_ATTEMPTS:] if commits[step]}
         return seal({"by": own.label, "steps": [*as_ranges(steps)], "attempts": attempts})
 
     @classmethod
     def parse(cls, data: bytes) -> Seen | None:
-        """The commits that a `.seen` names; None if it is damaged."""
+        """Parse a `.seen`; None if it is damaged."""
         try:
             fields = table(unseal(data))
             steps = items(fields["steps"], partial(row, of=(count, count, count)))
@@ -118,53 +119,53 @@ class Seen:
 
     @classmethod
     def read(cls, storage: Storage, start: Start) -> Seen | None:
-        """The commits that a start has seen; None if it has not said so."""
+        """The commits that a start has seen; None if it has no `.seen`, or a damaged one."""
         with suppress(FileNotFoundError):
             return cls.parse(storage.read(start.seen_name)[0])
         return None
 
     def has(self, step: int, commit: Manifest | None) -> bool:
-        """Whether it has seen a commit. Without one: whether it has seen all that there may ever be at this step."""
+        """Whether the start has seen this commit of the step. With None: whether it has seen every possible one."""
         if (attempt := self._attempts.get(step)) is not None:
             return commit is not None and attempt in (commit.attempt, *commit.replaces)
         at = bisect_right(self._firsts, step)
         return at > 0 and step in self._steps[at - 1]
 
     def names(self, step: int, attempt: str) -> bool:
-        """Whether it has seen just this attempt, as far as it says so."""
+        """True if the `.seen` names exactly this attempt of the step."""
         return self._attempts.get(step) == attempt
 
 
 class StartsByName(dict[str, Start]):
-    """The starts by their labels, and the latest of each process by its token."""
+    """The starts by label, and for each process its latest start by token."""
 
     def __init__(self, starts: Iterable[Start]) -> None:
         super().__init__((name, start) for start in sorted(starts) for name in (start.token, start.label))
 
     def of(self, label: str) -> Start | None:
-        """The start that a manifest names. It has another number at another root."""
+        """The start that a manifest names. If the manifest was copied from another root, only the token may match."""
         return self.get(label) or self.get(label.rpartition(".")[2])
 
 
 class _Later(NamedTuple):
-    """A start that has commits which count: the lowest of them is that of `lowest`."""
+    """A start with commits that count; `lowest` is the lowest of their steps."""
 
     start: Start
     seen: Seen | None
     lowest: int | None
 
     def has_seen(self, step: int, commit: Manifest | None = None) -> bool:
-        """Whether it has seen a commit, and not gone back below it since."""
+        """Whether the start has seen this commit and has not committed at or below its step."""
         is_below = self.lowest is None or step < self.lowest
         return is_below and (self.seen is None or self.seen.has(step, commit))
 
 
 class Line:
-    """The rule which commits count. Commits of starts that are not listed, of older versions and of other tools always
-    do: their order is unknown.
+    """The rule that decides which commits count. Commits of unlisted starts, older versions and other tools always
+    count: their order is unknown.
 
-    Of the starts that have seen, only the latest that has a commit matters: what counted for the ones before it when it
-    listed the commits is what it has seen.
+    Of the starts with a `.seen`, only the latest one that has a commit matters: its `.seen` already reflects which
+    commits counted according to the starts before it.
     """
 
     def __init__(
@@ -175,15 +176,15 @@ class Line:
         seen: Callable[[Start], Seen | None] = lambda _: None,
         own: Start | None = None,
     ) -> None:
-        """`steps` are ascending; `committed` reads the manifest of a step, None if there is none. The start `own` is
-        taken for one that has a commit: its process takes nothing for committed that it has not seen.
+        """`steps` are ascending; `committed` reads the manifest of a step, or returns None. The start `own` is treated
+        as if it had a commit, so that its process never takes a commit into account that it has not seen.
         """
         self._committed = committed
         in_order = sorted(starts)
         self._starts = StartsByName(in_order)
         self._later: list[_Later] = []
         firsts: dict[str, int] = {}
-        for start in in_order:  # below the first step of one, a process takes the root again
+        for start in in_order:  # a process takes the root again for a step below its start's first
             firsts[start.token] = min(start.first, firsts.get(start.token, start.first))
         for start in in_order[:0:-1]:
             own_steps = filter(partial(self._is_of, start), steps[bisect_left(steps, firsts[start.token]) :])
@@ -204,7 +205,7 @@ class Line:
         return own is None or all(one.has_seen(step, commit) for one in self._later if own.is_before(one.start))
 
     def out(self, steps: Iterable[int]) -> dict[int, str]:
-        """The attempts at these steps that do not count. Reads the commits of steps that a later start has not seen."""
+        """The attempts at these steps that do not count. Reads manifests only of steps unseen by a later start."""
         out: dict[int, str] = {}
         for step in steps if self._later else ():
             if not all(later.has_seen(step) for later in self._later):
@@ -215,7 +216,7 @@ class Line:
 
 
 def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:
-    """The starts that have taken over the run from this one."""
+    """The starts that have taken over the run from `own`."""
     return [start for start in starts if own is not None and own.is_before(start)]
 
 

@@ -25,23 +25,24 @@ _ARCHIVE: Final = r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar"
 _TEMP: Final = rf"\..*\.async_ckpt-tmp|{re.escape(PROBE)}[0-9a-f]+"
 _CLAIM: Final = r"world\.[0-9a-f]{16}(\.\d{5,}|\.[0-9a-f]{8})?\.json"
 _OF_OTHER_RANK: Final = r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\."
-# How often to look again for a listed manifest that is gone when it is read: more often than others replace it.
+# How often to list a folder again if a listed manifest is gone when it is read. Other processes do not replace it so
+# many times.
 _READ_TRIES: Final = 20
 
 
 def is_library_name(name: str) -> bool:
-    """Whether this is a name, in the folder of a step, that this library gives to anything but a commit."""
+    """True for a name in a step's folder that this library gives to any file but a manifest."""
     is_file = bool(re.fullmatch(_ARCHIVE, name) or re.fullmatch(_TEMP, name)) or is_retired_name(name)
     return is_file or is_beside(name) or is_receipt_folder(name)
 
 
 def is_claim(name: str) -> bool:
-    """Whether this is the name of the claim of ranks to a root, or to the folder of a one-off save."""
+    """True for the name of a file by which ranks claim a root, or the folder of a one-off save."""
     return re.fullmatch(_CLAIM, name) is not None
 
 
 def _of_ranks(names: Iterable[str]) -> set[str]:
-    """The attempts of several ranks that have objects of these names."""
+    """The attempts of several ranks to which objects of these names belong."""
     attempts = set()
     for name in names:
         if is_beside(name) or is_receipt_folder(name) or re.match(_OF_OTHER_RANK, name):
@@ -50,7 +51,7 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step: its names, its manifest if that is sound, the names in manifests, the manifest's text."""
+    """A step's folder: its names, its manifest if intact, the names in all (also retired) manifests, its text."""
 
     names: list[str]
     manifest: Manifest | None
@@ -59,7 +60,7 @@ class StepFolder(NamedTuple):
 
 
 class Sweeper:
-    """Deletion of steps and leftovers below one root. A Run creates and owns it. From any thread."""
+    """Deletes steps and leftovers below one root. A Run creates and owns it. Methods may be called from any thread."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -70,7 +71,7 @@ class Sweeper:
         return self._root.storage
 
     def read_folder(self, step: int) -> StepFolder:
-        """Read the folder of a step, and the manifests in it, also retired ones."""
+        """Read the folder of a step and the manifests in it, including retired ones."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
             names = self._storage.names(folder)
@@ -84,7 +85,7 @@ class Sweeper:
                         manifests[name] = parse_manifest(texts[name], path=path)
             except CheckpointError:
                 break
-            except FileNotFoundError:  # deleted or replaced at this moment: look again
+            except FileNotFoundError:  # just deleted or replaced: look again
                 continue
             named = {name for manifest in manifests.values() for name in manifest.own_names}
             return StepFolder(names, manifests.get(MANIFEST), named, texts.get(MANIFEST))
@@ -92,22 +93,22 @@ class Sweeper:
         return StepFolder(names, None, {name for name in names if re.fullmatch(_ARCHIVE, name)}, texts.get(MANIFEST))
 
     def _borrowed_names(self, step: int) -> set[str]:
-        """The archives of a step that later steps borrow from, even if the step has been overwritten since.
+        """The archives of a step that later steps borrow from, even if the step was overwritten since.
 
-        A later step in a newer format may borrow from any of them.
+        If there is a later step in a newer format, all archives: it may borrow from any of them.
         """
         commits = self._root.view(self._root.relist())
         if any(later > step and later in commits for later in self._root.newer_format):
             return {name for name in self._storage.names(self._root.folder(step)) if re.fullmatch(_ARCHIVE, name)}
         borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
         lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
-        # The list of the archives of all ranks stands for all of these.
+        # A borrower names the list of all ranks' archives, which stands for all of them.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
         names = self._storage.names(self._root.folder(step)) if attempts else []
         return lent | {name for name in names if attempt_of(name) in attempts}
 
     def retired_attempts(self, step: int) -> set[str]:
-        """The attempts at a step whose manifests a rollback has renamed, and those that these have replaced."""
+        """The attempts at a step whose manifests a rollback has renamed, and the attempts that those had replaced."""
         folder = self._root.folder(step)
         attempts: set[str] = set()
         for name in self._storage.names(folder):
@@ -121,7 +122,7 @@ class Sweeper:
         return attempts
 
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
-        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
+        """Delete the archive of an attempt that failed, unless a manifest names it all the same."""
         try:
             named = self.read_folder(step).named
             archive, driver = self._root.attempt_path(step, attempt, rank), self._root.driver_path(step, attempt)
@@ -135,10 +136,10 @@ class Sweeper:
             raise
 
     def sweep(self, *, delete: bool = True) -> list[str]:
-        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives and intents; and the
-        marks of commits that are gone.
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, archives that no manifest names,
+        intents, and the marks of commits that are gone. Returns their names.
 
-        Without `delete`, they are only listed, but for the uploads.
+        With `delete=False`, they are only listed, without the uploads.
         """
         swept = self._storage.sweep_uploads() if delete else []
         listing = self._root.relist()
@@ -160,11 +161,11 @@ class Sweeper:
         """Whether an announced attempt can no longer be committed: its archive, which is written first, is gone."""
         manifest = self._root.find(step)
         if manifest is not None and manifest.attempt == attempt:
-            return False  # it is committed, and its rollback is not finished
+            return False  # it is committed, and its rollback is unfinished
         return not self._storage.exists(self._root.attempt_path(step, attempt))
 
     def _is_dead_mark(self, mark: Mark) -> bool:
-        """Whether the commit that a mark is about is gone: a mark is put only after its commit."""
+        """Whether the commit of a mark is gone. A mark is always put after its commit."""
         try:
             manifest = self._root.read(mark.step, say=False)[0]
         except NotCommittedError:
@@ -174,7 +175,7 @@ class Sweeper:
         return manifest.attempt != mark.attempt
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
-        """Delete the archives of a commit that was overwritten, except for borrowed ones."""
+        """Delete the archives of a commit that was overwritten, except archives that later steps borrow."""
         borrowed = self._borrowed_names(step) if replaced else set()
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
         self._storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
@@ -186,10 +187,10 @@ class Sweeper:
         *,
         whole_folder: bool = False,
     ) -> list[int]:
-        """Delete steps, first all manifests. Returns the steps that are gone, ascending.
+        """Delete steps, all manifests first. Returns the deleted steps, ascending.
 
-        Then `needed` is asked for those that have to stay all the same; their manifests are put back, and all of them
-        if it raises. Files of other programs are deleted only with `whole_folder`.
+        After the manifests are deleted, `needed` returns the steps that must stay all the same; their manifests are put
+        back. If it raises, all manifests are put back. Files of other programs are deleted only with `whole_folder`.
         """
         if not steps:
             return []
@@ -203,7 +204,7 @@ class Sweeper:
         finally:
             for step in stay:
                 if (text := steps[step].text) is not None:
-                    with suppress(FileExistsError):  # it was committed anew
+                    with suppress(FileExistsError):  # the step was committed anew
                         self._storage.put_new(self._root.manifest_path(step), text)
         gone = sorted(steps.keys() - {*stay})
         for step in reversed(gone):
@@ -220,10 +221,10 @@ class Sweeper:
         for name in inside.names:
             if name in own:
                 continue
-            if is_beside(name) or is_receipt_folder(name):  # of earlier attempts
+            if is_beside(name) or is_receipt_folder(name):  # left by earlier attempts
                 self._storage.delete_all(f"{folder}/{name}")
             elif name != MANIFEST and not is_library_name(name):
-                foreign.append(name)  # other archives may be of a living writer: the sweep finds out
+                foreign.append(name)  # library files left here may belong to a living writer: the sweep checks
         if whole_folder:
             others = [f"{folder}/{name}" for name in foreign]
             look_all(self._storage, [partial(self._storage.delete_all, path) for path in others])
@@ -244,7 +245,7 @@ class Sweeper:
         attempts = _of_ranks(names)
 
         def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
-            """The files of dead writers. Other ranks may run on other machines, whose locks are not visible here."""
+            """The candidates whose writers are dead. Locks of ranks on other machines may not be visible here."""
             of_ranks = {n for n in candidates if self._has_ranks or attempt_of(n) in attempts}
             if self._storage.locks_tell:
                 of_ranks = set()
@@ -260,7 +261,7 @@ class Sweeper:
             archives = []  # all of them are committed
         if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)
-            # Read again after the locks: a writer releases its lock only once its manifest is there.
+            # Read again after the check of the locks: a writer releases its lock only after it has put its manifest.
             named = self.read_folder(step).named | (self._borrowed_names(step) if dead else set())
             dead = [name for name in dead if name not in named]
         if delete:
@@ -271,12 +272,12 @@ class Sweeper:
         elif decided:
             dead += self._sweep_beside(folder, names, {*dead}, delete=delete)
         if delete and step is not None and len(temps) == len(names):
-            # A writer was killed before it had written anything.
+            # A writer was killed before it wrote an archive.
             self._storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str], *, delete: bool) -> list[str]:
-        """Sweep the other objects of attempts of several ranks that have no archives here any more."""
+        """Sweep the other objects of attempts of several ranks whose archives are all gone."""
         living = {attempt_of(n) for n in names if re.fullmatch(_ARCHIVE, n) and n not in dead}
         orphans = [n for n in names if is_beside(n) and attempt_of(n) not in living]
         swept = self._storage.sweep(folder, orphans, delete=delete, decided=True, of_ranks=True)
@@ -286,7 +287,7 @@ class Sweeper:
             if attempt_of(name) in attempts:
                 if delete:
                     self._storage.delete_all(path)
-            elif attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
+            elif attempt_of(name) not in living:  # its ranks were killed before any of them began an archive
                 receipts = self._storage.names(path)
                 old = self._storage.sweep(path, receipts, delete=delete, decided=True, of_ranks=True)
                 swept += [f"{name}/{receipt}" for receipt in old]
@@ -295,7 +296,7 @@ class Sweeper:
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
+        """Sweep once per process, which cleans up its own failures. With several ranks, only old leftovers."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

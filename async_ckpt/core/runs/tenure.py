@@ -1,4 +1,4 @@
-"""The right of this process to commit at a root, which it takes at its first save: see `starts`.
+"""The right of this process to commit at a root, taken at its first save: see `starts`.
 
 In: a root, and the starts that are listed there. Out: the start of this process, or an error that names the process
 that has the run. Knows nothing of: which commits count.
@@ -24,28 +24,25 @@ from .starts import Seen, Start, about_start, later_than
 
 
 class Tenure:
-    """The right of this process to commit at one root. `tenure_of` makes it; all Runs at the root share it.
-
-    From any thread.
-    """
+    """The right of this process to commit at one root, made by `tenure_of` for all Runs at the root. Thread-safe."""
 
     def __init__(self, about: Mapping[str, object] | None = None) -> None:
-        """`about` tells of the process that this one stands in for: it has its starts, and no locks."""
-        self.start: Start | None = None  # since the first save; replaced under _taking
-        self._facts: Mapping[str, object] = {}  # of the run, for the file of the start
+        """`about` describes the process that this one stands in for: it uses that process's starts, and no locks."""
+        self.start: Start | None = None  # set at the first save; replaced under _taking
+        self._facts: Mapping[str, object] = {}  # fields about the run for the file of the start
         self.seen = b""  # the text of its `.seen`
-        self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
+        self._joined: set[str] = set()  # the tokens of starts that rank 0 makes for all ranks
         self.about = about
         self._lost: tuple[str, Start, dict[str, object]] | None = None
-        self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
+        self._taking = threading.Lock()  # held during requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[Root] = weakref.WeakSet()
-        self._file_lock = ExitStack()  # on the file of the start, as long as this object lives
+        self._file_lock = ExitStack()  # the lock on the file of the start
         weakref.finalize(self, self._file_lock.close).atexit = False
 
     def leave(self, root: Root, *, withdraws: bool = False) -> None:
-        """Remove a user. After the last one, another process may take the root.
+        """Remove a user. Once the last user has left, another process may take the root.
 
-        With `withdraws`, the files of the start are deleted then, while they are still locked.
+        With `withdraws`, the last user deletes the files of the start, while they are still locked.
         """
         with self._taking:
             if root not in self._users:
@@ -55,18 +52,18 @@ class Tenure:
                 start, self.start, self._lost = self.start, None, None
                 try:
                     if withdraws and start is not None:
-                        with suppress(CheckpointError):  # the next start follows it
+                        with suppress(CheckpointError):  # harmless if they stay: the next start follows this one
                             root.storage.delete_many([start.name, start.seen_name])
                 finally:
                     self._file_lock.close()
 
     def take(self, root: Root, step: int, token: str, others: Sequence[Root]) -> tuple[Start, bool]:
-        """Take a root to which a run is about to save, unless that was done for this step or a lower one. A process
-        that stands in for another one takes it in its name, without a lock, unless that was done.
+        """Take a root before a save of `step`, unless it was taken for this step or a lower one. A process that stands
+        in for another takes the root in its name, without a lock, or uses the start that is there in its name.
 
-        Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
-        start at this root and those of the `others`. Raises RunTakenError for a root that another process has taken
-        meanwhile or that a living one has, and StorageUnavailableError.
+        Returns the start, and whether it is new: then the caller looks at the commits again. `token` is the start's
+        token, the same at this root and at the `others`. Raises RunTakenError if another process has taken the root
+        meanwhile or a living process has it, and StorageUnavailableError.
         """
         with self._taking:
             self._users.add(root)
@@ -97,17 +94,17 @@ class Tenure:
             return start, True
 
     def join(self, token: str) -> None:
-        """Note the token of the start of all ranks, which rank 0 makes."""
+        """Note the token of the start that rank 0 makes for all ranks."""
         self._joined.add(token)
 
     def own(self, starts: Iterable[Start], label: str) -> Start | None:
-        """The start of this process, or of the ranks that it is one of; else the one that a manifest names."""
+        """The start of this process, or that of its ranks; else the start that a manifest names by `label`."""
         number, _, token = label.partition(".")
         named = Start(int(number), token) if number else None
         return self.start or max((start for start in starts if start.token in self._joined), default=named)
 
     def _put(self, storage: Storage, start: Start) -> None:
-        with suppress(FileExistsError):  # an earlier put that failed may have arrived
+        with suppress(FileExistsError):  # an earlier put that seemed to fail may have succeeded
             storage.put_new(start.name, seal({**_about_this_process(), **self._facts}))
         if self.about is None:
             unlock = storage.hold(start.name)
@@ -115,9 +112,9 @@ class Tenure:
             self._file_lock.callback(_unlock_in, os.getpid(), unlock)
 
     def _put_seen(self, root: Root, own: Start, starts: Sequence[Start], commits: Mapping[int, str]) -> None:
-        """Put what a start has seen, and first that of earlier starts which were killed before they put theirs."""
+        """Put the `.seen` of a start, and before it those that earlier starts lack, which may have been killed."""
         storage = root.storage
-        if self.start is not None and later_than(self.start, starts):  # it was not there when this one was named
+        if self.start is not None and later_than(self.start, starts):  # a start that was made since this one was named
             storage.delete(own.name)
         self.refuse_if_later(storage, self.start or own, starts)
         self.seen = Seen.dump(own, commits)
@@ -128,7 +125,7 @@ class Tenure:
         try:
             storage.put_new(own.seen_name, self.seen)
         except FileExistsError:
-            if storage.read(own.seen_name)[0] != self.seen:  # else an earlier put that failed has arrived
+            if storage.read(own.seen_name)[0] != self.seen:  # if equal, an earlier put that seemed to fail succeeded
                 self.refuse_if_later(storage, own, root.relist().starts)
                 raise _taken_error(storage.locate(""), own, {}, is_alive=False) from None
 
@@ -141,7 +138,7 @@ class Tenure:
                     storage.put_new(start.seen_name, self.seen)
 
     def unknown_error(self, storage: Storage, step: int, error: Exception) -> RunTakenError:
-        """The error of a rank that finds the manifest of a step, but cannot list the starts."""
+        """The error for a rank that finds the manifest of a step, but cannot list the starts."""
         text = f"whether another process has taken the run is unknown, and so is step {step}: {error}"
         return RunTakenError(text, path=storage.locate(""), host="", pid=0, since=0.0, undecided=True)
 
@@ -155,7 +152,7 @@ class Tenure:
     ) -> None:
         """Raise RunTakenError if one of these starts is later than this process's own.
 
-        `put` is a step whose manifest is there already: the process of the later start may have seen it, or not.
+        `put` is a step whose manifest was already put; the later start may or may not have seen it.
         """
         if later := later_than(own, starts):
             self.note_lost(storage, later)
@@ -168,7 +165,7 @@ class Tenure:
 
 
 def _last_of(token: str, step: int, starts: Iterable[Start]) -> Start | None:
-    """The last of these starts that has this token, may commit this step, and has said what it has seen."""
+    """The last of these starts that has this token, may commit this step, and has a `.seen`."""
     of_token = (start for start in starts if start.token == token and start.first <= step and start.has_seen)
     return max(of_token, default=None)
 
@@ -179,13 +176,13 @@ def _unlock_in(process: int, unlock: Callable[[], None]) -> None:
         unlock()
 
 
-_tokens: set[str] = set()  # of the starts of this process
+_tokens: set[str] = set()  # the tokens of this process's starts
 _tenures: weakref.WeakValueDictionary[str, Tenure] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def tenure_of(root: str) -> Tenure:
-    """The tenure of this process at a root. The caller keeps it as long as it is needed."""
+    """The tenure of this process at a root. The registry has only weak references, so the caller must hold it."""
     with _lock:
         tenure = _tenures.get(root)
         if tenure is None:
@@ -195,13 +192,13 @@ def tenure_of(root: str) -> Tenure:
 
 @in_forked_child
 def _forget_tenures() -> None:
-    """In a forked child, which is another start: the locks are the parent's."""
+    """In a forked child, drop all tenures: it counts as another start, and the locks belong to the parent."""
     global _tokens, _tenures, _lock
     _tokens, _tenures, _lock = set(), weakref.WeakValueDictionary(), threading.Lock()
 
 
 def refuse_if_alive(storage: Storage, starts: Iterable[Start]) -> None:
-    """Raise RunTakenError if another living process provably has the newest of these starts."""
+    """Raise RunTakenError if the newest of these starts provably belongs to another living process."""
     newest = max(starts, default=None)
     if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
         raise _taken_error(storage.locate(""), newest, about_start(storage, newest), is_alive=True)
@@ -212,22 +209,22 @@ def _about_this_process() -> dict[str, object]:
 
 
 def has_ended_here(about: dict[str, object]) -> bool:
-    """Whether the process of a start, whose lock is free, was one of this machine and has ended.
+    """True if the process of a start, whose lock is free, ran on this machine and has ended, or is this process.
 
-    A free lock alone is no proof: some file systems show locks to the processes of one machine only.
+    A free lock alone is no proof: on some file systems, locks are visible only to processes of one machine.
     """
     pid = about.get("pid")
     return about.get("host") == socket.gethostname() and isinstance(pid, int) and (pid == os.getpid() or not lives(pid))
 
 
 def lives(pid: int) -> bool:
-    """Whether a process of this number is alive on this machine."""
+    """Whether a process with this pid is alive on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # of another user
+        return True  # it belongs to another user
     return True
 
 

@@ -1,9 +1,9 @@
 """`tiers.json`: the places of a run, from near to far, for processes that were not given them.
 
-In: the places of a checkpointer. Out: a file at each place that takes its saves; the places again. Knows nothing of:
-what lies there.
+In: the places of a checkpointer. Out: a file at each place that takes its saves; the places read from it. Knows nothing
+of: the content of the places.
 
-The file has no secrets: no credentials of URLs, and of options only numbers and the location of the store.
+The file has no secrets: no credentials from URLs, and of the options only numbers and the location of the store.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VERSION: Final = 1
 
 
 class TiersFile(NamedTuple):
-    """The places of a run with their options, the names of its steps, and the limit of each further place."""
+    """The places of a run with their options, the naming of its steps, and the bandwidth limit of further places."""
 
     places: tuple[Place, ...]
     naming: Naming
     max_bandwidth: float | None = None
 
     def write(self, storage: Storage, at: int) -> None:
-        """Write the file at the place of this number, which has this storage."""
+        """Write the file at place number `at`, whose storage is `storage`."""
         rows = [
             {
                 "url": str(local_path(place.text)) if place.is_local else place.shown,
@@ -51,7 +51,7 @@ class TiersFile(NamedTuple):
 
 
 def read(place: Place) -> TiersFile | None:
-    """The places of the run at a place, which is one of them and keeps its options; None for a run without the file.
+    """The places of the run at `place`, one of which is `place` with its own options; None for a run without the file.
 
     Raises CorruptCheckpointError, FormatVersionError and StorageUnavailableError.
     """
