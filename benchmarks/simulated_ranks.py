@@ -200,7 +200,7 @@ class SimulatedWorld:
     def _patched(self) -> ExitStack:
         """The library's clocks, loop and connections are those of this world."""
         patches = ExitStack()
-        for module in (agreement, calls, heartbeats, rendezvous):
+        for module in (calls, heartbeats, rendezvous):
             patches.enter_context(patch.object(module, "monotonic", self._loop.time))
         for module in (ranks_start, word_log, calls, heartbeats):
             patches.enter_context(patch.object(module, "get_loop", lambda: self._loop_of_ranks))
@@ -507,7 +507,6 @@ class _Rank:
     async def lead(self, durable_at: float, archive: Archive) -> None:
         _storage.set(self.storage)
         await self._target.begin(_goes_on)
-        await self.storage.off_loop(self._claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
         times = SaveTimes(self._loop.time(), 0.0)
@@ -519,9 +518,6 @@ class _Rank:
         outcome = SaveOutcome(SaveReport("committed", None, ""), 0.0, {})
         await self.storage.off_loop(partial(self._target.afterwards, outcome))
         self.done_at = self._loop.time()
-
-    def _claim(self) -> None:
-        self._agreement.claim()
 
     @property
     def _agreement(self) -> agreement.Agreement:
@@ -539,10 +535,9 @@ class _Rank:
         self.committed_at = self._loop.time()
 
     async def say_first(self, attempt: _Attempt) -> None:
-        """Ahead of rank 0, whose claim is there."""
+        """Ahead of rank 0."""
         _storage.set(self.storage)
         await self._target.begin(_goes_on)
-        self._agreement._root._is_seen = True
         await self._say(attempt.archive(_FOLLOWER))
 
     async def _say(self, archive: Archive) -> None:

@@ -120,7 +120,7 @@ def floor_of(name: str) -> int:
     if top == "core":
         return len(FLOORS)
     floors = [number for number, floor in enumerate(FLOORS) if top in floor]
-    assert floors, f"{name} stands on no floor: name its floor in DESIGN §7, and here"
+    assert floors, f"{name} stands on no floor: name its floor here"
     return floors[0]
 
 

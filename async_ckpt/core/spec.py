@@ -18,7 +18,7 @@ GIB: Final = 1024 * MIB
 
 # The page size of every supported platform, and the largest logical block of common disks, which O_DIRECT requires.
 PAGE_BYTES: Final = 4096
-# The unit of verification (DESIGN §3): small enough for a partial read, and large enough that the digests of a terabyte
+# The unit of verification: small enough for a partial read, and large enough that the digests of a terabyte
 # take only 8 MB.
 BLOCK_BYTES: Final = 4 * MIB
 # The size of a segment: one part of the file image, one leased piece of memory, one write, one part of a multipart

@@ -1,4 +1,4 @@
-"""The plan of an archive: every byte position of the finished file, before a byte moves (DESIGN §2).
+"""The plan of an archive: every byte position of the finished file, before a byte moves.
 
 In: tensor specs, the skeleton, pickled objects. Out: a layout, and its division into segments.
 Knows nothing of: the devices of tensors, who copies them, the target of the file.

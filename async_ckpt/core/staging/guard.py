@@ -1,4 +1,4 @@
-"""The guard keeps an optimizer from stepping while one of its tensors is still being copied (DESIGN §5).
+"""The guard keeps an optimizer from stepping while one of its tensors is still being copied.
 
 In: optimizers, and snapshots in progress. Out: the tensors whose copy may overlap training; steps that wait. Knows
 nothing of: files, segments.
