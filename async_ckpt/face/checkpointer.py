@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..core.host.loop import ask_for_exception
+from ..core.host.loop import ask_for_exception, awaitable
 from ..core.host.operations import observed, tell
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
@@ -495,7 +495,7 @@ class AsyncCheckpointer(RunReader):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Wait for the saves, while the event loop goes on, and close."""
-        saves = [asyncio.wrap_future(save.finished) for save in self._saver.ledger.saves()]
+        saves = [awaitable(save.finished) for save in self._saver.ledger.saves()]
         try:
             for save in saves:
                 save.add_done_callback(ask_for_exception)

@@ -178,20 +178,42 @@ class Loop:
 
 async def off_loop(fn: Callable[[], T], /) -> T:
     """Make a blocking call on a helper thread, from the loop. Returns its result, or raises its exception."""
-    loop, running = existing_loop(), asyncio.get_running_loop()
+    loop = existing_loop()
     assert loop is not None  # this coroutine runs on it
     outcome: Future[T] = Future()
-    ended = running.create_future()
-
-    def wake(_: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, since the interpreter exits, and nobody waits
-            running.call_soon_threadsafe(ended.set_result, None)
-
     loop.note_call(outcome)
-    outcome.add_done_callback(wake)
+    ended = awaitable(outcome)
     loop.callers.submit(partial(resolve, outcome, fn), outcome.set_exception)
-    await ended
-    return outcome.result()
+    return await ended
+
+
+def awaitable(future: Future[T]) -> asyncio.Future[T]:
+    """The outcome of a future of any thread, for coroutines of the running loop.
+
+    As `asyncio.wrap_future`, but whoever stops waiting does not cancel the future, and a future that is resolved while
+    the interpreter exits, when the loop is closed, logs no error.
+    """
+    running = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = running.create_future()
+
+    def hand_over() -> None:
+        if outcome.done():
+            return
+        if future.cancelled():
+            outcome.cancel()
+        elif (error := future.exception()) is None:
+            outcome.set_result(future.result())
+        elif isinstance(error, StopIteration):  # asyncio refuses it
+            outcome.set_exception(RuntimeError(f"a call has raised {error!r}"))
+        else:
+            outcome.set_exception(error)
+
+    def resolved(_: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            running.call_soon_threadsafe(hand_over)
+
+    future.add_done_callback(resolved)
+    return outcome
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from ...errors import CheckpointError, ClosedError, PeerFailedError
-from ..host.loop import ask_for_exception, get_loop
+from ..host.loop import ask_for_exception, awaitable, get_loop
 from ..host.threads import Life, running_future
 from ..host.waits import DECISION_SECONDS, wait_for
 from ..runs.manifest import Manifest
@@ -321,7 +321,7 @@ class Calls:
     async def _watch(self, arrived: Future[Any]) -> None:
         waiting, begun = JointSave(None), monotonic()
         self._start.log.wait(waiting)
-        ended = asyncio.wrap_future(arrived)
+        ended = awaitable(arrived)
         ended.add_done_callback(ask_for_exception)
         while not arrived.done():
             await asyncio.wait([ended], timeout=_WATCH_SECONDS)

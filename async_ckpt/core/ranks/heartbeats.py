@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ..host.loop import get_loop
+from ..host.loop import awaitable, get_loop
 from ..host.process import has_ended
 from ..host.waits import SILENCE_SECONDS, growing_pauses
 from ..timing import monotonic
@@ -102,7 +102,7 @@ class Heartbeats:
             text = " ".join([str(number), *self._open_calls()])
             exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:
-                heard = await asyncio.wrap_future(self._connection.ask(exchanged))
+                heard = await awaitable(self._connection.ask(exchanged))
             except RuntimeError:  # the store is gone, at least for now
                 await asyncio.sleep(next(pauses))
             else:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 from ...errors import PeerFailedError
-from ..host.loop import ask_for_exception, get_loop, off_loop
+from ..host.loop import ask_for_exception, awaitable, get_loop, off_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
@@ -108,7 +108,7 @@ class Rendezvous:
 
     async def _until_named(self, check: Check) -> None:
         joint, is_told, since = self._joint, False, monotonic()
-        begun = asyncio.wrap_future(joint.begun)
+        begun = awaitable(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
             await asyncio.wait([begun], timeout=LOOK_SECONDS[False])
@@ -219,7 +219,7 @@ class Rendezvous:
 
         Raises PeerFailedError if it has not answered for SILENCE_SECONDS.
         """
-        answer = asyncio.wrap_future(self._meeting.start.connection.ask(call))
+        answer = awaitable(self._meeting.start.connection.ask(call))
         answer.add_done_callback(ask_for_exception)
         while not answer.done():
             await asyncio.wait([answer], timeout=LOOK_SECONDS[False])

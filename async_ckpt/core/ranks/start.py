@@ -22,7 +22,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ...errors import PeerFailedError
-from ..host.loop import get_loop
+from ..host.loop import awaitable, get_loop
 from ..host.process import in_forked_child, never_end, own_process
 from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
@@ -123,7 +123,7 @@ class WorldStart:
                     if not self.token.done():
                         self._begin(token)
                         self.heartbeats.note(0, text)
-                    await asyncio.wrap_future(self.connection.ask(self._come_here))
+                    await awaitable(self.connection.ask(self._come_here))
                     return
             if self.connection.is_over:
                 return
@@ -145,7 +145,7 @@ class WorldStart:
                         answered[rank] = nonce
                     num_seen = num_hellos
                 if len(here) < len(answered):
-                    here |= await asyncio.wrap_future(self.connection.ask(partial(self._new_here, answered, here)))
+                    here |= await awaitable(self.connection.ask(partial(self._new_here, answered, here)))
             if len(here) == self.size - 1:
                 self.note_all_here()
                 await asyncio.sleep(self.heartbeats.interval)
@@ -186,7 +186,7 @@ class WorldStart:
 
     async def _asked(self, call: Callable[[Any], Any]) -> Any:
         """The answer of the store as the user, or the process group, has it: ranks meet below its prefix."""
-        return await asyncio.wrap_future(self.connection.ask(call, given=True))
+        return await awaitable(self.connection.ask(call, given=True))
 
 
 # By store: a new process group in the same process has another store.

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
-from ..host.loop import get_loop
+from ..host.loop import awaitable, get_loop
 from ..host.waits import growing_pauses
 from .store import Connection
 
@@ -110,13 +110,13 @@ class WordLog:
 
     async def _read(self) -> None:
         try:
-            await asyncio.wrap_future(self._token)
+            await awaitable(self._token)
             log, longest = self._path, longest_pause(self._size)
             pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
             while self._waiting:
                 text = None
                 with suppress(RuntimeError):  # the store is gone, at least for now; deadlines report it
-                    number, text = await asyncio.wrap_future(self._connection.ask(partial(self._next_word, log)))
+                    number, text = await awaitable(self._connection.ask(partial(self._next_word, log)))
                     self._num_read = number + (text is not None)
                 if text is not None:
                     self._heard(*json.loads(text))

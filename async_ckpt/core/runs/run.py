@@ -268,12 +268,13 @@ class Run:
     def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
         try:
-            manifest, version = self.root.read(step)
-        except NotCommittedError:
+            content = self.storage.read(self.root.manifest_path(step))
+        except FileNotFoundError:
             return None
-        except CheckpointError:  # a damaged manifest may be overwritten
-            _, version = self.storage.read(self.root.manifest_path(step))
-            manifest = Manifest(step, "", 1, 0.0, ())
+        try:
+            manifest, version = self.root.read(step, content)
+        except CheckpointError:  # a damaged manifest may be overwritten; one that cannot be read now may be sound
+            manifest, version = Manifest(step, "", 1, 0.0, ()), content[1]
         listing = self.root.listing or self.root.relist()
         retired = self.root.excluded(listing, [step]).get(step)
         return None if retired and retired == manifest.attempt else (manifest, version)

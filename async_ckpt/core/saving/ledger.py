@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from ...errors import ClosedError, SaveAbandonedError, UsageError
 from ..host import waits
-from ..host.loop import get_loop
+from ..host.loop import awaitable, get_loop
 from ..host.operations import Operation
 from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
@@ -172,7 +172,7 @@ class Ledger:
     async def _keep(self, promise: Future[int], handle: SaveHandle, report: SaveReport) -> None:
         """Resolve the handle of a save that is committed at a volatile place, once a lasting place has the step."""
         try:
-            await asyncio.wrap_future(promise)
+            await awaitable(promise)
         except Exception as error:
             self._num_failed += 1
             error.add_note(f"async_ckpt: {name_of(handle)} is committed only at {report.path}, which a reboot erases")

@@ -28,7 +28,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..host import waits
-from ..host.loop import ask_for_exception, get_loop, off_loop
+from ..host.loop import ask_for_exception, awaitable, get_loop, off_loop
 from ..host.threads import Crew, running_future
 from ..host.waits import LIVENESS_SECONDS, growing_pauses, wait_for
 from ..runs.moving import Told
@@ -480,7 +480,7 @@ class Mover:
             with suppress(CheckpointError, OSError):
                 await off_loop(partial(self.run.storage.exists, TIERS))
                 self._answered_at = monotonic()
-            await asyncio.wait([asyncio.wrap_future(self.worker.ended)], timeout=_LOOK_AT_END_SECONDS)
+            await asyncio.wait([awaitable(self.worker.ended)], timeout=_LOOK_AT_END_SECONDS)
 
     def is_going_on(self, *, must_answer: bool = False) -> bool:
         """True if the end must be waited for: copies make progress, and the place answers if it `must_answer`."""
@@ -489,7 +489,7 @@ class Mover:
 
     async def watch(self, arrived: Future[int]) -> None:
         """Fail the waits that are not patient if a call to the place hangs. Requests to a store end by themselves."""
-        future = asyncio.wrap_future(arrived)
+        future = awaitable(arrived)
         future.add_done_callback(ask_for_exception)
         while not (self.run.storage.remote or (await asyncio.wait([future], timeout=_LOOK_SECONDS))[0]):
             if self._is_still():

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..host.loop import ask_for_exception, off_loop
+from ..host.loop import ask_for_exception, awaitable, off_loop
 from ..host.threads import Life, running_future
 from ..host.waits import END_SECONDS, OPEN_SECONDS, PROGRESS_SECONDS
 from ..report import Destination, SaveReport
@@ -46,12 +46,12 @@ async def story(attempt: Attempt, turn: Future[None] | None, life: Life[SaveStat
     async with attempt.running():
         with attempt.spans.span("write"):
             await attempt.open()  # from here on segments go to the sink, past the story
-            await asyncio.wrap_future(attempt.snapshot.completion)
+            await awaitable(attempt.snapshot.completion)
             life.go(SaveState.WRITING)
             await attempt.durable()
             life.go(SaveState.DURABLE)
         if turn is not None:
-            await asyncio.wrap_future(turn)
+            await awaitable(turn)
         with attempt.spans.span("commit"):
             await attempt.agree()  # with the other ranks, if there are any
             await attempt.commit()
@@ -130,7 +130,7 @@ class Attempt:
         await self.target.begin(self.drain.check)
         self._opening = asyncio.create_task(self._open())
         # While no lane is open, the drain becomes idle only after a failure.
-        failed = asyncio.wrap_future(self.drain.idle)
+        failed = awaitable(self.drain.idle)
         await asyncio.wait([self._opening, failed], return_when=asyncio.FIRST_COMPLETED)
         self.drain.check()
         self._opening.result()
@@ -183,19 +183,19 @@ class Attempt:
             is_whole = True
         except Exception as error:
             self.drain.give_up(lane, error)
-            await asyncio.wrap_future(lane.quiet)
+            await awaitable(lane.quiet)
         finally:
             await off_loop(partial(copy.end, is_whole=is_whole))
 
     async def _finish_copy(self, sink: Sink, lane: Lane) -> None:
-        await asyncio.wrap_future(lane.written)
+        await awaitable(lane.written)
         await off_loop(sink.finish)
 
     async def _finish(self, sink: Sink, lane: Lane) -> None:
         """Return when the archive is durable; raise if it will not be."""
         checked = asyncio.ensure_future(off_loop(self.target.check))
-        arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
-        failed = [] if sink.failed is None else [asyncio.wrap_future(sink.failed)]
+        arrived: asyncio.Future[Any] = asyncio.gather(checked, awaitable(lane.written))
+        failed = [] if sink.failed is None else [awaitable(sink.failed)]
         try:
             done, _ = await asyncio.wait([arrived, *failed], return_when=asyncio.FIRST_COMPLETED)
             for future in done:
@@ -247,7 +247,7 @@ class Attempt:
         if self._opening is not None:
             await asyncio.wait([self._opening])
             ask_for_exception(self._opening)
-        await asyncio.wrap_future(self.drain.idle)
+        await awaitable(self.drain.idle)
         tasks = [task for task in (self._finishing, self._following) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
@@ -326,7 +326,7 @@ class StateSave(Save):
     async def run(self, turn: Future[None] | None) -> SaveReport:
         attempt = self.attempt
         await story(attempt, turn, self.life)
-        call_seconds = await asyncio.wrap_future(self.spans.call)
+        call_seconds = await awaitable(self.spans.call)
         report = attempt.report(
             call_seconds,
             step=self.handle.step,

@@ -6,7 +6,6 @@ files that are written from the copies.
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ...core.host.loop import get_loop, off_loop
+from ...core.host.loop import awaitable, get_loop, off_loop
 from ...core.host.waits import all_of
 from ...core.report import Destination, Progress, SaveReport
 from ...core.saving.default import files_saver, host_memory
@@ -85,10 +84,10 @@ class CopySave(Save):
             self._out.fail(error)
 
     async def run(self, turn: Future[None] | None) -> SaveReport:
-        await asyncio.wrap_future(self.staged)
+        await awaitable(self.staged)
         self.life.go(SaveState.WRITING)
         if turn is not None:
-            await asyncio.wrap_future(turn)
+            await awaitable(turn)
         with self.spans.span("write"):
             await self._write()
         self._check()
@@ -96,7 +95,7 @@ class CopySave(Save):
         with self.spans.span("commit"):
             await off_loop(self._commit)
         self.life.go(SaveState.COMMITTED)
-        return self._report(await asyncio.wrap_future(self.spans.call))
+        return self._report(await awaitable(self.spans.call))
 
     @abstractmethod
     async def _write(self) -> None:

@@ -5,7 +5,6 @@ In: a folder. Out: a handle. Knows nothing of: the content of the files.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
-from ...core.host.loop import off_loop
+from ...core.host.loop import awaitable, off_loop
 from ...core.host.threads import conclude
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
@@ -185,7 +184,7 @@ class _PackSave(Save):
 
     async def run(self, turn: Future[None] | None) -> SaveReport:
         if turn is not None:
-            await asyncio.wrap_future(turn)
+            await awaitable(turn)
         attempt = await off_loop(self._set_up)
         attempt.snapshot.completion.add_done_callback(lambda ended: conclude(self.staged, ended.exception()))
         with self.saver.relieved_by(attempt.drain):
@@ -194,7 +193,7 @@ class _PackSave(Save):
                 await story(attempt, None, self.life)
             finally:  # until then, the snapshot reads from the folder
                 await off_loop(attempt.snapshot.completion.exception)
-        return attempt.report(await asyncio.wrap_future(self.spans.call))
+        return attempt.report(await awaitable(self.spans.call))
 
     def _set_up(self) -> Attempt:
         attempt = self._attempt = self.saver.files_attempt(self._scan(), self._target, self.spans)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ...core.host.loop import off_loop
+from ...core.host.loop import awaitable, off_loop
 from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.merged_archives import opened_parts
@@ -123,11 +123,11 @@ class OtherRanks:
         if self._start is None:
             return
         with contextlib.suppress(PeerFailedError):  # the call itself raises it
-            await asyncio.wrap_future(self._start.token)
+            await awaitable(self._start.token)
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
                 with contextlib.suppress(RuntimeError):
-                    self._whole = await asyncio.wrap_future(self._start.connection.ask(partial(self._said, "whole")))
+                    self._whole = await awaitable(self._start.connection.ask(partial(self._said, "whole")))
 
     # --- on the store's thread, once the token is known -------------------------------------------------------
 
@@ -226,7 +226,7 @@ class SpreadExport(Export):
     async def _write(self) -> None:
         watch = asyncio.create_task(self._others.watch())
         try:
-            await asyncio.gather(asyncio.wrap_future(self._part), return_exceptions=True)
+            await asyncio.gather(awaitable(self._part), return_exceptions=True)
             self._part.result()
             parts = await self._call.all_done([self._file.name], self._goes_on)
             if parts is None:

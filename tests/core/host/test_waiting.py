@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import signal
@@ -20,7 +21,7 @@ from states import MIB, SEGMENT, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt.core.host import waits
-from async_ckpt.core.host.loop import get_loop
+from async_ckpt.core.host.loop import awaitable, get_loop
 from async_ckpt.core.host.threads import start_thread
 from async_ckpt.core.report import Progress
 from async_ckpt.core.saving import default
@@ -457,3 +458,35 @@ def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
     ended = nursery.run(script(body), tmp_path / "run")
 
     assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+@pytest.mark.parametrize("error", [None, ValueError("wrong"), StopIteration(3)])
+def test_a_coroutine_waits_for_a_future_of_any_thread(error: Exception | None) -> None:
+    future: Future[int] = Future()
+
+    async def waited() -> int:
+        waiting = awaitable(future)
+        start_thread("resolves", lambda: future.set_result(7) if error is None else future.set_exception(error))
+        return await waiting
+
+    if error is None:
+        assert asyncio.run(waited()) == 7
+    else:
+        with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)):
+            asyncio.run(waited())
+
+
+def test_a_future_that_nobody_waits_for_any_more_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that is resolved while the interpreter exits, when the loop is closed."""
+    future, cancelled = Future[int](), Future[int]()
+
+    async def given_up() -> None:
+        await asyncio.wait([awaitable(future)], timeout=0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaitable(cancelled)
+
+    asyncio.run(given_up())
+    assert not future.cancelled()
+    future.set_result(1)
+    assert caplog.records == []

@@ -165,6 +165,16 @@ def test_what_a_reader_has_open_stays_readable_when_its_step_is_overwritten(tmp_
     assert torch.equal(state["model"]["weight"], state_at(1)["model"]["weight"])
 
 
+def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_a_damaged_one(tmp_path):
+    """Else the new one would not name the commit that it replaces, and further places would keep that."""
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        with scripted(ckpt) as disk:
+            disk.fail("read", "manifest.json", error=GONE)
+            assert ckpt.save({"new": True}, step=1, overwrite=True).exception() is GONE
+        assert_is_state(ckpt.load(1), 1)
+
+
 def test_a_damaged_manifest_may_be_overwritten(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1).result()
