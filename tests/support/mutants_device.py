@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "training does not follow the copies of a save that failed in its call",
-        "            finally:  # also behind the copies",
+        "            finally:  # also after the copies",
         "            except ZeroDivisionError:\n                raise\n            else:  # not behind the copies",
     ),
     Mutant(
@@ -253,7 +253,7 @@ OF_CUDA_ALONE = [
     ),
     Mutant(
         "a strided tensor needs memory of the device",
-        "except RuntimeError:  # no memory is left;",
+        "except RuntimeError:  # out of memory; if the device",
         "except KeyError:  #",
     ),
     Mutant(
@@ -285,7 +285,7 @@ OF_CUDA_ALONE = [
     ),
     Mutant(
         "memory is not known to be registered",
-        "            if code != 0:  # or else it is done, and only the way back to the device before was refused\n",
+        "            if code != 0:  # if 0, the call succeeded, and only the switch back to the previous device failed\n",
         "            if True:\n",
     ),
     Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),

@@ -182,9 +182,10 @@ async def off_loop(fn: Callable[[], T], /) -> T:
     assert loop is not None  # this coroutine runs on it
     outcome: Future[T] = Future()
     loop.note_call(outcome)
-    ended = awaitable(outcome)
+    ended = _until_done(outcome)
     loop.callers.submit(partial(resolve, outcome, fn), outcome.set_exception)
-    return await ended
+    await ended
+    return outcome.result()
 
 
 def awaitable(future: Future[T]) -> asyncio.Future[T]:
@@ -193,27 +194,37 @@ def awaitable(future: Future[T]) -> asyncio.Future[T]:
     As `asyncio.wrap_future`, but whoever stops waiting does not cancel the future, and a future that is resolved while
     the interpreter exits, when the loop is closed, logs no error.
     """
-    running = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = running.create_future()
+    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-    def hand_over() -> None:
+    def hand_over(_: asyncio.Future[None]) -> None:
         if outcome.done():
             return
         if future.cancelled():
             outcome.cancel()
         elif (error := future.exception()) is None:
             outcome.set_result(future.result())
-        elif isinstance(error, StopIteration):  # asyncio refuses it
-            outcome.set_exception(RuntimeError(f"a call has raised {error!r}"))
         else:
             outcome.set_exception(error)
 
-    def resolved(_: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            running.call_soon_threadsafe(hand_over)
-
-    future.add_done_callback(resolved)
+    _until_done(future).add_done_callback(hand_over)
     return outcome
+
+
+def _until_done(future: Future[Any]) -> asyncio.Future[None]:
+    """A future of the running loop that resolves once a future of any thread is done."""
+    running = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = running.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def wake(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, since the interpreter exits, and nobody waits
+            running.call_soon_threadsafe(end)
+
+    future.add_done_callback(wake)
+    return ended
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:

@@ -108,7 +108,7 @@ def test_what_the_dead_have_left_goes_after_a_day_and_nothing_else(worlds, point
     (worlds.root / "step_00000002/notes.txt").touch()
     assert_goes_on(worlds, [1])
     left = left_behind(worlds)
-    assert len(left) > 2 * SIZE
+    assert len(left) > SIZE
 
     day_before_yesterday = time.time() - 2 * 86400
     for path in left:

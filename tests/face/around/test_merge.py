@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from archives import flip
+from buckets import Bucket
 from fake_ranks import distributed, standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
@@ -25,14 +26,12 @@ import async_ckpt
 from async_ckpt import (
     CorruptCheckpointError,
     NotCommittedError,
-    Place,
     StateMismatchError,
     StorageFullError,
 )
 from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.errors import UntrustedObjectError
 from async_ckpt.face.around import merge as merging
-from async_ckpt.testing.servers import Server
 
 
 def saved(folder: Path, world: int, build: Build, **how: Any) -> Path:
@@ -240,12 +239,12 @@ def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(loaded.flatten(), torch.arange(16 * 1024 * 1024))
 
 
-def test_from_store_to_store(s3: Server, bucket: str, tmp_path: Path):
+def test_from_store_to_store(bucket: Bucket, tmp_path: Path):
     run = saved(tmp_path, 3, lambda _: {"large": numbered((3000, 1024)), "small": numbered((3,))})
-    there = [Place(f"s3://{bucket}/{name}", options=s3.options) for name in ("run", "new/x.tar")]
+    there = [bucket.place(name) for name in ("run", "new/x.tar")]
     async_ckpt.files.upload_directory(run, there[0])
 
     report = async_ckpt.merge(there[0], 1, there[1])
 
     assert difference(async_ckpt.load(there[1]), async_ckpt.load(run)) is None
-    assert report.path == f"s3://{bucket}/new/x.tar"
+    assert report.path == bucket.url("new/x.tar")
