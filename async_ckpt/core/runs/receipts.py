@@ -185,25 +185,30 @@ class Exchange:
         return manifest if self.attempt in (manifest.attempt, *manifest.replaces) else None
 
     def missing_archive(self, world_size: int) -> int | None:
-        """The first rank whose archive is not in the folder, though that rank has written it; None if all are there.
-
-        A shared folder may hide for a while what other machines have written. But it refuses a new file of a name that
-        exists: if it takes one, that rank has written to another folder, or the archive was deleted.
-        """
+        """The first rank whose archive is not there, though that rank has written it; None if all are there."""
         rank_of = {archive_name(rank, self.attempt): rank for rank in range(world_size)}
         deadline = monotonic() + SHARED_SECONDS
         while missing := rank_of.keys() - self.storage.listed(self.folder, [*rank_of]):
             name = min(missing, key=rank_of.__getitem__)
-            if rank_of[name] == 0 or self.storage.remote or monotonic() > deadline:
+            if rank_of[name] == 0 or monotonic() > deadline or not self._is_there(f"{self.folder}/{name}"):
                 return rank_of[name]
-            try:
-                self.storage.put_new(f"{self.folder}/{name}", b"")
-            except FileExistsError:
-                TIMEKEEPER.sleep(_LOOK_SECONDS)
-            else:
-                self.storage.delete(f"{self.folder}/{name}")
-                return rank_of[name]
+            TIMEKEEPER.sleep(_LOOK_SECONDS)
         return None
+
+    def _is_there(self, path: str) -> bool:
+        """Whether an object exists that a listing does not show.
+
+        A shared folder may hide for a while what other machines have written. But it refuses a new file of a name that
+        exists: if it takes one, the object was written to another folder, or deleted.
+        """
+        if self.storage.remote:
+            return self.storage.exists(path)
+        try:
+            self.storage.put_new(path, b"")
+        except FileExistsError:
+            return True
+        self.storage.delete(path)
+        return False
 
     # --- the objects that the manifest names ------------------------------------------------------------------
 
