@@ -189,6 +189,8 @@ class ConfinedFolder:
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(fd, mode)
                 file.writelines(pieces)
+                if num_bytes and file.tell() != num_bytes:
+                    raise OSError(errno.EIO, f"{file.tell():,} bytes came of {num_bytes:,}")
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file atomically. The folder has no other writer."""

@@ -197,10 +197,8 @@ def awaitable(future: Future[T]) -> asyncio.Future[T]:
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def hand_over(_: asyncio.Future[None]) -> None:
-        if outcome.done():
-            return
-        if future.cancelled():
-            outcome.cancel()
+        if future.cancelled() or outcome.done():
+            outcome.cancel()  # without effect if it is done
         elif (error := future.exception()) is None:
             outcome.set_result(future.result())
         else:

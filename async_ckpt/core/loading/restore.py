@@ -85,7 +85,7 @@ def restore_state(
     plan = planned(wanted)
     spans.add("plan", begin)
     if options.verify == "first":
-        fill(planned(wanted), copy=False, pool=pool)
+        fill(plan, copy=False, pool=pool)
     try:
         with spans.span("read"):
             fill(plan, pool=pool)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...errors import CheckpointError, NotCommittedError, StepExistsError
+from ...errors import NotCommittedError, StepExistsError
 from ..runs.manifest import NAME as MANIFEST
-from ..runs.manifest import Manifest, RankFiles, SaveTimes, archive_name, parse
+from ..runs.manifest import Manifest, RankFiles, SaveTimes, archive_name
 from ..runs.naming import JOURNAL, parse_step_name
 from ..runs.receipts import is_receipt_folder
+from ..runs.root import replaceable
 from ..runs.sweep import is_claim, is_library_name
 from ..storage.interface import Storage
 from ..timing import wall_time
@@ -106,18 +107,6 @@ class OneOffFolder:
         for name in filter(is_receipt_folder, left):
             if name.split(".")[1] in attempts:
                 self.storage.delete_all(self._named(name))
-
-
-def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] | None:
-    """The manifest at a path, and its version; None if there is none. A damaged manifest may be replaced, too."""
-    try:
-        data, version = storage.read(path)
-    except FileNotFoundError:
-        return None
-    try:
-        return parse(data, path=storage.locate(path)), version
-    except CheckpointError:
-        return Manifest(step, "", 1, 0.0, ()), version
 
 
 def put_in_place(storage: Storage, path: str, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest:

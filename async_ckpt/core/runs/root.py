@@ -473,3 +473,18 @@ def overtaken_error(shown: str) -> StorageUnavailableError:
         f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; raise keep= of the writer",
         path=shown,
     )
+
+
+def replaceable(storage: Storage, path: str, step: int) -> tuple[Manifest, str] | None:
+    """The manifest at a path, and its version; None if there is none. A damaged manifest may be replaced, too.
+
+    Raises StorageUnavailableError for a manifest that cannot be read now, since it may be sound.
+    """
+    try:
+        data, version = storage.read(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return parse_manifest(data, path=storage.locate(path)), version
+    except CheckpointError:
+        return Manifest(step, "", 1, 0.0, ()), version

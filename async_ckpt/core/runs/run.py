@@ -56,7 +56,7 @@ from .retention import (
     unknown_metric,
     without_needed,
 )
-from .root import Listing, Root
+from .root import Listing, Root, replaceable
 from .starts import Seen, Start, about_start, later_than
 from .sweep import Sweeper, is_library_name
 from .tenure import Tenure, has_ended_here, refuse_if_alive, tenure_of
@@ -267,17 +267,12 @@ class Run:
 
     def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
-        try:
-            content = self.storage.read(self.root.manifest_path(step))
-        except FileNotFoundError:
+        found = replaceable(self.storage, self.root.manifest_path(step), step)
+        if found is None:
             return None
-        try:
-            manifest, version = self.root.read(step, content)
-        except CheckpointError:  # a damaged manifest may be overwritten; one that cannot be read now may be sound
-            manifest, version = Manifest(step, "", 1, 0.0, ()), content[1]
         listing = self.root.listing or self.root.relist()
         retired = self.root.excluded(listing, [step]).get(step)
-        return None if retired and retired == manifest.attempt else (manifest, version)
+        return None if retired and retired == found[0].attempt else found
 
     def commit(
         self,

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ...core.ranks.one_off import put_in_place, replaceable
+from ...core.ranks.one_off import put_in_place
 from ...core.runs import layouts
 from ...core.runs.foreign_entries import OF_DCP
 from ...core.runs.manifest import NAME as MANIFEST
@@ -34,7 +34,7 @@ from ...core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, at
 from ...core.runs.naming import parse_step_name, pattern_of
 from ...core.runs.receipts import Table, layout_name
 from ...core.runs.record import DCP_RECORD
-from ...core.runs.root import Root
+from ...core.runs.root import Root, replaceable
 from ...core.runs.sweep import Sweeper
 from ...core.saving import default
 from ...core.saving.file_target import FileTarget

@@ -292,7 +292,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
 
 def versions_of(place: Place) -> list[VersionRow]:
     """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
-    from ...weights.publishing.of_ranks.rank_versions import RootVersions, worlds_in  # which needs torch
+    from ...weights.publishing.of_ranks.root_versions import RootVersions, worlds_in  # which needs torch
 
     root = RootVersions(place)
     names = root.storage.names("")

@@ -37,7 +37,7 @@ from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
 from .in_memory.offer import MemoryOffer
 from .of_ranks.pieces import own_slices
-from .of_ranks.rank_versions import RootVersions
+from .of_ranks.root_versions import RootVersions
 from .publication import Publication
 from .series import VersionSeries
 

@@ -25,7 +25,7 @@ from ..delta import VersionIndex, folder_of
 from ..lent import loan_of_rank
 from .delta_base import DeltaBase, DeltaPolicy
 from .in_memory.offer import MemoryOffer
-from .of_ranks.rank_versions import RootVersions
+from .of_ranks.root_versions import RootVersions
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")

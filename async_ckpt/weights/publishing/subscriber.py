@@ -34,7 +34,7 @@ from .live_weights import MemoryReplica, PullResult, new_crew, update_replica
 from .module import fill, refuse_misfit
 from .of_ranks.pieces import PiecedTensor
 from .of_ranks.rank_replicas import VersionOfRanks
-from .of_ranks.rank_versions import RootVersions
+from .of_ranks.root_versions import RootVersions
 from .source import Anchor
 
 _Into: TypeAlias = str | os.PathLike[str] | torch.nn.Module

@@ -23,7 +23,7 @@ from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .live_weights import new_crew, update_replica
 from .of_ranks.rank_replicas import VersionOfRanks
-from .of_ranks.rank_versions import RootVersions, folder_of_rank, worlds_in
+from .of_ranks.root_versions import RootVersions, folder_of_rank, worlds_in
 from .versions import Versions
 
 

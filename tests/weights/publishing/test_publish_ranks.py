@@ -29,7 +29,7 @@ from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.face.around.hf_weights import Weights
 from async_ckpt.weights.delta import INDEX, SliceOf
 from async_ckpt.weights.publishing.live_weights import PullResult
-from async_ckpt.weights.publishing.of_ranks import rank_replicas, rank_versions
+from async_ckpt.weights.publishing.of_ranks import rank_replicas, root_versions
 from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, own_slices, sliced_tensors
 from async_ckpt.weights.publishing.source import WeightsState
 
@@ -233,7 +233,7 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Wor
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(
-        rank_versions.RootVersions,
+        root_versions.RootVersions,
         "were_replaced",
         lambda *_: False,  # what is read stays as it was
     )

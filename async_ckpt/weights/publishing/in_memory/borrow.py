@@ -24,7 +24,7 @@ from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of
 from ..live_weights import PullResult
 from ..of_ranks.pieces import TensorPiece, sliced_tensors
-from ..of_ranks.rank_versions import identity_of_ranks
+from ..of_ranks.root_versions import identity_of_ranks
 from .fd_passing import received
 
 # Ranks publish within moments of each other, unless one of them still writes the version before.

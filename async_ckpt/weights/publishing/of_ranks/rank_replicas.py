@@ -13,7 +13,7 @@ from ..live_weights import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
 from ..versions import Versions
 from .pieces import PiecedTensor, sliced_tensors
-from .rank_versions import RootVersions, identity_of_ranks
+from .root_versions import RootVersions, identity_of_ranks
 
 
 class VersionOfRanks:
