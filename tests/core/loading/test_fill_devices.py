@@ -105,6 +105,7 @@ def test_a_load_page_locks_its_buffers_by_one_call(archive, saved, sim):
 def test_a_restore_page_locks_nothing_that_the_pool_has_page_locked(tmp_path, sim):
     state = {"w": torch.arange(4 * MIB).to("sim")}
     with open_run(tmp_path, segment_bytes=32 * MIB, host_bytes=256 * MIB) as ckpt:
+        ckpt.prewarm(state)  # else the pool grows in the background, and page-locks at any moment
         ckpt.save(state, step=1).result()
         pinned = sim.sim.num_registrations
         state["w"].zero_()
@@ -117,6 +118,7 @@ def test_a_restore_page_locks_nothing_that_the_pool_has_page_locked(tmp_path, si
 def test_a_load_of_a_run_page_locks_nothing_that_the_pool_has_page_locked(tmp_path, sim):
     state = {"w": torch.arange(4 * MIB).to("sim")}
     with open_run(tmp_path, segment_bytes=32 * MIB, host_bytes=256 * MIB) as ckpt:
+        ckpt.prewarm(state)  # else the pool grows in the background, and page-locks at any moment
         ckpt.save(state, step=1).result()
         pinned = sim.sim.num_registrations
         loaded = ckpt.load(map_location="sim")

