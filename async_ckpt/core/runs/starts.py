@@ -183,9 +183,7 @@ class Line:
         in_order = sorted(starts)
         self._starts = StartsByName(in_order)
         self._later: list[_Later] = []
-        firsts: dict[str, int] = {}
-        for start in in_order:  # a process takes the root again for a step below its start's first
-            firsts[start.token] = min(start.first, firsts.get(start.token, start.first))
+        firsts = {start.token: start.first for start in in_order}  # a process takes a root again only for lower steps
         for start in in_order[:0:-1]:
             own_steps = filter(partial(self._is_of, start), steps[bisect_left(steps, firsts[start.token]) :])
             lowest = next(own_steps, None)

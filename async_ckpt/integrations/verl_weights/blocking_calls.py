@@ -5,7 +5,6 @@ In: a function. Out: its result, in a coroutine of any loop. Knows nothing of: w
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -19,5 +18,4 @@ async def off_loop(fn: Callable[[], T]) -> T:
     """Make a blocking call on a thread of this library, and wait for it on whichever loop this is."""
     loop, outcome = loops.get_loop(), threads.running_future()
     loop.soon(lambda: loop.callers.submit(partial(threads.resolve, outcome, fn), outcome.set_exception))
-    result: T = await asyncio.wrap_future(outcome)
-    return result
+    return await loops.awaitable(outcome)

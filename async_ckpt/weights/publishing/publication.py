@@ -8,7 +8,6 @@ against.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Iterator, Mapping
@@ -125,7 +124,7 @@ class Publication(WeightsSave):
     async def _meet(self) -> None:
         """Learn when all ranks have published the version, and tell them that this one has."""
         try:
-            await asyncio.wrap_future(self.readable)
+            await loops.awaitable(self.readable)
             if self._call is not None and await self._call.all_done([], self._check_failed):
                 await loops.off_loop(self._call.decide)
             elif self._call is not None:
