@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Final
 
 from async_ckpt.core.events.log import EventLog
-from async_ckpt.core.events.shapes import Event, event
+from async_ckpt.core.events.kinds import Event, event
 from async_ckpt.core.storage.local import LocalStorage
 
 BEGIN: Final = 1_790_000_000.0

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from ..core.events.goodput import Goodput, goodput_of
 from ..core.events.log import EventLog
-from ..core.events.shapes import Event, bandwidth_of
+from ..core.events.kinds import Event, bandwidth_of
 from ..core.notebooks.markup import line, paragraph, table
 from ..core.report import sized
-from ..core.runs.announce import event_of
+from ..core.runs.trackers import event_of
 from ..core.runs.manifest import Manifest
 from ..core.runs.root import formats_at
 from ..core.runs.roots import Roots

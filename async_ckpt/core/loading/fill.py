@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ..backends import backend_of, device_of, has_plain_bytes, is_dense
-from ..collector import no_collection
+from ..garbage import no_collection
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool

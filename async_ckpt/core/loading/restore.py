@@ -27,7 +27,7 @@ from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
 from .live.match import Match
 from .load import Verify, check_lent, check_select
-from .sharing import Item, Share, Sharing
+from .broadcast import Item, Share, Sharing
 
 _ToFill: TypeAlias = tuple[Contents, Sequence[Wanted]]
 

@@ -24,7 +24,7 @@ from .live.match import is_looked_into
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
-from .sharing import Share, Sharing
+from .broadcast import Share, Sharing
 
 
 class RunRestore:

@@ -23,7 +23,7 @@ from ...errors import (
     RunTakenError,
     StorageUnavailableError,
 )
-from ..events.shapes import shortened
+from ..events.kinds import shortened
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.node_folders import AllNodes

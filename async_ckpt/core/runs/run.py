@@ -42,7 +42,7 @@ from ..events.log import EventLog
 from ..spec import Keep, some_of
 from ..storage.interface import Storage
 from ..timing import TIMEKEEPER, Clock
-from .announce import Announcer
+from .trackers import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name

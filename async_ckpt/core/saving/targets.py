@@ -24,7 +24,7 @@ from ...errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from ..events.shapes import MEASURED, brief, largest, shortened
+from ..events.kinds import MEASURED, brief, largest, shortened
 from ..host.loop import get_loop
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder

@@ -19,7 +19,7 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
-from ..collector import no_collection
+from ..garbage import no_collection
 from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_ordinary, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article

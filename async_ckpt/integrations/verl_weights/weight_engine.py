@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ... import Place
-from ..common.frameworks import TESTED, require, require_names, version_of
+from ..common.framework_checks import TESTED, require, require_names, version_of
 from .sync_line import Address
 from .weight_receiver import WeightReceiver
 from .weight_sender import WeightSender

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..common.frameworks import require
+from ..common.framework_checks import require
 from ..common.stored_weights import Item, StoredWeights
-from .handed_on import HandedOn
+from .loaded_tensors import HandedOn
 
 _loaders: Final[Any] = import_module("vllm.model_executor.model_loader")
 _OF_VLLM: Final = "enable_weights_track"

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Final
 
-from ..common.frameworks import require, require_module, require_names
+from ..common.framework_checks import require, require_module, require_names
 
 NAME: Final = "async_ckpt"
 

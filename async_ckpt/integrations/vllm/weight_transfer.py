@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from ...plumbing import backends, disk, hf_shards, hf_weights, scratches, spec
-from ..common.frameworks import require
+from ..common.framework_checks import require
 from ..common.held_weights import in_buckets
 from ..common.stored_weights import StoredWeights
-from .handed_on import HandedOn
+from .loaded_tensors import HandedOn
 from .registration import NAME
 
 _transfer: Final[Any] = import_module("vllm.distributed.weight_transfer")

@@ -2,5 +2,5 @@
 
 `store.py` is the storage. Its objects are in a bucket of s3fs (`s3fs_bucket.py`), or in any other filesystem
 (`file_tree.py`). `sinks.py` writes archives to either. `setup.py` makes the filesystems, one for each process.
-`refusals.py` has advice on errors.
+`error_advice.py` has advice on errors.
 """

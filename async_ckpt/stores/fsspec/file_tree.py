@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 import xxhash
 
 from ...plumbing import disk, locks, spec, store_facts, timing, waits
-from ..proven.known import ClientFacts
+from ..proven.client_facts import ClientFacts
 from ..proven.range_reader import Info, NoRangesError, ReplacedError
 from .setup import OncePerProcess
 

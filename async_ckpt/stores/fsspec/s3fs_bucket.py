@@ -18,7 +18,7 @@ from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts
 from ..conditions import Conditions, Form
 from ..proven.range_reader import Info, NoRangesError, ReplacedError
-from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
+from .error_advice import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ...plumbing import process, urls
 from ..s3.azure_google_settings import adlfs_options, gcsfs_options
-from .refusals import InheritedError, chain
+from .error_advice import InheritedError, chain
 
 # Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})

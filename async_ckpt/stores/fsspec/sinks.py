@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import MemoryLoan, Sink
 from .file_tree import Draft, FileTree
-from .refusals import codes_of
+from .error_advice import codes_of
 from .s3fs_bucket import Body, Bucket
 
 Translate = Callable[..., AbstractContextManager[None]]

@@ -13,7 +13,7 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ...plumbing import Storage, store_facts, timing
-from .known import ClientFacts
+from .client_facts import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
 _NEW: Final = b"This replaces what was written before, and is deleted at once."

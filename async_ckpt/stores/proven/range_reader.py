@@ -13,7 +13,7 @@ from typing import IO, Final, NamedTuple
 
 from ...errors import StorageFullError, StorageUnavailableError
 from ...plumbing import Reader
-from .known import ClientFacts
+from .client_facts import ClientFacts
 
 # What the log says once about such a place.
 _NO_RANGES: Final = (

@@ -15,12 +15,12 @@ from typing import IO, Any, Final, TypeVar
 from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts, threads, timing, waits
 from .. import retry
-from ..proven.known import known_of
+from ..proven.client_facts import known_of
 from ..proven.range_reader import NoRangesError, ReplacedError
 from ..watched_calls import StuckError, WatchedCall
-from . import refusals
+from . import error_translation
 from .bucket_clients import Connections
-from .segments import GivenUpError
+from .upload_memory import GivenUpError
 from .settings import BucketSettings, Kind
 
 T = TypeVar("T")
@@ -112,11 +112,11 @@ class Client:
             )
             refusal.__cause__ = error
         except Exception as error:
-            refusal = refusals.translate(error, path, self.settings, num_bytes)
+            refusal = error_translation.translate(error, path, self.settings, num_bytes)
         else:
             self._has_answered = True
             return result
-        if getattr(refusal, "code", "") in refusals.EXPIRED_CODES:
+        if getattr(refusal, "code", "") in error_translation.EXPIRED_CODES:
             self._connections.renew(store)
         raise refusal
 
@@ -137,7 +137,7 @@ class Client:
                         obstore.list_with_delimiter(store, key)
                         self._has_answered = True
                     except Exception as reason:
-                        if not missing or refusals.ErrorResponse.of(reason).status == 404:
+                        if not missing or error_translation.ErrorResponse.of(reason).status == 404:
                             raise
                 raise
 
@@ -161,7 +161,7 @@ class Client:
             try:
                 page = self._page(path_of[first], folder, after)
             except StorageUnavailableError as error:
-                if getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES:
+                if getattr(error, "status", None) in error_translation.UNSUPPORTED_STATUSES:
                     break
                 raise
             found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
@@ -239,7 +239,7 @@ class Client:
         except FileExistsError:
             is_same = False
         except StorageUnavailableError as error:
-            if getattr(error, "code", "") != refusals.NO_RANGE:
+            if getattr(error, "code", "") != error_translation.NO_RANGE:
                 raise
             raise NoRangesError from error
         if not is_same:

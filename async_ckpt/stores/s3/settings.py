@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import StorageUnavailableError
 from ...plumbing import store_facts, timing, urls, waits
-from ..proven.known import identity_of
+from ..proven.client_facts import identity_of
 from .aws_settings import AwsSetup
 from .azure_google_settings import azure_config, google_config
 

@@ -22,7 +22,7 @@ from ...plumbing import MemoryLoan, store_facts, threads, waits
 from .. import retry
 from ..watched_calls import StuckError, WatchedCall
 from .client import Client
-from .segments import GivenUpError, Phase, SegmentQueue
+from .upload_memory import GivenUpError, Phase, SegmentQueue
 
 # More do not make one host faster, and each holds a segment.
 _MAX_PARTS_IN_FLIGHT: Final = 8

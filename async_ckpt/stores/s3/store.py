@@ -18,7 +18,7 @@ from ..conditions import NEVER, Conditions, Form
 from ..proven.place_proof import prove
 from ..proven.range_reader import RangeReader
 from ..watched_calls import WatchedCall
-from . import refusals
+from . import error_translation
 from .client import PAGE_KEYS, Client, version_of
 from .sink import ObjectSink, plan_upload
 
@@ -48,7 +48,7 @@ class ObjectStorage(Storage):
             self._put_if,
             lambda path: version_of(self._client.head(path)),
             self._client.probe,
-            lambda error: getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES,
+            lambda error: getattr(error, "status", None) in error_translation.UNSUPPORTED_STATUSES,
             # Servers that speak S3, but are not S3 itself, are tested once.
             are_obeyed=True if self._client.settings.obeys_conditions else None,
             never=f"{NEVER} 1" if self._client.settings.scheme == "gs" else NEVER,

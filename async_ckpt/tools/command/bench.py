@@ -30,8 +30,8 @@ import torch
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
 from ...plumbing import Reader, bulk, disk, limits, places, reports, spec, threads, timing
-from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_rate, shown_seconds
-from .where import place_below
+from .output import USAGE, Answer, print_json, print_table, print_text, progress, shown_rate, shown_seconds
+from .place_arguments import place_below
 
 _PIECE_BYTES: Final = 8 * spec.MIB
 _NUM_THREADS: Final = 8

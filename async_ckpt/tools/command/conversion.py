@@ -44,10 +44,10 @@ from ...plumbing import (
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, print_json, print_note, print_text, progress
+from .output import USAGE, Answer, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
-from .where import place_like
+from .place_arguments import place_like
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {

@@ -25,7 +25,7 @@ import typer
 
 from ... import Place
 from ...plumbing import limits, reports, timing, urls
-from .screen import NO, print_json, print_table
+from .output import NO, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
 

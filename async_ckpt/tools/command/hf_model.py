@@ -19,7 +19,7 @@ import torch
 from ... import Place
 from ...errors import CheckpointError
 from ...plumbing import spec
-from .screen import USAGE, Answer, print_note
+from .output import USAGE, Answer, print_note
 
 _CONFIG: Final = "config.json"
 # PEFT's files of an adapter, in whose names of weights that of the adapter is left out.

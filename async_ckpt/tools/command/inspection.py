@@ -19,7 +19,7 @@ import torch
 from ... import Place
 from ...plumbing import contents, find, leaf_names, reports, states
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
-from .screen import Answer, as_json_text, counted, if_known, in_table, print_json, print_table, print_text, short
+from .output import Answer, as_json_text, counted, if_known, in_table, print_json, print_table, print_text, short
 
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000

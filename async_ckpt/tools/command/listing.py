@@ -19,9 +19,9 @@ from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, spec, threads, timing
 from ...plumbing import events as run_events
-from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
+from .place_kinds import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
-from .screen import (
+from .output import (
     USAGE,
     Answer,
     age,
@@ -37,7 +37,7 @@ from .screen import (
     shown_seconds,
 )
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
-from .where import parent_of, place_below
+from .place_arguments import parent_of, place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions

@@ -23,7 +23,7 @@ from typer import Argument, Option
 
 from ... import Place
 from .options import Where, with_place
-from .statuses import status_after
+from .exit_statuses import status_after
 
 # What torch says of its own plans; the warnings of this library are RuntimeWarnings.
 _NOT_SHOWN: Final = (UserWarning, FutureWarning, DeprecationWarning)

@@ -11,7 +11,7 @@ from typing import Literal
 from ... import Place
 from ...plumbing import runs
 from .run_places import open_run, places_of
-from .screen import USAGE, Answer, mark_in_words, print_json, print_text
+from .output import USAGE, Answer, mark_in_words, print_json, print_text
 from .selection import whole_runs_at
 
 

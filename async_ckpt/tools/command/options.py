@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 import typer
 
 from ... import Place
-from .where import DEADLINE_SECONDS, is_local, place_of
+from .place_arguments import DEADLINE_SECONDS, is_local, place_of
 
 # A parameter of this type is an argument that says where; `with_place` makes it one.
 Where = Annotated[

@@ -15,7 +15,7 @@ from ... import Keep, Naming, Place
 from ...errors import CheckpointError, ConflictError
 from ...plumbing import Storage, runs, timing
 from ...plumbing import events as run_events
-from .where import DEADLINE_SECONDS, parent_of, place_below
+from .place_arguments import DEADLINE_SECONDS, parent_of, place_below
 
 # How durable a step is, by what it outlives at the best of its places, which comes last.
 DURABLE: Final = {"process": "no", "reboot": "on this machine", "machine": "beyond it"}

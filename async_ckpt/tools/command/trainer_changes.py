@@ -19,7 +19,7 @@ from ... import Keep, Place
 from ...errors import RunTakenError
 from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, timing, urls
 from .listing import StepRow, checkpoints_of
-from .screen import Answer
+from .output import Answer
 from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, sizes_of
 
 # The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of what goes.

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ... import Place
 from ...plumbing import Storage, events, runs, threads, timing, urls
-from .where import parent_of
+from .place_arguments import parent_of
 
 _OF_TORCH: Final = "torch.distributed.checkpoint"
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.

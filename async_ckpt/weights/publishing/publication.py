@@ -61,7 +61,7 @@ from ..lent import LentVersion
 from .difference import checksum_of, encode, overwritten_bytes
 from .live_weights import MemoryReplica
 from .series import VersionSeries
-from .source import WeightsState
+from .version_files import WeightsState
 from .versions import UNFINISHED_VERSION
 
 # Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being

@@ -24,7 +24,7 @@ from async_ckpt.core.host import waits
 from async_ckpt.core.host.loop import awaitable, get_loop
 from async_ckpt.core.host.threads import start_thread
 from async_ckpt.core.report import Progress
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.staging import snapshot
 
 
@@ -265,7 +265,7 @@ def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, 
 def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     tmp_path, timer, lines, gate, monkeypatch
 ):
-    monkeypatch.setattr(default._shared, "host_memory", with_budget(monkeypatch, MIB))
+    monkeypatch.setattr(kept_memory._shared, "host_memory", with_budget(monkeypatch, MIB))
     save = async_ckpt.wrap(lambda path, value: (gate.passed(), torch.save(value, path)))
     first = save(tmp_path / "1.pt", weight(1))
     waiter = call_that_waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.calls import Calls
-from async_ckpt.core.runs.announce import Announcer
+from async_ckpt.core.runs.trackers import Announcer
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.root import Root
 from async_ckpt.core.runs.run import Run

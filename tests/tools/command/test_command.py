@@ -23,7 +23,7 @@ from states import open_run, state_at
 import async_ckpt
 from async_ckpt.core.runs.naming import naming_of
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.tools.command.screen import print_table
+from async_ckpt.tools.command.output import print_table
 from benchmarks.restarts import step_on_disk
 
 ESCAPES = "red\x1b[31m\nnext"

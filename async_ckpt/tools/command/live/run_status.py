@@ -22,7 +22,7 @@ from ....errors import CheckpointError
 from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spec, threads, timing
 from ..listing import checkpoints_of, marks_at
-from ..lookup import USUAL_NAMINGS
+from ..place_kinds import USUAL_NAMINGS
 from ..run_places import PlaceStatus, RunPlaces
 from ..trainer_folders import events_at, without_second_names
 

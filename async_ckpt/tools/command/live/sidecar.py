@@ -20,7 +20,7 @@ from ....weights.following.follower import Sidecar
 from ....weights.following.health import Event
 from ....weights.following.rollout_engines import VLLM, Engine, Post, Program, SGLang, engine_of
 from ....weights.publishing.subscriber import Subscriber
-from ..screen import USAGE, Answer, escaped, print_json
+from ..output import USAGE, Answer, escaped, print_json
 
 # The variable with the key that the engine asks for: arguments can be seen by all users of the machine.
 _KEY: Final = "ASYNC_CKPT_ENGINE_KEY"

@@ -22,9 +22,9 @@ import typer
 from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, timing
-from ..lookup import RUNS, kind_of, nothing_at, targets_of
+from ..place_kinds import RUNS, kind_of, nothing_at, targets_of
 from ..run_places import durable_steps
-from ..screen import (
+from ..output import (
     NO,
     USAGE,
     Answer,

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import reports, spec
 from ..listing import Best
-from ..screen import counted, shown_rate, shown_seconds
+from ..output import counted, shown_rate, shown_seconds
 from .columns import RunColumns
 
 # Each meaning has one colour on the whole page; `page.css` says which.

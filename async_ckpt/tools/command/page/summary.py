@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ....plumbing import events as run_events
 from ....plumbing import reports, spec
-from ..screen import age, shown_rate, shown_seconds
+from ..output import age, shown_rate, shown_seconds
 from .columns import RunColumns
 
 _SHOWN: Final = 3

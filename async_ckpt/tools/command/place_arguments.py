@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ... import Place
 from ...plumbing import urls
-from .screen import USAGE, Answer
+from .output import USAGE, Answer
 
 # How long a store may not answer: somebody waits at the terminal.
 DEADLINE_SECONDS: Final = 30.0

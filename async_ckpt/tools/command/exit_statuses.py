@@ -18,7 +18,7 @@ import typer
 
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StorageUnavailableError
-from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
+from .output import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
 
 _INTERRUPTED: Final = 130
 _FAULT: Final = 70  # EX_SOFTWARE of sysexits.h

@@ -16,9 +16,9 @@ from typing import Final, Literal, NamedTuple
 from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, threads
-from .screen import USAGE, Answer, print_note
+from .output import USAGE, Answer, print_note
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
-from .where import parent_of, place_below
+from .place_arguments import parent_of, place_below
 
 Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
 
