@@ -268,7 +268,7 @@ class SimulatedWorld:
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        self._loop.run_until_complete(self._follower.hear())
+        self._loop.run_until_complete(self._follower.receive())
         self._is_first = False
         return peak
 
@@ -310,7 +310,7 @@ class SimulatedWorld:
 
     def _is_late_in_training(self) -> None:
         """More words were said than the log keeps, and all ranks have read them."""
-        said = self._start.log._num_said = 2 * word_log._KEPT
+        said = self._start.log._num_written = 2 * word_log._KEPT
         self._follower.ranks.meeting.start.log._num_read = said
         prefix = f"{self._start.prefix}/log"
         self._server.put(f"{prefix}/first", str(said - word_log._KEPT))
@@ -410,7 +410,7 @@ class _Others:
         self.longest = word_log.longest_pause(world.size)
         start = world._start
         self._client = Client(world._server, world._follower.storage)
-        self._log, self._number = f"{start.prefix}/log", start.log._num_said + 1  # the next word is that of the call
+        self._log, self._number = f"{start.prefix}/log", start.log._num_written + 1  # the next word is that of the call
         self._seconds: dict[bool, float] = {}  # of a look at the store, by whether the word is there
         self.heard: dict[int, float] = {}
         self._have_all = asyncio.Event()
@@ -457,10 +457,10 @@ class _Rank:
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
         self.ranks = Ranks(Meeting(), 1)
         self.ranks.meeting._world = ranks_world.World(rank, world.size, store=self.client, has_group=True)
-        self._hear_as_it_is = self.ranks.calls._hear
-        self.ranks.calls._hear = self._hear  # type: ignore[method-assign]
-        self._say_as_it_is = self.ranks.calls.say_decision
-        self.ranks.calls.say_decision = self._say_decision  # type: ignore[method-assign, assignment]
+        self._receive_as_it_is = self.ranks.calls._receive
+        self.ranks.calls._receive = self._receive  # type: ignore[method-assign]
+        self._announce_as_it_is = self.ranks.calls.announce_decision
+        self.ranks.calls.announce_decision = self._announce_decision  # type: ignore[method-assign, assignment]
         self._lineage = Lineage(
             Roots([self.run]),
             Ledger(),
@@ -475,14 +475,14 @@ class _Rank:
         self.until_committed = self.until_said = Traffic()
         assert self.ranks.meeting.start
 
-    def _hear(self, word: Word) -> None:
+    def _receive(self, word: Word) -> None:
         if "decision" in word:
             self.heard_at = self._loop.time()
-        self._hear_as_it_is(word)
+        self._receive_as_it_is(word)
 
-    def _say_decision(self, *arguments: Any) -> Any:
+    def _announce_decision(self, *arguments: Any) -> Any:
         self.said_at = self.storage.moment
-        return self._say_as_it_is(*arguments)
+        return self._announce_as_it_is(*arguments)
 
     def begin(self, step: int) -> None:
         """What the call of `save` does, but for copying."""
@@ -531,7 +531,7 @@ class _Rank:
         await asyncio.sleep(durable_at - self._loop.time())
         await self._say(archive)
         self.until_said = replace(self.storage.traffic)
-        await self.hear()
+        await self.receive()
         self.committed_at = self._loop.time()
 
     async def say_first(self, attempt: _Attempt) -> None:
@@ -545,7 +545,7 @@ class _Rank:
 
     async def hear(self) -> None:
         _storage.set(self.storage)
-        self._target._manifest = await self._agreement.hear()
+        self._target._manifest = await self._agreement.receive()
 
 
 def _goes_on() -> None: ...

@@ -176,7 +176,7 @@ def _lead(port: int, size: int, pipe: Pipe) -> None:
     pipe.send("begun")
     while True:
         number, at = pipe.recv(), time.monotonic()
-        start.log.say(_TOPIC, {"number": number}).result()
+        start.log.append(_TOPIC, {"number": number}).result()
         pipe.send(at)
 
 
@@ -198,7 +198,7 @@ def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
             start.connection.ask(_nothing).result(_PATIENCE_SECONDS)
         starts += few
     for start in starts:
-        start.log.hear(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
+        start.log.subscribe(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
     pipe.send("met")
     pipe.recv()
     for start in starts:

@@ -108,11 +108,11 @@ def _agreed_step(
             see_own_saves(meanwhile=talk.take_time)
             newest = _newest_but(roots, skipped, only_good=only_good)
         except BaseException as error:
-            talk.say(key, json.dumps({"error": in_words(error)}))
+            talk.send(key, json.dumps({"error": in_words(error)}))
             raise
-        talk.say(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
+        talk.send(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
         return newest[0] if newest else None
-    (text,) = talk.hear([key], "the step that rank 0 restores")
+    (text,) = talk.receive([key], "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
@@ -154,12 +154,12 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
     """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
-    talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
+    talk.send(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
-        words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
+        words = talk.receive([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
         failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
-        talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
-    (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
+        talk.send(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
+    (word,) = talk.receive([f"{step}/all"], "what the other ranks read")
     if word not in (_FINE, _CORRUPT):
         failure = json.loads(word)
         raise PeerFailedError(
@@ -171,6 +171,6 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
     """Tell all ranks to fail: an older step would not help, as the error is not damage. Does not wait."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
-    talk.say(f"{step}/{talk.rank}", word)
+    talk.send(f"{step}/{talk.rank}", word)
     if talk.rank == 0:
-        talk.say(f"{step}/all", word)
+        talk.send(f"{step}/all", word)

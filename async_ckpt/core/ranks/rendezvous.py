@@ -145,9 +145,9 @@ class Rendezvous:
         pauses = looks(is_remote=False)
         # If the store stays silent, the wait for the decision raises.
         while not self._silence_of_store():
-            said = self._meeting.start.connection.ask(put)
-            if wait_for(said, SILENCE_SECONDS) and not isinstance(said.exception(), RuntimeError):
-                said.result()
+            stored = self._meeting.start.connection.ask(put)
+            if wait_for(stored, SILENCE_SECONDS) and not isinstance(stored.exception(), RuntimeError):
+                stored.result()
                 return
             TIMEKEEPER.sleep(next(pauses))
 
@@ -273,7 +273,7 @@ class Rendezvous:
         """On another rank: the decision of rank 0. If rank 0 has said neither yes nor no, also the reason."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
-            if (decision := joint.heard) is not None:
+            if (decision := joint.decision) is not None:
                 return decision, "rank 0 cannot say whether it is committed"
             await self._bell()
             if monotonic() < looked + _LOOK_AROUND_SECONDS:
@@ -296,8 +296,8 @@ class Rendezvous:
             self._is_refused = True
             raise peers_failed(self._joint, decision.causes)
 
-    def _say(self, decision: Decision) -> None:
-        wait_for(self._calls.say_decision(self._joint, decision), LEAVE_SECONDS)
+    def _announce(self, decision: Decision) -> None:
+        wait_for(self._calls.announce_decision(self._joint, decision), LEAVE_SECONDS)
 
 
 class RankCall(Rendezvous):
@@ -318,7 +318,7 @@ class RankCall(Rendezvous):
         parts = await self._gathered()
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
 
-    async def hear(self) -> None:
+    async def receive(self) -> None:
         """On another rank: wait until rank 0 has done what follows. With heartbeats, this wait has no limit.
 
         Raises PeerFailedError if rank 0 has failed, or, with `undecided`, if the outcome is not known.
@@ -334,7 +334,7 @@ class RankCall(Rendezvous):
         """On rank 0: announce that what follows from all parts is done. Blocks for a moment."""
         if self.world_size > 1:
             self._calls.decide(self._joint, JointState.COMMITTED, None)
-            self._say(Decision("committed"))
+            self._announce(Decision("committed"))
             self._calls.forget(self._joint)
 
     def conclude(self, what_follows: Callable[[], None]) -> None:
@@ -345,7 +345,7 @@ class RankCall(Rendezvous):
         async def met() -> bool:
             if await self.all_done([], _nothing_to_check) is not None:
                 return True
-            await self.hear()
+            await self.receive()
             return False
 
         if _waited(met()):

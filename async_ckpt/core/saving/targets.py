@@ -99,7 +99,7 @@ class JointTarget(Target):
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
         self._found = "" if self.finite is None else self.finite.found()
         self._of_ranks = await self._agreement.agree(archive, times, self._found, self._lent)
-        self._manifest = await self._agreement.hear()
+        self._manifest = await self._agreement.receive()
 
     def refuse(self, error: BaseException) -> bool:
         return self._agreement.refuse(error)

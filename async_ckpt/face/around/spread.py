@@ -230,7 +230,7 @@ class SpreadExport(Export):
             self._part.result()
             parts = await self._call.all_done([self._file.name], self._goes_on)
             if parts is None:
-                await self._call.hear()
+                await self._call.receive()
             else:
                 self._files = [name for (name,) in parts]
                 await off_loop(self._write_folder)

@@ -128,7 +128,7 @@ class Publication(WeightsSave):
             if self._call is not None and await self._call.all_done([], self._check_failed):
                 await loops.off_loop(self._call.decide)
             elif self._call is not None:
-                await self._call.hear()
+                await self._call.receive()
             self.readable_of_all.set_result(None)
         except BaseException as error:
             self.readable_of_all.set_exception(error)

@@ -199,7 +199,7 @@ class Answering:
 def hears(clock: Clock, one: Heartbeats, heard: dict[int, str]) -> None:
     """The store answers with these heartbeats."""
     one._connection.answered_at = clock.now
-    one._hear(heard, was_deaf=False)
+    one._receive(heard, was_deaf=False)
 
 
 def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Heartbeats:
@@ -236,7 +236,7 @@ def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(c
     clock.now += 500  # it was stopped, or its machine was
     assert one.lost([3]) == {}
     one._connection.answered_at = clock.now
-    one._hear({3: "0 "}, was_deaf=True)
+    one._receive({3: "0 "}, was_deaf=True)
     assert one.lost([3]) == {}
     clock.now += 5
     hears(clock, one, {3: "0 "})
