@@ -61,7 +61,7 @@ class Agreement(Rendezvous):
         self.spread: Mapping[str, Any] = {}  # on rank 0: how much longer some ranks took than others
 
     @property
-    def is_told(self) -> bool:
+    def is_announced(self) -> bool:
         """True on another rank if rank 0 has announced that the save is committed."""
         return self._joint.decision is not None and self._joint.decision.kind == "committed"
 

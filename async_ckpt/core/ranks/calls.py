@@ -305,7 +305,7 @@ class Calls:
         """On rank 0: announce that there is room for a save. From any thread."""
         self._soon(partial(self._append, {"room": joint.attempt}))
 
-    def say_copy(self, place: int, step: int, why: str | None = None) -> None:
+    def announce_copy(self, place: int, step: int, why: str | None = None) -> None:
         """On rank 0: announce that the step was copied to a place, or `why` it could not be. From any thread."""
         if not (self._meeting.world.is_one or self._meeting.world.rank):
             self._append({"copied": step, "place": place, "why": why})

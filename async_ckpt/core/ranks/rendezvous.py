@@ -107,7 +107,7 @@ class Rendezvous:
         await self._until_named(check)
 
     async def _until_named(self, check: Check) -> None:
-        joint, is_told, since = self._joint, False, monotonic()
+        joint, is_logged, since = self._joint, False, monotonic()
         begun = awaitable(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
@@ -116,8 +116,8 @@ class Rendezvous:
             if begun.done():
                 break
             waited = monotonic() - since
-            if not is_told and waited > _SAID_SECONDS:
-                is_told = True
+            if not is_logged and waited > _SAID_SECONDS:
+                is_logged = True
                 _log.warning("rank 0 has made no call for %s for %.0f s; still waiting for it", joint.what, waited)
             why = self._lost_rank_0()
             if not why and waited > PEER_SECONDS:
@@ -259,8 +259,8 @@ class Rendezvous:
     def _raise_missing(self, missing: Sequence[int]) -> NoReturn:
         late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
         others = [rank for rank in missing if rank not in late]
-        said = [f"{_named(late)} had made no call for it"] if late else []
-        who = " and ".join(said + ([f"nothing was heard of {_named(others)}"] if others else []))
+        absent = [f"{_named(late)} had made no call for it"] if late else []
+        who = " and ".join(absent + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         raise PeerFailedError(
             f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}",

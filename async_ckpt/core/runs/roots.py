@@ -256,7 +256,7 @@ class Roots:
 
         Raises StorageUnavailableError if the root of `run` is away.
         """
-        views = dict(self._ask(Run.view, but_not_without=run, says=False))
+        views = dict(self._ask(Run.view, but_not_without=run, logs=False))
         commits, current = self._merged(views)
         newest = max((step for step, holders in current.items() if run in holders), default=-1)
         doomed = set(run.steps_to_delete(commits))
@@ -380,7 +380,7 @@ class Roots:
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
         """Whether `others` have retired the commit of `holder`. `told` are those that their newest manifests retire."""
         try:
-            manifest, _ = holder.root.read(step, say=False)
+            manifest, _ = holder.root.read(step, explain=False)
             return Retired(step, manifest.attempt) in told or any(
                 manifest.attempt in other.retired_attempts(step) for other in others
             )
@@ -390,9 +390,9 @@ class Roots:
             return False
 
     def _ask(
-        self, question: Callable[[Run], T], but_not_without: Run | None = None, *, says: bool = True
+        self, question: Callable[[Run], T], but_not_without: Run | None = None, *, logs: bool = True
     ) -> list[tuple[Run, T]]:
-        """The result of `question` for each run whose root answers. If `says`, a warning names the others. Raises
+        """The result of `question` for each run whose root answers. If `logs`, a warning names the others. Raises
         StorageUnavailableError if none answers, `but_not_without` does not, or those that answer have no step.
         """
         answers: list[tuple[Run, T]] = []
@@ -412,7 +412,7 @@ class Roots:
                 f"{errors[0]}. Try again once that root answers; to start over without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]
-        for refusal in errors if says else ():
+        for refusal in errors if logs else ():
             warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
 

@@ -339,7 +339,7 @@ HEAD = """
 import signal, sys
 import async_ckpt
 from async_ckpt.core.host import waits
-from async_ckpt.core.saving.exit import say_on_stderr
+from async_ckpt.core.saving.exit import log_to_stderr
 from async_ckpt.core.timing import Timekeeper
 from children import hold_writes
 from states import open_run, state_at
@@ -454,7 +454,7 @@ def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
 
 @needs_fork
 def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
-    body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); say_on_stderr('told')"
+    body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); log_to_stderr('told')"
     ended = nursery.run(script(body), tmp_path / "run")
 
     assert (ended.status, ended.out, ended.err) == (0, "", "")
