@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from .core.loading.live.optimizer_forms import another_kind
     from .core.ranks import rendezvous
     from .core.ranks import world as worlds
-    from .core.saving import kept_memory
-    from .core.saving import ledger
+    from .core.saving import kept_memory, ledger
     from .core.slicing import boxes, sharded
     from .core.staging import device
     from .core.staging import guard as guards

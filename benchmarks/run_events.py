@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from async_ckpt.core.events.log import EventLog
 from async_ckpt.core.events.kinds import Event, event
+from async_ckpt.core.events.log import EventLog
 from async_ckpt.core.storage.local import LocalStorage
 
 BEGIN: Final = 1_790_000_000.0

@@ -268,7 +268,7 @@ class SimulatedWorld:
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        self._loop.run_until_complete(self._follower.receive())
+        self._loop.run_until_complete(self._follower.hear())
         self._is_first = False
         return peak
 
@@ -531,7 +531,7 @@ class _Rank:
         await asyncio.sleep(durable_at - self._loop.time())
         await self._say(archive)
         self.until_said = replace(self.storage.traffic)
-        await self.receive()
+        await self.hear()
         self.committed_at = self._loop.time()
 
     async def say_first(self, attempt: _Attempt) -> None:

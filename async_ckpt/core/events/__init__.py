@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .goodput import Goodput as Goodput
 from .goodput import goodput_of as goodput_of
-from .log import EventLog as EventLog
 from .kinds import MEASURED as MEASURED
 from .kinds import Event as Event
 from .kinds import bandwidth_of as bandwidth_of
 from .kinds import shortened as shortened
+from .log import EventLog as EventLog

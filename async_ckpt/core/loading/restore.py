@@ -23,11 +23,11 @@ from ..state.plain import is_frozen, is_record, method_of
 from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Contents, Part, raise_unless_any
+from .broadcast import Item, Share, Sharing
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
 from .live.match import Match
 from .load import Verify, check_lent, check_select
-from .broadcast import Item, Share, Sharing
 
 _ToFill: TypeAlias = tuple[Contents, Sequence[Wanted]]
 

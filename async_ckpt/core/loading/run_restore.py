@@ -20,11 +20,11 @@ from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
+from .broadcast import Share, Sharing
 from .live.match import is_looked_into
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
-from .broadcast import Share, Sharing
 
 
 class RunRestore:

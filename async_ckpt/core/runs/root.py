@@ -265,7 +265,9 @@ class Root:
                 return step
         return None
 
-    def read(self, step: int, content: tuple[bytes, str] | None = None, *, explain: bool = True) -> tuple[Manifest, str]:
+    def read(
+        self, step: int, content: tuple[bytes, str] | None = None, *, explain: bool = True
+    ) -> tuple[Manifest, str]:
         """The manifest of a step and its version; parsed from `content`, if given. Raises NotCommittedError."""
         path = self.manifest_path(step)
         try:

@@ -42,7 +42,6 @@ from ..events.log import EventLog
 from ..spec import Keep, some_of
 from ..storage.interface import Storage
 from ..timing import TIMEKEEPER, Clock
-from .trackers import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
@@ -60,6 +59,7 @@ from .root import Listing, Root, replaceable
 from .starts import Seen, Start, about_start, later_than
 from .sweep import Sweeper, is_library_name
 from .tenure import Tenure, has_ended_here, refuse_if_alive, tenure_of
+from .trackers import Announcer
 
 # The number of start files that are kept where it is unknown which processes have ended. If a process sleeps while more
 # starts than this are made, the order of its commits and theirs is lost.

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import MemoryLoan, Sink
-from .file_tree import Draft, FileTree
 from .error_advice import codes_of
+from .file_tree import Draft, FileTree
 from .s3fs_bucket import Body, Bucket
 
 Translate = Callable[..., AbstractContextManager[None]]

@@ -19,8 +19,8 @@ from ...plumbing import Storage, bulk, store_facts, urls, waits
 from ..proven.client_facts import identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.range_reader import NoRangesError, RangeReader, ReplacedError
-from .file_tree import FileTree
 from .error_advice import advice_on, chain, secrets_in
+from .file_tree import FileTree
 from .s3fs_bucket import Bucket
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink

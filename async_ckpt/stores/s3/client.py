@@ -20,8 +20,8 @@ from ..proven.range_reader import NoRangesError, ReplacedError
 from ..watched_calls import StuckError, WatchedCall
 from . import error_translation
 from .bucket_clients import Connections
-from .upload_memory import GivenUpError
 from .settings import BucketSettings, Kind
+from .upload_memory import GivenUpError
 
 T = TypeVar("T")
 

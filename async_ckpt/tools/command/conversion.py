@@ -45,9 +45,9 @@ from ...plumbing import (
 )
 from . import hf_model
 from .output import USAGE, Answer, print_json, print_note, print_text, progress
+from .place_arguments import place_like
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
-from .place_arguments import place_like
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {

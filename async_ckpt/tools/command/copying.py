@@ -21,13 +21,13 @@ import typer
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, compressed, copy_step, find, reports, runs, timing, verification
+from .exit_statuses import for_each
+from .output import NO, USAGE, Answer, in_table, print_json, print_table, print_text, progress, shown_rate
+from .place_arguments import place_below
 from .place_kinds import RUNS, own_kind, targets_of, trainer_of
 from .run_places import everywhere, open_run
-from .output import NO, USAGE, Answer, in_table, print_json, print_table, print_text, progress, shown_rate
 from .selection import ChosenRun, chosen_checkpoints, chosen_steps, runs_at
-from .exit_statuses import for_each
 from .trainer_changes import copy_checkpoints
-from .place_arguments import place_below
 
 _COPIED: Final = "copied"
 _THERE: Final = "was there"

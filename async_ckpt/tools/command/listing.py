@@ -19,8 +19,6 @@ from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, spec, threads, timing
 from ...plumbing import events as run_events
-from .place_kinds import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
-from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
 from .output import (
     USAGE,
     Answer,
@@ -36,8 +34,10 @@ from .output import (
     shown_rate,
     shown_seconds,
 )
-from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 from .place_arguments import parent_of, place_below
+from .place_kinds import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
+from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions

@@ -22,8 +22,8 @@ import typer
 from typer import Argument, Option
 
 from ... import Place
-from .options import Where, with_place
 from .exit_statuses import status_after
+from .options import Where, with_place
 
 # What torch says of its own plans; the warnings of this library are RuntimeWarnings.
 _NOT_SHOWN: Final = (UserWarning, FutureWarning, DeprecationWarning)

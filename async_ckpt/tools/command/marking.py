@@ -10,8 +10,8 @@ from typing import Literal
 
 from ... import Place
 from ...plumbing import runs
-from .run_places import open_run, places_of
 from .output import USAGE, Answer, mark_in_words, print_json, print_text
+from .run_places import open_run, places_of
 from .selection import whole_runs_at
 
 

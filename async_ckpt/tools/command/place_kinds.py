@@ -17,8 +17,8 @@ from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, threads
 from .output import USAGE, Answer, print_note
-from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
 from .place_arguments import parent_of, place_below
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
 
 Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
 

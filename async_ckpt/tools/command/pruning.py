@@ -16,12 +16,12 @@ import typer
 
 from ... import Keep, Place
 from ...plumbing import reports, runs, timing
+from .exit_statuses import for_each
 from .listing import broken_steps, parse_best
+from .output import USAGE, Answer, counted, in_table, print_json, print_table, print_text
 from .place_kinds import RUNS, kind_of, targets_of
 from .run_places import everywhere
-from .output import USAGE, Answer, counted, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, whole_runs_at
-from .exit_statuses import for_each
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, bytes=200e9 or free=50e9"

@@ -20,13 +20,13 @@ import typer
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, runs, spec
+from .exit_statuses import for_each
 from .listing import broken_steps
+from .output import NO, USAGE, Answer, print_json, print_table, print_text
 from .place_kinds import RUNS, note_trainers, targets_of
 from .pruning import refuse_writer
 from .run_places import everywhere
-from .output import NO, USAGE, Answer, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, usual_tracker, whole_runs_at
-from .exit_statuses import for_each
 
 _SHOWN_LEFTOVERS: Final = 3
 

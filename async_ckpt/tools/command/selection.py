@@ -16,10 +16,10 @@ from ... import Keep, Naming, Place
 from ...errors import CorruptCheckpointError, NotCommittedError
 from ...plumbing import Storage, runs
 from .listing import StepRow, best_of, checkpoints_of, parse_best
-from .place_kinds import beside_versions, kind_of, nothing_at
-from .run_places import open_run
 from .output import USAGE, Answer
 from .place_arguments import parent_of, place_below
+from .place_kinds import beside_versions, kind_of, nothing_at
+from .run_places import open_run
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
 # A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".

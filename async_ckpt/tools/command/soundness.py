@@ -30,15 +30,15 @@ from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timi
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.verify_versions import check_versions
+from .exit_statuses import for_each
 from .listing import checkpoints_of
+from .output import NO, USAGE, Answer, print_json, print_text, progress, shown_rate
+from .place_arguments import parent_of, place_below
 from .place_kinds import EVERYTHING, beside_versions, kind_of, targets_of
 from .repair import damages_of
 from .run_places import everywhere
-from .output import NO, USAGE, Answer, print_json, print_text, progress, shown_rate
 from .selection import ChosenRun, refuse_newer, runs_at
-from .exit_statuses import for_each
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
-from .place_arguments import parent_of, place_below
 
 _SHOWN_NAMES: Final = 3
 # What something of a newer version costs, and the command for it.

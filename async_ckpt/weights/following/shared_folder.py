@@ -25,8 +25,8 @@ from ...errors import DestinationBusyError, StorageUnavailableError
 from ...plumbing import disk, timing, waits
 from ...plumbing import fields as json_fields
 from ..confined_files import ConfinedFolder
-from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.folder_notes import FOLDER, LOCK, Notes
+from ..publishing.folder_replica import FolderReplica, boot_id
 from .web import nobody_listens
 
 _TURNSTILE: Final = f"{FOLDER}/turnstile"

@@ -27,8 +27,8 @@ from ...plumbing import device, disk, hf_shards, hf_weights, leaf_names, safeten
 from ..confined_files import ConfinedFolder, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
-from .live_weights import DamagedReplicaError, other_model
 from .folder_notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
+from .live_weights import DamagedReplicaError, other_model
 from .of_ranks.pieces import PiecedTensor
 from .version_files import Anchor, VersionSource, WeightsState, header_in
 

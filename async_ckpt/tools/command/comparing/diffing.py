@@ -20,9 +20,9 @@ import typer
 from .... import Place
 from ....errors import CheckpointError, UntrustedObjectError
 from ....plumbing import contents, leaf_names, states
-from ..run_places import everywhere
-from ..output import NO, USAGE, Answer, counted, if_known, print_json, print_table, print_text
 from ..exit_statuses import for_each
+from ..output import NO, USAGE, Answer, counted, if_known, print_json, print_table, print_text
+from ..run_places import everywhere
 from .equality import Equality, equality
 from .tensor_differences import TensorDifference
 

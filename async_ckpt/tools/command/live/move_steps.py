@@ -17,11 +17,11 @@ import typer
 
 from .... import Place
 from ....plumbing import copy_step, run_movers, runs
+from ..output import USAGE, Answer, counted, escaped, print_json, print_note
+from ..place_arguments import place_below, place_like
 from ..place_kinds import targets_of
 from ..pruning import refuse_writer
-from ..output import USAGE, Answer, counted, escaped, print_json, print_note
 from ..selection import runs_at
-from ..place_arguments import place_below, place_like
 from .sidecar import heard_signals
 
 _LEFT: Final = 75  # EX_TEMPFAIL of sysexits.h

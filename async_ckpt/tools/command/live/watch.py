@@ -22,8 +22,6 @@ import typer
 from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, timing
-from ..place_kinds import RUNS, kind_of, nothing_at, targets_of
-from ..run_places import durable_steps
 from ..output import (
     NO,
     USAGE,
@@ -38,6 +36,8 @@ from ..output import (
     table_lines,
     terminal,
 )
+from ..place_kinds import RUNS, kind_of, nothing_at, targets_of
+from ..run_places import durable_steps
 from .run_status import RunStatus, RunWatch, failure_of, look_at_trainer
 
 _REQUESTS_PER_SECOND: Final = 2

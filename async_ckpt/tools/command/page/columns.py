@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
 from ....plumbing import spec
-from ..run_places import PlaceStatus
 from ..output import counted, mark_in_words, shown_seconds
+from ..run_places import PlaceStatus
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None

@@ -22,8 +22,8 @@ from typing import Any, Final
 from ....plumbing import events as run_events
 from ....plumbing import timing
 from ..listing import Best
-from ..run_places import durable_steps
 from ..output import counted, shown_hours
+from ..run_places import durable_steps
 from .columns import RunColumns, Value, listed
 from .pictures import Picture, comparison_of, pictures_of
 from .summary import facts_of

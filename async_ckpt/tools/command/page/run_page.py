@@ -14,11 +14,11 @@ from ....errors import NotCommittedError
 from ....plumbing import events as run_events
 from ....plumbing import timing
 from ..listing import broken_at, marks_at, parse_best
+from ..output import Answer, counted, print_json, print_text
+from ..place_arguments import place_like
 from ..place_kinds import RUNS, targets_of
 from ..run_places import RunPlaces
-from ..output import Answer, counted, print_json, print_text
 from ..trainer_folders import events_at, without_second_names
-from ..place_arguments import place_like
 from .columns import RunColumns, columns_of
 from .document import page_of
 
