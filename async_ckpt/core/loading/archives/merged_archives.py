@@ -240,7 +240,7 @@ class MergedArchives(Contents):
 
     @property
     def items(self) -> Sequence[StepItem]:
-        """All items of a state that a planner has divided among the ranks, if a layout lists them; otherwise empty."""
+        """The items of a state that a planner has divided among the ranks, as listed in a layout; else empty."""
         return self._step.items if self._step else ()
 
     # --- as a file --------------------------------------------------------------------------------------------

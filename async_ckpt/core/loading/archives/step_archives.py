@@ -114,7 +114,7 @@ class StepArchives:
 
     @property
     def items(self) -> Sequence[StepItem]:
-        """All items of a state that a planner has divided among the ranks, if a layout lists them; otherwise empty."""
+        """The items of a state that a planner has divided among the ranks, as listed in a layout; else empty."""
         layout = self._layout if self._is_shared_out else None
         return layout.items if layout else ()
 
