@@ -166,7 +166,7 @@ def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, p
 
 @contextlib.contextmanager
 def _deletion_told(source: Run, manifest: Manifest) -> Iterator[None]:
-    """Replaces CorruptCheckpointError by NotCommittedError if the step was deleted during the block."""
+    """Raises NotCommittedError instead of CorruptCheckpointError if the step was deleted during the block."""
     try:
         yield
     except CorruptCheckpointError:

@@ -38,7 +38,7 @@ _SHARED_READ_BYTES: Final = BLOCK_BYTES
 _FEW_ITEMS: Final = 32 * 1024 - 1
 # More than a disk needs to be busy, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
-# Fewer for reads from the page cache, which use the processors, and all ranks share these.
+# Fewer suffice for reads from the page cache: they use the processors, which all ranks share.
 _MIN_SHARED_READERS: Final = 4
 _MAX_READERS: Final = 16
 
@@ -141,8 +141,8 @@ def run_reads(
 ) -> None:
     """Read in parallel, and call `use` for each read on the thread that made the read.
 
-    Each thread has one buffer. Buffers are taken from `pool` as far as it can spare memory. Memory that is newly
-    allocated for this is reused by the next save.
+    Each thread has one buffer. Buffers are taken from `pool` as far as it can spare memory. Memory that the pool
+    allocates for this is reused by the next save.
 
     Raises CorruptCheckpointError for an archive that ends too early, and the errors of `use`.
     """
@@ -338,7 +338,7 @@ def _dense_copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def _copies(held: Box, piece: Box, target: Box, item_bytes: int) -> Sequence[StridedCopy]:
     """The copies from the box `held` of a piece to a target, with offsets from the begin of the piece.
 
-    Bytes between two copies are read along, unless the gap is at least a digest block long.
+    Bytes between two copies are also read, unless the gap is at least a digest block long.
     """
     common = held.common(target)
     runs = () if common is None else strided_copies(common, piece, target, item_bytes)

@@ -153,7 +153,7 @@ def state_of(
 
 
 def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
-    """Raises ValueError for an invalid device, and for one that is used but not available in this process."""
+    """Raises ValueError for an invalid device, and for a used device that is not available here."""
     try:
         device = torch.device(map_location)
         if is_used:

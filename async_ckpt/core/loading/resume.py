@@ -1,7 +1,7 @@
 """The step that a run continues from: the newest step, or with several ranks the step that rank 0 names.
 
-In: runs, and a function for a step's archives. Out: the step, and the function's result. Knows nothing of: live
-objects.
+In: runs, and a function for a step's archives. Out: the step, and the function's result.
+Knows nothing of: live objects.
 
 Ranks must not start from different steps, even if they see or can read different steps. So if the user gives no step,
 rank 0 names one, and no rank falls back to an older step on its own.

@@ -131,7 +131,7 @@ class RunRestore:
 
 
 def _names_of_generators(state: Any) -> Iterator[str]:
-    """The dotted names of the random generators in the dicts of a live state, whose dicts may contain each other."""
+    """The dotted names of the random generators in a live state's dicts, which may contain each other."""
     todo, seen = [("", state)], set[int]()
     for prefix, part in todo:
         if isinstance(part, dict) and id(part) not in seen:

@@ -3,7 +3,7 @@
 In: the memory that each rank has to fill, and a process group of the caller. Out: the same memory, filled.
 Knows nothing of: steps, the content of archives.
 
-Collectives are called only here, on the thread that restores, and on each path in the same order. First, each rank
+Collectives are called only here, on the thread that restores, in the same order even if a rank fails. First, each rank
 reads its part, or fails. Then the ranks exchange the outcome. Only if all ranks succeeded, the parts are broadcast.
 """
 

@@ -2,7 +2,7 @@
 
 In: a path. Out: a report, or one error that lists all damage. Knows nothing of: tensors, states.
 
-Bytes are read like in a load, into the same ring of buffers, and dropped, so memory does not grow with the archive.
+Bytes are read as in a load, into the same ring of buffers, and dropped, so memory does not grow with the archive.
 Nothing is decoded or unpickled. An archive that several steps share is read once.
 """
 

@@ -1,7 +1,7 @@
 """The state of one instant as a value: its capture, and a view of copies of its tensors by name.
 
-In: a capture, and copies of its tensors. Out: parts of the state by name, and plain containers. Knows nothing of: how
-tensors are copied.
+In: a capture, and copies of its tensors. Out: parts of the state by name, and plain containers.
+Knows nothing of: how tensors are copied.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class SnapshotView:
 
         snap["model"]["weight"]  # a tensor; snap["model"] is a part
 
-    The names are the names in state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the
-    state, and read it in the background. All readers share its tensors, so they must not be written to.
+    Names are as in state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the state, and
+    read it in the background. All readers share its tensors, so they must not be written to.
     """
 
     def __init__(self, source: SnapshotCopies, structure: Any, path: Path = ()) -> None:
@@ -228,7 +228,7 @@ class SnapshotView:
     def get(self, name: Any, default: Any = None) -> Any:
         """`snap[name]`, or `default` if there is no entry of this name. Raises TypeError if this is not a dict.
 
-        snap.get("scheduler")  # None, if there is none
+        snap.get("scheduler")  # None if there is no such entry
         """
         return self[name] if name in self._names else default
 

@@ -45,8 +45,8 @@ class Structure(NamedTuple):
     """A rank's state without its values, as text. It is equal on ranks whose states differ only in values.
 
     The text has all facts that the division among ranks depends on. It has a line for each tensor: path, dtype, global
-    shape, cuts and the shape of the mesh, and for a tied tensor also the name of the other tensor. Rank numbers occur
-    only in the root mesh, and in meshes that are not regular grids.
+    shape, cuts and the shape of the mesh, and for a tied tensor with slices on this rank also the name of the other
+    tensor. Rank numbers occur only in the root mesh, and in meshes that are not regular grids.
     """
 
     text: str

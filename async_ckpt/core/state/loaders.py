@@ -147,7 +147,7 @@ def _first(facts: Iterable[Any]) -> Any:
 def _world_size(parts: list[Any], *, is_iterable: bool) -> int:
     if number := next(filter(None, (_get(part, name, int) for part in parts for name in _WORLD_SIZES)), None):
         return int(number)
-    # An iterable dataset may divide its items itself. Datasets of Hugging Face would have `_distributed`.
+    # An iterable dataset may divide its items itself. Datasets of Hugging Face record this in `_distributed`.
     if is_iterable and not hasattr(parts[-2], "_distributed") and torch.distributed.is_available():
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return 1

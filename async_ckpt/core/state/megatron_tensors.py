@@ -1,7 +1,7 @@
 """Megatron's ShardedTensors in a state, each of which carries its global name, independent of its path in the state.
 
-In: leaves of a state. Out: the ShardedTensors among them by name, and skeletons with these tensors. Knows nothing of:
-other ranks.
+In: leaves of a state. Out: the ShardedTensors among them by name, and skeletons with these tensors.
+Knows nothing of: other ranks.
 
 On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first stage, or a row of the tensor
 of all layers. So a ShardedTensor becomes an entry of its group under its key, and all slices with the same key are one

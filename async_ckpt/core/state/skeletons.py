@@ -79,7 +79,7 @@ def merge(
     """Merge skeletons, given by rank with the number of their tensors. `per_rank` are dotted names.
 
     With `groups`, only these top-level entries are merged. Raises UnknownChoiceError if the chosen rank has no such
-    value, ValueError if the skeletons contradict themselves, and any error for a malformed skeleton.
+    value, ValueError if the skeletons contradict each other, and any error for a malformed skeleton.
     """
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:

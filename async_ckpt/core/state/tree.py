@@ -1,7 +1,7 @@
 """The skeleton: a nested structure as JSON, in which numbers stand for tensors and pickled leaves.
 
-In: any nesting of containers and plain values. Out: JSON; and the structure decoded from JSON. Knows nothing of: files,
-devices, how a tensor is stored.
+In: any nesting of containers and plain values. Out: JSON; and the structure decoded from JSON.
+Knows nothing of: files, devices, how a tensor is stored.
 
 A plain value is a node of `plain`. Any other node is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
@@ -724,7 +724,7 @@ def _key_node(key: Any, path: Path) -> Json:
     cause: NotPlainError | None = None
     try:
         node = hashable_node(key)
-        str(key)  # names of tensors contain the key in decimal; Python refuses to print more than a few thousand digits
+        str(key)  # names of tensors contain the key in decimal; Python refuses to convert more than a few thousand digits
         return node
     except NotPlainError as error:
         why, cause = f"a key of type {error.kind} cannot be stored; use a string or a number", error

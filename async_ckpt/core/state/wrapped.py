@@ -1,7 +1,7 @@
 """Wrapped tensors, which consist of inner tensors: wrapper subclasses, sparse tensors, masked tensors.
 
-In: a tensor. Out: its inner tensors by name, and its other facts; or a tensor built from these. Knows nothing of:
-files, classes that are not imported.
+In: a tensor. Out: its inner tensors by name, and its other facts; or a tensor built from these.
+Knows nothing of: files, classes that are not imported.
 
 A subclass defines its inner tensors by torch's protocol, `__tensor_flatten__` and `__tensor_unflatten__`. Torch's
 sparse and masked tensors lack these methods, so this module implements the equivalent for them. The inner tensors of a

@@ -157,7 +157,7 @@ class OpenArchive(Contents):
         return bytes(data[extent.offset - wide.offset :][: extent.length])
 
     def _read_near(self, extent: Extent) -> bytes:
-        """The bytes of a small extent, not verified. The bytes around it are read along and kept."""
+        """The bytes of a small extent, not verified. The bytes around it are also read, and kept."""
         wide, data = self._nearby
         if not (wide.offset <= extent.offset and extent.end <= wide.end):
             wide = _aligned(extent, _NEAR_BYTES, self.index.file_bytes)

@@ -1,7 +1,7 @@
 """The content of a file by name, given its index.
 
-In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are stored. Knows
-nothing of: the origin of the index, digests, runs of bytes, live objects.
+In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are stored.
+Knows nothing of: the origin of the index, digests, runs of bytes, live objects.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Contents:
         return self.lender_of(folder, name)
 
     def is_of_others(self, path: Path) -> bool:  # noqa: ARG002
-        """True if other ranks had such an entry, but not this rank."""
+        """True if other ranks had such an entry and this rank did not."""
         return False
 
     def is_of_each(self, number: int) -> bool:  # noqa: ARG002

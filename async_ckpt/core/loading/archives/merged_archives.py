@@ -1,7 +1,7 @@
 """The archives of one state, one from each rank, presented as one file.
 
-In: the opened archives of one step. Out: one tree of names, and the locations of each tensor's bytes. Knows nothing of:
-runs, live objects, the reading of bytes.
+In: the opened archives of one step. Out: one tree of names, and the locations of each tensor's bytes.
+Knows nothing of: runs, live objects, the reading of bytes.
 
 An archive has its rank's own skeleton, and the slices of tensors that the rank has written. The indices are not
 trusted: memory for a tensor is allocated only after each of its elements was located in one of the archives.
@@ -120,7 +120,7 @@ class MergedArchives(Contents):
         self._step = step
         self._per_rank, self._groups, self._from_ranks = frozenset(per_rank), groups, dict(from_ranks or {})
         self._ranks = ranks
-        self._cover = functools.cache(cover)  # the layers of a model are alike
+        self._cover = functools.cache(cover)  # layers of a model have the same shapes
         self._take(archives)
 
     def _take(self, archives: Sequence[Contents]) -> None:

@@ -1,7 +1,7 @@
 """The archives that all ranks have written for one step, opened as they are needed.
 
-In: the names of archives, and the boxes that the open archives lack. Out: more open archives. Knows nothing of: runs,
-live objects, the state that the archives make up together.
+In: the names of archives, and the boxes that the open archives lack. Out: more open archives.
+Knows nothing of: runs, live objects, the state that the archives make up together.
 
 The reader decides which archives are needed. If the number of ranks has not changed, a rank opens its own archive,
 which usually has everything. Any other reader opens one archive of each class; these together have all names. From the

@@ -126,7 +126,7 @@ def _items_of(live: Any) -> Iterable[Any] | None:
 
 
 def is_immutable(value: Any) -> bool:
-    """True for an immutable value. It may be replaced, since other references to it cannot miss a change."""
+    """True for an immutable value, which is replaced instead of filled."""
     if isinstance(value, _IMMUTABLE):
         return True
     if isinstance(value, tuple | frozenset):
@@ -291,11 +291,10 @@ def field_change(live: Any, name: str, value: Any) -> Change:
 
 
 def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) -> Any:
-    """A state saved by torch.distributed.checkpoint, with the parts added from the live state that it leaves out.
+    """Restore, from the live state, the parts of a state that torch.distributed.checkpoint does not save.
 
-    It leaves out empty dicts and the order of entries, and turns numeric keys into strings.
-
-    Values of modules and optimizers are not changed.
+    It leaves out empty dicts and the order of entries, and turns numeric keys into strings. Values of modules and
+    optimizers are not changed.
     """
     if type(saved) not in (dict, list, ListItems) or isinstance(live, torch.nn.Module | torch.optim.Optimizer):
         return saved

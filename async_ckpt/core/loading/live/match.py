@@ -134,13 +134,13 @@ class Match:
         self._root, self._slicer, self._goes_back = root, Slicer(), goes_back
         self._has_tensors = False  # a tensor matched, even if this rank holds no part of it
         self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
-        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
+        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top level and of the groups
         self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id; keeps the objects alive, so that no id is reused
         self._in_history = False  # the walk is among items that come and go: an item that does not fit is replaced
 
     @property
     def fits(self) -> bool:
-        """True if anything saved has a place in the live state."""
+        """True if any saved entry matches the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:

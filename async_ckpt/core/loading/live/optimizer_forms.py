@@ -466,8 +466,7 @@ def _is_nested(saved: Any) -> bool:
 
 
 def _has_groups(saved: Any, *, of: type) -> bool:
-    """True for a state whose groups identify parameters by values of type `of`, with a dict for each parameter's state.
-    """
+    """True for a state whose groups list parameters as values of type `of`, with a dict for each parameter's state."""
     groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
     return (
         isinstance(groups, list)

@@ -1,7 +1,7 @@
 """Kinds of optimizers, distinguished by the settings of their groups and by the keys of their states.
 
-In: a live optimizer, and saved groups and states. Out: the reason why their kinds differ. Knows nothing of: archives,
-names of parameters.
+In: a live optimizer, and saved groups and states. Out: the reason why their kinds differ.
+Knows nothing of: archives, names of parameters.
 
 A state dict does not record the optimizer's class, and a live optimizer has no state before its first step. So the
 settings are compared first, and then the keys of the saved states with the keys that torch's own optimizers need.
@@ -53,8 +53,7 @@ class SavedParameters(NamedTuple):
 
 
 class _StateKeys(NamedTuple):
-    """The keys of a parameter's state: the keys that always exist, and optional keys with the setting that needs each.
-    """
+    """The keys of a parameter's state: keys that always exist, and optional keys with the setting that needs each."""
 
     always: frozenset[str]
     others: Mapping[str, str]
