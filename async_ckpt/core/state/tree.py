@@ -724,7 +724,7 @@ def _key_node(key: Any, path: Path) -> Json:
     cause: NotPlainError | None = None
     try:
         node = hashable_node(key)
-        str(key)  # names of tensors contain the key in decimal; Python refuses to convert more than a few thousand digits
+        str(key)  # tensor names contain the key; Python refuses to convert more than some thousand digits
         return node
     except NotPlainError as error:
         why, cause = f"a key of type {error.kind} cannot be stored; use a string or a number", error

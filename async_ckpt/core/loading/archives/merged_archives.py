@@ -218,7 +218,7 @@ class MergedArchives(Contents):
                     f"{shown(first.path)} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
                     f"{other.dtype}{list(other.shape)} on rank {rank}"
                 )
-        # A rank without a slice of a tensor does not know whether it is tied to another.
+        # The archive of a rank without a slice of a tensor does not record whether the tensor is tied to another one.
         ties = {
             rank: tensor.alias_of
             for rank, tensor in tensors.items()
