@@ -85,9 +85,7 @@ def copy_step(
     retires: Sequence[Retired] = (),
     pool: SegmentPool | None = None,
 ) -> list[int]:
-    """Copy a step and its marks to another root, after the steps that lend to it.
-
-    Returns the steps that it has committed at the target.
+    """Copy a step and its marks to another root, after the steps that lend to it. Returns the steps committed there.
 
     If another version of the step is committed at the target, it is replaced. An archive that already exists there,
     such as after an interrupted copy, is not copied again. The copies are locked until the commit, so that no sweep
@@ -175,9 +173,9 @@ def _deletion_told(source: Run, manifest: Manifest) -> Iterator[None]:
 
 
 def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool) -> bool:
-    """Whether an object is this archive. With `reads_all`, all of its bytes are compared with their digests.
+    """Whether an object has the size and the digest of this archive, which suffice since objects appear whole.
 
-    Otherwise only the size and the archive's own digest are compared, since objects appear whole.
+    With `reads_all`, all of its bytes are compared.
     """
     try:
         with storage.open(path) as stored:

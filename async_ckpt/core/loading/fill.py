@@ -46,8 +46,7 @@ _MAX_READERS: Final = 16
 class Wanted(NamedTuple):
     """Memory to fill with the rectangle of a tensor that begins at `offsets` and has the memory's shape.
 
-    The memory may be on any device, and has the dtype of the tensor. `number` is the number of the tensor. `offsets` is
-    None for the whole tensor.
+    The memory may be on any device, and has the dtype of tensor `number`. `offsets` is None for the whole tensor.
     """
 
     number: int
@@ -168,10 +167,9 @@ def run_reads(
 
 @contextmanager
 def _buffers(num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> Iterator[list[Segment]]:
-    """A list of buffers, from whose end each thread takes one.
+    """A list of buffers: new memory, and then parts of segments that the pool can spare. Threads take the last one.
 
-    Parts of segments that the pool can spare are at the end, so they are used first. The rest is new memory, whose
-    pages are only allocated when they are filled.
+    New memory is used last, since its pages are only allocated when they are filled.
     """
     per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
     own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
@@ -354,10 +352,9 @@ class _FilePlan(NamedTuple):
     members: set[int]
 
     def reads(self) -> list[Read]:
-        """Reads of whole digest blocks (or pages). No byte is read twice.
+        """Reads of whole digest blocks (or pages), neighbours together up to the size of a read. No byte is read twice.
 
-        Neighbouring blocks are merged up to the size of a read. Each read has the stretches inside it, with offsets
-        from the begin of the read.
+        Each read has the stretches inside it, with offsets from the begin of the read.
         """
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
         at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES

@@ -52,14 +52,12 @@ def resume(
 ) -> tuple[int, T] | None:
     """The newest committed step that can be read and is not marked bad, and the result of `use` for it.
 
-    Returns None if nothing is committed. With `only_good`, only steps that are marked good are tried. `on_skip` is
-    called with each step that is skipped. Each rank first waits for its own unfinished saves; rank 0 does so before it
-    names a step.
+    Returns None if nothing is committed. With `only_good`, only steps that are marked good are tried. `on_skip`
+    receives each skipped step. Each rank first waits for its own unfinished saves, rank 0 before it names a step.
 
-    With `talk`, all ranks use the step that rank 0 names. A rank that finds the step corrupt raises; with `fallback` it
-    notifies the other ranks, and rank 0 names an older step. With `fallback`, any other error of a rank is a
-    PeerFailedError on the other ranks. Raises CorruptCheckpointError, NoGoodStepError, NotCommittedError,
-    StorageUnavailableError, PeerFailedError.
+    With `talk`, all ranks use the step that rank 0 names. A rank that finds the step corrupt raises. With `fallback`,
+    rank 0 names an older step instead, and any other error of a rank is a PeerFailedError on the other ranks. Raises
+    CorruptCheckpointError, NoGoodStepError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
@@ -101,10 +99,7 @@ def resume(
 def _agreed_step(
     roots: Roots, talk: Talk, number: int, skipped: dict[int, str], see_own_saves: SeeOwnSaves, *, only_good: bool
 ) -> int | None:
-    """The step that rank 0 names, other than the `skipped` steps. Returns once this rank sees the step, too.
-
-    Rank 0 adds the steps that it skips because of their marks to `skipped`.
-    """
+    """The step that rank 0 names, not in `skipped`, once this rank sees it. Rank 0 adds steps excluded by marks."""
     key = f"{number}/step"
     if talk.rank == 0:
         try:
@@ -172,10 +167,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
-    """Notify all ranks that this rank failed, so that they fail, too. Does not wait.
-
-    An older step would not help, since the error is not damage.
-    """
+    """Make all ranks fail, without waiting for them: an older step would not help, since the error is not damage."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.say(f"{step}/{talk.rank}", word)
     if talk.rank == 0:

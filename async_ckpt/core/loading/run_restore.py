@@ -61,8 +61,7 @@ class RunRestore:
     def restore(self, step: int | None, broadcast: Any, spans: Spans) -> int | None:
         """Fill the state from `step`, or from the newest step. Returns the step, or None if nothing is committed.
 
-        `spans` receives the spans "find" (until the archives are open), "plan", "read" (tensors) and "fill" (other
-        values).
+        `spans` receives "find" (until the archives are open), "plan", "read" (tensors) and "fill" (other values).
         """
         self._spans, self._finds_since = spans, spans.clock()
         sharing = None if broadcast is None else Sharing(broadcast)

@@ -51,10 +51,9 @@ _MAX_READERS: Final = 8
 
 
 def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
-    """Verify the content of a path.
+    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, or all committed steps of a run.
 
-    The path is an archive, the folder of a step or of torch.distributed.checkpoint, or a run, all of whose committed
-    steps are verified. Raises CorruptCheckpointError; for a run, after all steps have been read.
+    Raises CorruptCheckpointError; for a run, after all steps have been read.
     """
     begin = clock()
     verification = Verification()

@@ -2,8 +2,7 @@
 
 - `capture.py` takes a state apart; `captured.py` has the result, and views of snapshots.
 - `tree.py` encodes and decodes skeletons, with plain values of `plain.py` and names of `names.py`.
-- `division.py` divides a state among ranks, `skeletons.py` merges the skeletons of ranks, `per_rank.py` has values of
-  each rank.
+- `division.py` divides a state among ranks, `skeletons.py` merges their skeletons, `per_rank.py` has values per rank.
 - `wrappers.py`: names without DDP and FSDP, and cached state dicts; `megatron_tensors.py`: ShardedTensors; `rng.py`:
   random generators; `optimizers.py`: the parts of an optimizer.
 """

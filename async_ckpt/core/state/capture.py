@@ -49,11 +49,10 @@ def capture(
     """Take a state apart; with `select`, only its entries with these names.
 
     With `slicer`, several ranks hold the state together: the capture has all slices on this rank, even if another rank
-    writes them. With `local_parts`, it has the local tensors of DTensors, and `placed` has their placements.
-
-    Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, quantised, lazy,
-    and wrapper subclasses that do not implement torch's protocol, or whose context is not plain data), cycles, keys
-    that cannot be stored, and leaves that cannot be pickled.
+    writes them. With `local_parts`, it has the local tensors of DTensors, and `placed` has their placements. Raises
+    UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, quantised, lazy, and
+    wrapper subclasses that do not implement torch's protocol, or whose context is not plain data), cycles, keys that
+    cannot be stored, and leaves that cannot be pickled.
     """
     walk = _CaptureWalk(state, slicer, state_dict_of, local_parts=local_parts)
     try:

@@ -134,10 +134,7 @@ class SnapshotCopies:
 
 
 def _around_copies(captured: InnerTensors, copies: dict[str, Any]) -> Any:
-    """The wrapped tensor built from these copies, which may not have their bytes yet.
-
-    Raises UnsupportedStateError if building the tensor copies them.
-    """
+    """The wrapped tensor of these copies, to be filled later. Raises UnsupportedStateError if its class copies them."""
     tensor = captured.made(copies)
     given = [part.data_ptr() for copy in copies.values() for part in plain_parts(copy)]
     if [part.data_ptr() for part in plain_parts(tensor)] != given:

@@ -35,8 +35,7 @@ from ..spec import (
 from .captured import Capture, RankShare
 from .names import is_within
 
-# With many ranks, a rank writes nothing of most tensors. Slicing an empty part of each tensor would take longer than
-# everything else.
+# With many ranks, a rank writes nothing of most tensors. Slicing an empty part of each would take most of the time.
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -161,8 +160,7 @@ class StateDivider:
         names, tensors, per_rank = inventory.names, inventory.tensors, frozenset(inventory.per_rank)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         shared, private = self._holdings(captured, inventory, own, given if self.rank in given else [self.rank])
-        # Values that each rank has separately must not change the division of the rest, since their number may differ
-        # by rank.
+        # Values that each rank has separately may differ in number, and must not change the division of the rest.
         taken = rectangles_to_write(shared) | rectangles_to_write(private)
         everybody = by_everybody(shared)
         copies = self._copies(captured, inventory, own, everybody)

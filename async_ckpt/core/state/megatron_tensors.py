@@ -4,8 +4,7 @@ In: leaves of a state. Out: the ShardedTensors among them by name, and skeletons
 Knows nothing of: other ranks.
 
 On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first stage, or a row of the tensor
-of all layers. So a ShardedTensor becomes an entry of its group under its key, and all slices with the same key are one
-tensor.
+of all layers. So a ShardedTensor becomes an entry of its group under its key, and slices of one key are one tensor.
 """
 
 from __future__ import annotations

@@ -78,10 +78,7 @@ def _text(key: Any) -> str:
 
 
 def selector(select: Select, *, what: str = "select") -> Selector | None:
-    """The selector for `select`; None for everything.
-
-    Raises TypeError, naming the argument, for a pattern that is not a string.
-    """
+    """The selector for `select`, or None for all. Raises TypeError, naming the argument, for an invalid pattern."""
     if select is None:
         return None
     patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]

@@ -4,8 +4,8 @@ In: optimizers. Out: the parts of an optimizer, its parameter groups, the names 
 are torch's. Knows nothing of: saved states, steps.
 
 torchtitan has a container for the optimizers of all model parts, ZeroRedundancyOptimizer contains the optimizer of this
-rank's part, and accelerate wraps an optimizer. They are recognized by the optimizers in their attributes, not by the
-names of attributes.
+rank's part, and accelerate wraps an optimizer. They are recognized by what their attributes hold, not by the
+attributes' names.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class ListItems(dict[int, Any]):
 def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict[str, Any]:
     """Put values at their paths. With `are_all`, no other rank has values, and `ListItems` become lists.
 
-    Raises ValueError if a path leads through the value of another path, or if a container has both numbers and strings
-    as keys.
+    Raises ValueError if a path leads through the value of another path, or if a container mixes numbers and strings.
     """
     root: dict[Any, Any] = {}
     # The containers made here, inner containers last; any other dict is a value.

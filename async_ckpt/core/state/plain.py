@@ -3,9 +3,8 @@
 In: a value, or an untrusted node. Out: its node, or its value. Knows nothing of: containers, tensors, files.
 
 Numbers, strings, booleans and None are JSON values if JSON can represent them. Every other value is an object with one
-key, its kind: `{"date": "2024-02-29"}`. The constructor that reads a node allocates no more memory than the node's own
-text, and imports nothing that the node names. Only values of exactly these types are plain, since a subclass may have
-more state.
+key, its kind: `{"date": "2024-02-29"}`. Reading a node allocates no more memory than the node's own text, and imports
+nothing that it names. Only values of exactly these types are plain, since a subclass may have more state.
 """
 
 from __future__ import annotations
@@ -223,8 +222,7 @@ def from_base64(text: Json) -> bytes:
 
 
 # --- nodes as values ----------------------------------------------------------------------------------------------
-# The text is untrusted. A reader may raise any error of a constructor, and calls no constructor that could allocate
-# much.
+# The text is untrusted: a reader may raise any error of a constructor, and no constructor may allocate much.
 
 
 def plain_value(kind: str | None, value: Json) -> Any:

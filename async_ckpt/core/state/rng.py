@@ -38,8 +38,7 @@ class RngState:
 
     A missing key is ignored, and so is numpy's state if numpy is not installed. If the number of devices differs, the
     first ones are set, in order; a single state is set on the current device. With several ranks, each rank saves its
-    own states. If the number of ranks changes, `restore` gives a rank the states of the rank with its own number modulo
-    the saved number of ranks.
+    own states. If the number of ranks changes, rank n gets the states of rank n modulo the saved number of ranks.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:

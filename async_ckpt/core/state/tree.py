@@ -5,8 +5,7 @@ Knows nothing of: files, devices, how a tensor is stored.
 
 A plain value is a node of `plain`. Any other node is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
-`types`. A skeleton cannot refer to code: decoding imports nothing. A tensor that wraps inner tensors is a container of
-them.
+`types`. A skeleton cannot refer to code: decoding imports nothing. A wrapped tensor is a container of tensors.
 
 A restore compares live objects with notes in the node of a state dict: for an optimizer the names of its classes, for a
 data loader the facts that the order of its items depends on.
@@ -78,9 +77,8 @@ class Encoder:
     """One walk over a state.
 
     `leaf` returns the node of a value that is neither a container nor plain. `contents` returns the contents of an
-    object with a `state_dict`. Leaves whose path `keep` refuses are left out, and so are containers that become empty
-    because of that. Instances of dataclasses for which `taken` is true are left out, since they belong elsewhere in the
-    skeleton.
+    object with a `state_dict`. Leaves whose path `keep` refuses are left out, and so are containers that become empty.
+    Dataclass instances that are `taken` are left out, since they belong elsewhere in the skeleton.
     """
 
     def __init__(
@@ -348,8 +346,8 @@ def decode(
     If its class is among `types`, a namedtuple or an enum member is an instance of the class, and a dataclass instance
     is a `SavedRecord`. Otherwise a namedtuple is a tuple, an enum member is its value, and a dataclass instance is a
     dict. Wrapped tensors are `InnerTensors`. If `types` is None, all of these are `OfClass`, a wrapped tensor with its
-    facts as the only field. Leaves whose path `keep` refuses are left out, and so are containers that become empty
-    because of that; the result is None if nothing is left.
+    facts as the only field. Leaves whose path `keep` refuses are left out, and so are containers that become empty; the
+    result is None if nothing is left.
 
     Raises ValueError for a node that `encode` would not have made. No skeleton can cause another error, or an
     allocation larger than the skeleton itself. Raises TypeError for `types` that are not stored by name, or that have

@@ -123,8 +123,7 @@ def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int
         for name, part in parts.items():
             if type(part) not in PLAIN_TYPES:
                 return None
-            # The part may have several rows for each row of the tensor; a flat part is only cut along the first
-            # dimension.
+            # The part may have several rows for each row of the tensor; a flat part is only cut along dimension 0.
             may_be_cut = part.ndim == local.ndim or (dim == 0 and part.ndim > 0)
             rows = part.shape[dim] // size if may_be_cut and part.shape[dim] % size == 0 else 0
             if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, number * rows)):

@@ -187,10 +187,7 @@ class StateDicts:
 
 
 def names_of_parameters(state: Any) -> dict[int, set[str]]:
-    """The plain names of each parameter, by its id, in the modules of a state.
-
-    Modules that are attributes of objects with a state dict are included.
-    """
+    """The plain names of each parameter, by id, in a state's modules, also inside of objects with a state dict."""
     names: dict[int, set[str]] = {}
     for module in _modules_in(state, set()):
         plain = PlainNames(module)

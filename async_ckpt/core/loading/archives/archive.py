@@ -43,8 +43,7 @@ class OpenArchive(Contents):
 
     Args:
         first_block: the first block of the file, if it was already read.
-        copies: the same archive at all places that hold it, to read the blocks that are not sound in this reader's
-            copy.
+        copies: the same archive at all places that hold it, for blocks that are not sound in this reader's copy.
 
     Raises CorruptCheckpointError for anything that is not an intact archive of this library, and FormatVersionError for
     an archive of a newer version.
@@ -127,10 +126,7 @@ class OpenArchive(Contents):
                 raise self.damage_error(error.blocks) from error
 
     def _or_from_copies(self, read: Callable[[], T]) -> T:
-        """The result of `read`, which is retried with the copies at other places if this copy fails.
-
-        From then on, everything that is not in memory may be read from any copy.
-        """
+        """The result of `read`. If this copy fails, `read` is repeated; from then on, reads may use any copy."""
         had_turned = self._turned
         try:
             return read()
@@ -170,10 +166,9 @@ class OpenArchive(Contents):
         return self._digests is not None
 
     def verify(self, offset: int, data: memoryview) -> None:
-        """Compare whole blocks that begin at `offset` with their digests.
+        """Compare whole blocks that begin at `offset` with their digests, and replace damaged ones from other places.
 
-        Damaged blocks are replaced by sound copies from other places. Bytes after the part covered by digests are
-        ignored.
+        Bytes after the part covered by digests are ignored.
         """
         blocks = self.damaged_blocks(offset, data)
         if not blocks:

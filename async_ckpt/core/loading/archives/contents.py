@@ -100,8 +100,7 @@ class Contents:
     def pieces(self, number: int) -> list[tuple[Contents, Slice]]:
         """The slices of a tensor in this file, and the slices of it that archives of earlier steps have.
 
-        Raises CorruptCheckpointError unless the earlier archive has the same path, box and dtype, so that memory is
-        only allocated for data that exists in a file.
+        Raises CorruptCheckpointError if an earlier archive lacks such a slice, so only existing data needs memory.
         """
         tensor = self.index.tensors[number]
         pieces: list[tuple[Contents, Slice]] = [(self, piece) for piece in tensor.slices]
@@ -295,8 +294,7 @@ class Contents:
         num_users = Counter(self.primary(leaf.number) for leaf in leaves)
         for leaf in leaves:
             tensor = self.index.tensors[leaf.number]
-            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could require any
-            # amount of memory.
+            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could use any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
                 raise ValueError(f"{tensor.dotted!r:.200} has several meanings in the checkpoint")
             if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):

@@ -19,10 +19,7 @@ from ...storage.interface import Reader, Storage
 
 
 class Holders:
-    """The places that hold a step, from near to far. `from_step` creates it for one reader.
-
-    May be used from any thread.
-    """
+    """The places that hold a step, from near to far. `from_step` creates it for one reader. Thread-safe."""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = storages
@@ -35,7 +32,7 @@ class Holders:
 
 
 class Copies(Reader):
-    """One archive at several places. `StepArchives` creates it, and `stack` closes it. May be used from any thread.
+    """One archive at several places. `StepArchives` creates it, and `stack` closes it. Thread-safe.
 
     Each block is compared with its digest, and taken from the first place where it is sound.
     """
@@ -50,8 +47,7 @@ class Copies(Reader):
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target`.
 
-        Raises CorruptCheckpointError if a block is sound at no place, and StorageUnavailableError if a place that may
-        have the block does not answer.
+        Raises CorruptCheckpointError, or StorageUnavailableError if a place that may have a block does not answer.
         """
         covered, expected, tail = self._ends
         end = offset + len(target)

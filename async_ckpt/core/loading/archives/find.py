@@ -119,8 +119,7 @@ def from_step(
 ) -> T:
     """The result of `use` for the archives of a committed step, each block from the first root where it is sound.
 
-    Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
-    StorageUnavailableError.
+    Raises NotCommittedError, also if the step is deleted meanwhile, CorruptCheckpointError, StorageUnavailableError.
     """
     runs = roots.holding(step)
     if len(runs) == 1:
@@ -147,10 +146,9 @@ def from_step(
 
 
 def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
-    """The result of `use` for the content of a path.
+    """The result of `use` for a path: an archive, a safetensors file, a step, a run's newest step or a foreign folder.
 
-    The path is an archive, a safetensors file, the folder of a step, a run, whose newest step is read, or a folder that
-    another program has written. Raises TypeError for invalid `readers`.
+    Raises TypeError for invalid `readers`.
     """
     check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
@@ -272,10 +270,9 @@ class CommittedStep(NamedTuple):
 def from_committed(
     step: CommittedStep, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
 ) -> T:
-    """The result of `use` for the archives of a committed step, which are compared with its manifest.
+    """The result of `use` for a committed step's archives, compared with its manifest. Raises NotCommittedError.
 
-    Reading a step that is deleted or replaced meanwhile may fail in any way, so the manifest is read again after an
-    error. Raises NotCommittedError if the step was deleted.
+    A step that is deleted or replaced meanwhile may cause any error, so the manifest is read again after an error.
     """
     check_from_ranks(readers.from_ranks)
     manifest = step.read()
@@ -374,10 +371,7 @@ def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _run_at(storage: Storage) -> Roots | None:
-    """The run at a root; if steps have several name formats, the run whose newest step was committed last.
-
-    None if the root has no step.
-    """
+    """The run at a root, or None; if steps have several name formats, the run whose newest step was committed last."""
 
     def created(roots: Roots) -> float:
         step = roots.newest_sound({})

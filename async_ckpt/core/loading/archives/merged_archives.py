@@ -278,8 +278,7 @@ class MergedArchives(Contents):
                 f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
             )
         if gaps and self._unopened:
-            # A caller that did not announce its tensors will probably read more tensors that the ranks divided among
-            # themselves.
+            # A caller that did not announce its tensors will probably read all tensors that the ranks divided.
             divided = [
                 n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and not tensor.is_spread
             ]
@@ -380,10 +379,7 @@ class MergedArchives(Contents):
         return digests_of
 
     def _objects_by_rank(self, stored: Iterable[StoredLeaf]) -> dict[int, dict[int, StoredLeaf]]:
-        """The pickled leaves by the rank whose archive has them, and by their numbers here.
-
-        The leaves themselves have the numbers in that archive.
-        """
+        """Maps ranks and numbers here to pickled leaves, which have their numbers in the rank's archive."""
         by_rank: dict[int, dict[int, StoredLeaf]] = {}
         for leaf in stored:
             if leaf.kind == "object":

@@ -6,8 +6,7 @@ Knows nothing of: runs, live objects, the state that the archives make up togeth
 The reader decides which archives are needed. If the number of ranks has not changed, a rank opens its own archive,
 which usually has everything. Any other reader opens one archive of each class; these together have all names. From the
 layout, `slicing.locator` then computes which archives have the remaining boxes. Without a layout all archives are
-opened. If a planner has divided the state among the ranks, no rank has all names. Then the reader opens archives that
-together have all wanted names.
+opened. If a planner has divided the state, no rank has all names, and the archives with the wanted names are opened.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ class StepArchives:
         self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open the archives that have some of these boxes; all archives if the layout does not tell which.
-
-        The keys of `boxes` are the names of tensors, as in a layout.
-        """
+        """Open the archives with some of these boxes, by tensor name; all archives if the layout names none."""
         writers = set() if self.locator is None else self.locator.having(boxes, self._opened)
         if writers - self._opened.keys():
             self._open(writers)

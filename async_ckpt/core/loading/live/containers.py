@@ -293,8 +293,7 @@ def field_change(live: Any, name: str, value: Any) -> Change:
 def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) -> Any:
     """Restore, from the live state, the parts of a state that torch.distributed.checkpoint does not save.
 
-    It leaves out empty dicts and the order of entries, and turns numeric keys into strings. Values of modules and
-    optimizers are not changed.
+    These are empty dicts, the order of entries, and the type of numeric keys. Modules and optimizers are not changed.
     """
     if type(saved) not in (dict, list, ListItems) or isinstance(live, torch.nn.Module | torch.optim.Optimizer):
         return saved

@@ -42,9 +42,7 @@ class Differences:
         return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
 
     def raise_any(self, checkpoint: str, holds: str, *, names: bool, order: bool) -> None:
-        """Raises StateMismatchError if there are differences.
-
-        Names are compared only with `names`, and the order of data only with `order`.
+        """Raises StateMismatchError for differences; with `names` also in names, with `order` also in data order.
 
         `checkpoint` is the path of the checkpoint, and `holds` lists the names in the checkpoint.
         """
@@ -121,10 +119,7 @@ class Differences:
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:
-        """Add a difference for a value that each rank saved separately.
-
-        A rank gets another rank's value only if the caller chooses it with `from_ranks`.
-        """
+        """Add a difference for a value that each rank saved separately: only the caller may choose one of them."""
         name = shown(saved.path)
         self._mismatched.append(
             f"{name} has a value of each rank that saved, and none for this rank of a world of this size; "

@@ -122,10 +122,9 @@ class Match:
         *,
         goes_back: bool,
     ) -> None:
-        """`objects` are the unpickled objects, and `chosen` is the selection, None for everything.
+        """`objects` are the unpickled objects, and `root` is the whole live state, whose modules name parameters.
 
-        `root` is the whole live state, whose modules name parameters. `goes_back`: the training has saved or restored
-        before, so live names that the checkpoint lacks were added since.
+        `goes_back`: the training has saved or restored before, so live names that the checkpoint lacks are new.
         """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
@@ -342,8 +341,7 @@ class Match:
     def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
         """Match a mapping of plain values: it gets the saved entries, and loses entries that were added later.
 
-        A name that only the live mapping has is a difference at the start of a program, which may have got a new
-        setting.
+        A name that only the live mapping has is a difference at the start of a program: it may be a new setting.
         """
         is_history = self._in_history or isinstance(live, defaultdict | Counter)
         kept, missing = {}, []
@@ -706,9 +704,9 @@ class Match:
         """An object's own state dict if it has shards, to fill in place and load with the rest; otherwise None.
 
         `state_dict()` may have any side effect, so it is called only for a checkpoint of several ranks, and only for an
-        optimizer or a value with tensors. Its names also tell whether the state has entries that only other ranks may
-        have saved, such as another stage of a pipeline. Wrapped tensors are filled in place, too, since only the state
-        dict may have their class.
+        optimizer or a value with tensors. Its names also tell whether entries are missing that other ranks may have
+        saved, as in a pipeline. Wrapped tensors are filled in place, too, since only the state dict may have their
+        class.
         """
         tensors = [leaf for leaf in parts_in(saved, StoredLeaf) if leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)

@@ -64,9 +64,8 @@ def form_of(state: Any) -> Form:
 class OptimizerConverter:
     """Converts saved states to the form that a live optimizer loads. `Match` creates one for each optimizer.
 
-    torch's own `load_state_dict` expects numbers. Any other `load_state_dict` expects the form that the optimizer's own
-    `state_dict` returns, which is called only then, since it may have any side effect. A state of unknown form is
-    loaded as it was saved.
+    torch's own `load_state_dict` expects numbers, any other the form of the optimizer's own `state_dict`. That method
+    is called only then, since it may have any side effect. A state of unknown form is loaded as it was saved.
     """
 
     def __init__(
@@ -92,9 +91,7 @@ class OptimizerConverter:
         return form_of(self._own)
 
     def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
-        """The saved state in the optimizer's form.
-
-        Flat entries that only some ranks saved are dropped unless they are of the optimizer's own parameters.
+        """The saved state in the optimizer's form, without flat entries of parameters that only other ranks have.
 
         Raises ValueError, with a message for the user, if a parameter has no name, or if the groups differ.
         """
@@ -122,8 +119,7 @@ class OptimizerConverter:
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
         """A copy of the optimizer's own state, with an entry for each saved entry of its parameters.
 
-        `make` returns a missing entry, given the parameter and the saved value. Dicts and lists are copied, tensors are
-        not.
+        `make` returns a missing entry, given the parameter and the saved value. Only dicts and lists are copied.
         """
         state = _copy(state)
         for parameter, live, saved_entries in self._pairs(state, saved):
@@ -286,9 +282,9 @@ def adapts_states(live: Any) -> bool:
 
 
 def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tuple[Any, list[SavedParameters]]]:
-    """Each of several optimizers with its saved groups, if the numbers of saved and live groups are equal.
+    """Each optimizer with its saved groups, if the numbers of saved and live groups are equal.
 
-    If all optimizers have the same class, the first one gets all groups.
+    If all optimizers have the same class, only the first one, with all groups.
     """
     sizes = [len(getattr(part, "param_groups", ())) for part in parts]
     if len({*map(type, parts)}) == 1:
