@@ -273,8 +273,7 @@ class FileTree:
         return sizes
 
     def _listed(self, folder: str, *, detail: bool) -> list[Any]:
-        """The result of `ls`, with retries: if a file is deleted meanwhile, rclone's WebDAV server sends incomplete XML.
-        """
+        """The result of `ls`, with retries: if a file is deleted meanwhile, rclone's WebDAV server sends broken XML."""
         for _ in range(_LISTING_TRIES):
             try:
                 return self._filesystem().ls(folder or "/", detail=detail)  # type: ignore[no-any-return]
