@@ -191,7 +191,7 @@ class ObjectStorage(Storage):
             raise urls.unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
         sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
-        # An empty object whose key ends in a slash marks a folder. obstore hides the slash, so no object has that name.
+        # An empty object whose key ends in a slash may mark a folder. obstore hides the slash: there is no such object.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
         placeholders = {*empty} - {*bulk.existing(self, empty)}
         return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
