@@ -113,8 +113,7 @@ class FaultyProxy:
         return self._add(f"cut request after {after_bytes} bytes", act, times, {"where": is_long})
 
     def cut_response(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Cut the connection after the head of the response and `after_bytes` of its body. A shorter response passes.
-        """
+        """Cut the connection after the head of the response and `after_bytes` of its body. Shorter responses pass."""
         act = partial(ProxiedRequest.forward, cut_response=after_bytes)
         return self._add(f"cut response after {after_bytes} bytes", act, times, match)
 

@@ -374,7 +374,7 @@ _keys: Final = itertools.count()
 
 
 class DamagedBlocksError(CorruptCheckpointError):
-    """Some blocks cannot be decompressed: those numbered in `blocks`. All other blocks were read."""
+    """The error about blocks that cannot be decompressed; `blocks` has their numbers. All other blocks were read."""
 
     blocks: tuple[int, ...]
 
@@ -466,8 +466,7 @@ class BlocksInTarReader(_InBlocks):
     """A reader of an archive that was written as `BlocksInTar`."""
 
     def __init__(self, reader: Reader, path: str, beginning: bytes | bytearray) -> None:
-        """`beginning` has the first bytes of the tar. Raises CorruptCheckpointError; ImportError for a missing package.
-        """
+        """`beginning` has the first bytes of the tar. Raises CorruptCheckpointError; ImportError without packages."""
         refuse_if_missing(f"{path} is compressed; ", with_planes=True)
         try:
             num_bytes = blocks.content_bytes(beginning)

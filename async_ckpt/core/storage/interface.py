@@ -280,5 +280,4 @@ class Storage(Protocol):
         return False
 
     def sweep_uploads(self) -> list[str]:
-        """Abort unfinished uploads below this root that are older than a day by the store's clock. Returns their names.
-        """
+        """Abort unfinished uploads below this root, older than a day by the store's clock. Returns their names."""

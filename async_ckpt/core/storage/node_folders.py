@@ -32,7 +32,7 @@ Send = Callable[[str, int, int, str], None]
 
 HERE: Final = -1  # stands for this node
 _ASKED_AT_ONCE: Final = 32
-_LOOK_SECONDS: Final = 0.2  # between two requests whether a copy is done
+_LOOK_SECONDS: Final = 0.2  # between two checks whether a copy is complete
 
 
 class _OwnFolder(LocalStorage):
@@ -59,7 +59,7 @@ class NodeFolder(_OwnFolder):
     def __init__(self, root: str, send: Send) -> None:
         super().__init__(root)
         self._send, self._sent = send, dict[str, Future[None]]()
-        self._lock = threading.Lock()  # guards the table
+        self._lock = threading.Lock()  # guards _sent
 
     def send(self, name: str, path: str, number: int, num_bytes: int, digest: str) -> bool:
         """Copy a file to another place in the background, once for each `name`. Returns whether the copy is complete.

@@ -158,8 +158,7 @@ class Place:
 
     @property
     def outlives(self) -> Literal["process", "reboot", "machine"]:
-        """The worst event that steps at this place survive: the end of a process, a reboot, or the loss of the machine.
-        """
+        """The worst event that steps here survive: the end of a process, a reboot, or the loss of this machine."""
         if self.is_volatile:
             return "process"
         return "reboot" if self.is_local and not is_elsewhere(local_path(self.text)) else "machine"

@@ -183,7 +183,7 @@ def _is_true(value: object) -> bool:
 
 
 def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
-    """The current keys of a credential provider of obstore. s3fs never renews them, unlike those of its `session`."""
+    """The current keys of a credential provider of obstore. s3fs never renews them: use its `session` for that."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
     credentials = provider()

@@ -39,8 +39,7 @@ class Connections:
         _all.add(self)
 
     def store(self, kind: Kind, shown: str) -> Any:
-        """The client for a kind of request; the first call starts obstore's runtime. Errors show the object as `shown`.
-        """
+        """The client for a kind of request. The first call starts obstore's runtime. Errors show `shown`."""
         _refuse_if_inherited(shown)
         if _started_in is None:
             with _starting:

@@ -77,7 +77,7 @@ class ErrorResponse:
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
-        lacks_keys = bool(provider) or "169.254.169.254" in text  # the address of a cloud's metadata service, for keys
+        lacks_keys = bool(provider) or "169.254.169.254" in text  # the metadata service, used only for keys
         first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
         if status:
             answer = " ".join(filter(None, (status, code)))

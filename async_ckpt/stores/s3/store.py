@@ -1,6 +1,6 @@
 """S3, Google Cloud Storage and Azure, through obstore.
 
-In: segments, which are the parts of a multipart upload without a copy. Out: objects that appear whole or not at all.
+In: segments, which are sent without a copy. Out: objects that appear whole or not at all.
 Knows nothing of: what is in the objects. It never creates buckets.
 """
 
@@ -165,7 +165,7 @@ class ObjectStorage(Storage):
             found.extend(self.existing(some))
 
         pages = [partial(look, paths[at : at + PAGE_KEYS]) for at in range(0, len(paths), PAGE_KEYS)]
-        threads.run_together("look", pages, max_threads=_PAGES_AT_ONCE)  # the pages of one listing come one after another
+        threads.run_together("look", pages, max_threads=_PAGES_AT_ONCE)  # one listing sends its pages in turn
         return {path.rpartition("/")[2] for path in found}
 
     def sizes(self, folder: str) -> dict[str, int]:
