@@ -74,8 +74,8 @@ class AwsSetup:
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
         else:
             config.setdefault("unsigned_payload", True)
-            # crc64nvme takes 0.03 s of processor time per GiB, sha256 0.6 s, and the upload itself 0.24 s. Other servers
-            # with the API of S3 may not support it.
+            # crc64nvme takes 0.03 s of processor time per GiB, sha256 0.6 s, and the upload itself 0.24 s. Other
+            # servers with the API of S3 may not support it.
             config.setdefault("checksum_algorithm", "crc64nvme")
         self.config = {f"aws_{name}": value for name, value in config.items()}
 

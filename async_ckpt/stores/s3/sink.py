@@ -49,7 +49,7 @@ class UploadPlan:
 
 
 def plan_upload(num_bytes: int, segment_bytes: int, *, max_segments: int | None) -> UploadPlan:
-    """The plan for an object of at most `num_bytes`, of which at most `max_segments` are on loan at a time."""
+    """The plan for an object of at most `num_bytes`, with at most `max_segments` on loan at a time."""
     part_segments = store_facts.part_segments(num_bytes, segment_bytes)
     num_parts = _MAX_PARTS_IN_FLIGHT
     if max_segments is not None:
