@@ -1,7 +1,6 @@
 """Calls into foreign code that may never return.
 
-In: a call, and the seconds for which it may make no progress. Out: its result, or StuckError. Knows nothing of: the
-called code.
+In: a call, and a limit on the time without progress. Out: its result, or StuckError. Knows nothing of: the called code.
 
 A call runs on a thread of its own, so that its caller can go on without it. Unlike all other threads of the library,
 these are daemons, since a stuck thread must not keep the process from exiting. No work is lost: while a call may still

@@ -185,8 +185,7 @@ class BlocksInTar(Packing):
     def _best_planes(self, data: memoryview) -> int:
         """The number of planes that compresses a sample best. It depends on the size of the numbers in the block.
 
-        Each plane of the sample is compressed by itself. So, in effect, are the planes of the block, since they are
-        longer than the blocks of zstd.
+        Each plane of the sample is compressed by itself, since the planes of a block are longer than zstd's blocks.
         """
         step = max(_SAMPLE_BYTES, len(data) // _NUM_SAMPLES // _SAMPLE_BYTES * _SAMPLE_BYTES)
         sample = memoryview(b"".join(data[begin : begin + _SAMPLE_BYTES] for begin in range(0, len(data), step)))

@@ -57,10 +57,7 @@ _ADVICE: Final = {
 
 
 def close_quietly(fd: int) -> None:
-    """Close a file that was only read, locked or synced. Ignores every error but EBADF.
-
-    The file is closed even if close(2) fails, and other errors are about writes that were never synced.
-    """
+    """Close a file without unsynced writes. Ignores errors but EBADF: the file is closed in any case (close(2))."""
     try:
         os.close(fd)
     except OSError as error:

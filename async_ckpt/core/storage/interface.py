@@ -45,11 +45,10 @@ class Sink(Protocol):
         return False
 
     def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
-        """Write one segment at `offset`. All segments but the last are full.
+        """Write one segment at `offset`, from any thread; all but the last are full. Each comes once, in any order.
 
-        Segments come from any thread and in any order, each once. `data` is the memory of `lease` and does not change
-        until `lease` is released. A sink that sends it later retains the lease. A sink that has failed has released
-        every lease. Raises StorageFullError, StorageUnavailableError.
+        `data` is the memory of `lease` and does not change until `lease` is released. A sink that sends it later
+        retains the lease; a failed sink has released every lease. Raises StorageFullError, StorageUnavailableError.
         """
 
     def finish(self, num_bytes: int | None = None) -> None:
@@ -128,11 +127,10 @@ class Storage(Protocol):
         max_segments: int | None = None,
         exact: bool = True,
     ) -> Sink:
-        """Begin an object of exactly this size, and make its parent folders.
+        """Begin an object of exactly this size, and make its folders. Raises StorageFullError before a byte is written.
 
         The object is written in segments of `segment_bytes`; at most `max_segments` are on loan at a time. Unless
-        `exact`, `num_bytes` is a limit, and `finish` receives the size. Raises StorageFullError before a byte is
-        written.
+        `exact`, `num_bytes` is a limit, and `finish` receives the size.
         """
 
     def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
@@ -166,8 +164,7 @@ class Storage(Protocol):
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         """Write or replace a small object durably and atomically; with `version`, only if the object has this version.
 
-        Returns the new version, or None if the storage does not report it. Raises FileExistsError if the object does
-        not have `version`.
+        Returns the new version, or None if not reported. Raises FileExistsError unless the object has `version`.
         """
 
     def append_lines(self, path: str, lines: bytes) -> int | None:  # noqa: ARG002

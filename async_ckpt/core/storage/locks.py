@@ -177,8 +177,7 @@ def hold(path: Path) -> int | None:
 def hold_if_free(path: Path) -> int | None:
     """Lock a file, and create it if it does not exist. To unlock it, delete it and `forget` the returned descriptor.
 
-    Returns None if a living process, this one included, has locked the file. On a file system without locks, only
-    the locks of this process are known.
+    Returns None if a living process, even this one, has locked it. If locks do not work, only this process counts.
     """
     for _ in range(_NUM_TRIES):
         with _ours_lock:
@@ -227,8 +226,7 @@ def replacing(path: Path) -> Iterator[bool]:
 def read_held(path: Path) -> bytes:
     """Read a small file that a process has locked.
 
-    If this process has locked it, the bytes are read from the descriptor that holds the lock: closing any other
-    descriptor of the file would release the lock.
+    If this process has locked it, the locked descriptor is read, since closing another one would release the lock.
     """
     with _ours_lock:
         key = identity(os.stat(path))

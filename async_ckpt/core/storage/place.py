@@ -169,10 +169,7 @@ class Place:
         return self.fs is None and scheme_of(self.text) in (None, "file")
 
     def storage(self) -> Storage:
-        """A storage whose root is this place.
-
-        Raises TypeError and ValueError for an invalid place, and ImportError for a missing package.
-        """
+        """A storage whose root is this place. Raises TypeError, ValueError; ImportError for a missing package."""
         scheme = scheme_of(self.text)
         if self.is_local:
             return LocalStorage(local_path(self.text))

@@ -46,8 +46,7 @@ def is_in_memory(folder: Path) -> bool:
 def free_bytes_in(folder: Path) -> int | None:
     """The bytes that can still be written to a folder; None if unknown.
 
-    For a folder in memory, at most the memory that the machine, or the control group of this process, can spare. The
-    file system may promise more, but a process that uses more is killed.
+    In memory, at most the bytes that the machine or the control group can spare: a process that uses more is killed.
     """
     free = free_bytes_at(folder)
     if free is None or not is_in_memory(folder):

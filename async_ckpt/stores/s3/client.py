@@ -37,10 +37,9 @@ _MOST_PAGES: Final = 32
 
 
 class Client:
-    """One bucket, or everything below a prefix in it. Thread-safe.
+    """One bucket, or everything below a prefix in it. `options` are those of BucketSettings. Thread-safe.
 
     An ObjectStorage creates and owns a client; its sinks and readers share it. Creating a client sends no request.
-    `options` are those of BucketSettings.
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class Client:
             self.ask(path, lambda store, _: obstore.delete(store, self.key(path)))
 
     def delete_many(self, paths: Sequence[str]) -> bool:
-        """Delete objects, up to a thousand by one request. Returns False if the store does not seem to support that.
-
-        After that, some of the objects may be deleted.
-        """
+        """Delete objects, up to a thousand per request. Returns False if a request failed; some may be deleted then."""
         import obstore
 
         if not self._deletes_many:
@@ -192,8 +188,7 @@ class Client:
     def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
         """The contents and versions of small objects; None for a missing object. After an error, some are left out.
 
-        Each thread makes its requests within one watched call: a watched call for each request would cost three times
-        as much.
+        Each thread makes its requests within one watched call: one for each request would cost three times as much.
         """
         import obstore
 
