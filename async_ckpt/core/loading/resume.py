@@ -151,13 +151,8 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-<<<<<<< HEAD
-    """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
-    talk.send(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
-=======
     """True if all ranks could read a step. Waits for all answers. Raises PeerFailedError if a rank has failed."""
-    talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
->>>>>>> w-words1
+    talk.send(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
         words = talk.receive([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
         failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
