@@ -99,7 +99,7 @@ class Agreement(Rendezvous):
 
     def made_room(self) -> None:
         """On rank 0: allow the other ranks to write."""
-        self._calls.say_room(self._joint)
+        self._calls.announce_room(self._joint)
 
     async def agree(
         self,

@@ -176,9 +176,9 @@ class Calls:
         self._is_hearing = False
         self._watches: set[asyncio.Task[None] | None] = set()
         # On other ranks: called with the number of a place, and the step that rank 0 has committed or copied there;
-        # `hear_copy` also gets the reason if rank 0 could not copy the step.
-        self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
-        self.hear_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
+        # `on_copy` also gets the reason if rank 0 could not copy the step.
+        self.on_commit: Callable[[int, int], None] = lambda _place, _step: None
+        self.on_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
 
     @property
     def _start(self) -> WorldStart:
@@ -267,7 +267,7 @@ class Calls:
             self.refuse(joint.attempt, cause)
         else:
             # A message for rank 0, which may make the same call after this process has ended.
-            self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
+            self._start.leaving = self._start.send_later(f"why/{cause.rank}", json.dumps(cause))
             self._match()
 
     def _number_in_vain(self, joint: JointSave) -> None:
@@ -301,7 +301,7 @@ class Calls:
     def _closed_key(self, rank: int) -> str:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
-    def say_room(self, joint: JointSave) -> None:
+    def announce_room(self, joint: JointSave) -> None:
         """On rank 0: announce that there is room for a save. From any thread."""
         self._soon(partial(self._append, {"room": joint.attempt}))
 
@@ -341,11 +341,11 @@ class Calls:
 
     def _receive(self, word: Word) -> None:
         if "decision" in word:
-            self._hear_decision(word)
+            self._note_decision(word)
         elif "room" in word:
-            self._hear_room(word["room"])
+            self._note_room(word["room"])
         elif "copied" in word:
-            self.hear_copy(word["place"], word["copied"], word["why"])
+            self.on_copy(word["place"], word["copied"], word["why"])
         elif "closed" in word:
             self._is_closed = True
             self._match()
@@ -454,7 +454,7 @@ class Calls:
                 del self._undecided[attempt]
                 self._start.log.wait_no_more(joint)
 
-    def _hear_room(self, attempt: str) -> None:
+    def _note_room(self, attempt: str) -> None:
         for early in self._words:  # this rank has not made that call yet
             if early["attempt"] == attempt:
                 early["makes_room"] = False
@@ -463,7 +463,7 @@ class Calls:
             joint.makes_room = False
             joint.bell.set()
 
-    def _hear_decision(self, word: Word) -> None:
+    def _note_decision(self, word: Word) -> None:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
         for early in self._words:  # this rank has not made that call yet
             if early["attempt"] == word["attempt"] and word["decision"] == "failed":
@@ -475,7 +475,7 @@ class Calls:
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
             if word["decision"] == "committed" and joint.step is not None and not joint.path:
-                self.hear_commit(joint.place, joint.step)  # before the words that it was copied
+                self.on_commit(joint.place, joint.step)  # before the words that it was copied
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------

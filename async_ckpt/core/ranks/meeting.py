@@ -210,9 +210,9 @@ class Meeting:
         if self.has_met or self.world.is_one:
             return
         self.has_met, rank = True, self.world.rank
-        self.start.say_later(f"{self.topic}/structure/{rank}", _NO_STRUCTURE)
+        self.start.send_later(f"{self.topic}/structure/{rank}", _NO_STRUCTURE)
         if rank == 0:
-            self.start.say_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
+            self.start.send_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
 
     # --- rank 0's answers ---------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class WorldStart:
         """The prefix of all keys of this start. Valid only once the token is known."""
         return f"async_ckpt/{self.token.result()}"
 
-    def say_later(self, key: str, text: str) -> Future[None]:
+    def send_later(self, key: str, text: str) -> Future[None]:
         """Write a message below the prefix of this start, once rank 0 has given the token.
 
         The future resolves when that was tried, or when this rank is refused. Does not wait.

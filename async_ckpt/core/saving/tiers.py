@@ -80,8 +80,8 @@ class Tiers:
             Mover(Roots(self.runs[: number + 1]), copy_step, _Training(self.runs, number, pace_of, in_flight, ranks))
             for number in range(1, len(self.runs))
         ]
-        ranks.calls.hear_commit = lambda number, step: self.note_commit(self.runs[number], step)
-        ranks.calls.hear_copy = self._hear_copy
+        ranks.calls.on_commit = lambda number, step: self.note_commit(self.runs[number], step)
+        ranks.calls.on_copy = self._note_copy
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Tiers:
             else:
                 mover.arrivals.want(step)
 
-    def _hear_copy(self, number: int, step: int, why: str | None) -> None:
+    def _note_copy(self, number: int, step: int, why: str | None) -> None:
         arrivals = self.movers[number - 1].arrivals
         if why is None:
             arrivals.arrived(step)

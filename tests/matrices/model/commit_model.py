@@ -65,7 +65,7 @@ STANDS_FOR: Final = {
     "look after deleting": Run._needed_of,
     "put back": Sweeper.delete,
     "refuse": Agreement._refuse_for_all,
-    "hear": Calls._hear_decision,
+    "hear": Calls._note_decision,
     "hear nothing": Exchange.manifest,
 }
 
