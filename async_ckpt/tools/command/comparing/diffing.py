@@ -82,7 +82,7 @@ def _diff(
         try:
             return states.with_items(b, lambda theirs: differences(ours, theirs, rtol=rtol, atol=atol), **options)
         except CheckpointError as error:
-            return error  # raised later: here, A would be searched again for another archive
+            return error  # raised outside: inside, it would count as damage of A
 
     try:
         compared = states.with_items(a, compare, **options)
