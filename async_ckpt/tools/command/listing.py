@@ -180,8 +180,7 @@ def steps_of(
     with_all: bool = False,
     check: bool = False,
 ) -> list[StepRow]:
-    """The steps of the run whose folder has these names, in ascending order. If it has several namings, the steps of
-    all.
+    """The steps of the run whose folder has these names, in ascending order, of all its namings.
 
     `with_all` adds folders with the name of a step that are not committed, and saves that failed according to the
     history. `check` marks steps with a missing archive, or an archive of another size.

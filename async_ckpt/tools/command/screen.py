@@ -163,8 +163,9 @@ def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of `total` bytes on stderr, if that is a terminal. Call the result with new bytes, from any
-    thread.
+    """A progress bar of `total` bytes on stderr, if that is a terminal.
+
+    Call the result with the number of new bytes, from any thread.
     """
     if not sys.stderr.isatty() or not total:
         yield lambda _: None

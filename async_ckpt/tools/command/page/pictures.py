@@ -52,8 +52,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class GroupLane:
-    """One group over the steps, as spans (first step, last step, lender). The lender is None where saves wrote the
-    group.
+    """One group over the steps, as spans (first step, last step, lender).
+
+    The lender is None where saves wrote the group.
     """
 
     name: str
