@@ -142,8 +142,7 @@ def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float,
 
 
 def _targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
-    """The sources with their targets. A single source gets `target`; each of several, a folder below it with its name.
-    """
+    """The sources with their targets: `target` for a single source, else a folder below it with the source's name."""
     if len(sources) == 1 and not sources[0][1]:
         return [(sources[0][0], target)]
     for source, name in sources:

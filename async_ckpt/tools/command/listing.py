@@ -299,9 +299,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
 
 
 def versions_of(place: Place) -> list[VersionRow]:
-    """The versions of a publication, in ascending order. For each number of ranks, the versions that any rank has
-    begun.
-    """
+    """The versions of a publication, in ascending order, including those that only some ranks have begun."""
     from ...weights.publishing.of_ranks.root_versions import RootVersions, worlds_in  # imports torch
 
     root = RootVersions(place)

@@ -231,8 +231,7 @@ def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
 
 
 def _writer_of(storage: Storage, name: str) -> str:
-    """The writer of a file by its name; a tar must also begin like an archive. Empty for other files, and for folders.
-    """
+    """The writer of a file by its name; a tar must also begin like an archive. Empty for other files and folders."""
     writer = next((writer for suffix, writer in _FILES.items() if name.endswith(suffix)), "")
     if not writer or runs.is_library_name(name):
         return ""

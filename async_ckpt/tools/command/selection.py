@@ -35,8 +35,7 @@ class ChosenRun(NamedTuple):
 
 
 def step_named(place: Place) -> Place:
-    """The folder of the step that a place such as "runs/a@100" names. Other and existing places are returned unchanged.
-    """
+    """The folder of the step that a place such as "runs/a@100" names. Other and existing places stay unchanged."""
     match = _NAMED.fullmatch(place.text)
     if match is None:
         return place
@@ -102,8 +101,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
 
 
 def whole_runs_at(place: Place, where: str = "", *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The runs at a place that is not the folder of a step. `where` tells, in the error, where the run must be named.
-    """
+    """The runs at a place that is not the folder of a step. `where` tells, in the error, where to name the run."""
     chosen = runs_at(place, keep=keep)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run{where}", USAGE)

@@ -58,8 +58,7 @@ class SoundnessFault:
 
 @dataclass(slots=True)
 class Soundness:
-    """The findings at a place: the sound and the damaged steps or versions, the faults, and notes that are not faults.
-    """
+    """The findings at a place: sound and damaged steps or versions, faults, and notes that are not faults."""
 
     is_publication: bool = False
     sound: list[int] = field(default_factory=list)
@@ -356,8 +355,7 @@ def _note_newest(found: Soundness) -> None:
 
 
 def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
-    """Faults of trackers and journals that contradict the manifests. Yields nothing if a manifest has a newer format.
-    """
+    """Faults of trackers and journals that contradict the manifests; none if a manifest has a newer format."""
     try:
         for one in chosen:
             refuse_newer(one.run)

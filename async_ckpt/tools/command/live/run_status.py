@@ -187,8 +187,7 @@ class RunWatch:
         return None, under_way
 
     def _seen_under_way(self, step: int, folder: str, num_whole: int) -> UnderWay | None:
-        """The step in progress in a folder; None if the folder has no bytes of a living process, and no complete file.
-        """
+        """The step in progress in a folder; None if the folder has no complete file and no living writer."""
         written, total = self._storage.under_way(folder)
         if not (num_whole or total):
             return None

@@ -34,7 +34,7 @@ _MEASURED_DIGITS: Final = 4
 _ENTRY_DIGITS: Final = 5
 # JavaScript cannot represent all larger integers.
 _MOST: Final = 2**53
-# The year 2100. A later time cannot be from a clock that is set.
+# The year 2100. A later time cannot be from a correct clock.
 _LATEST: Final = 4.1e9
 _MEASURED: Final[Mapping[str, tuple[str, Unit]]] = {
     "stall_seconds": ("stall", "seconds"),

@@ -244,8 +244,7 @@ def _columns(run: RunColumns) -> dict[str, dict[str, Any]]:
 
 
 def _values(values: Sequence[Value]) -> dict[str, Sequence[Value]]:
-    """The values of a column. Whole numbers are stored as differences, each from the one before, which compress better.
-    """
+    """The values of a column. Whole numbers are stored as differences from the previous one, which compress better."""
     differences: list[Value] = []
     before = 0
     for value in values:

@@ -52,8 +52,7 @@ def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, ov
 
 
 def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
-    """The columns of the run at a place. Without a history, a run that was found in a folder, as `name`, is left out.
-    """
+    """The columns of the run at a place. A run that was found in a folder, as `name`, is left out without a history."""
     storage = place.storage()
     try:
         events: list[run_events.Event] = history(place)
