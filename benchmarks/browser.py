@@ -72,8 +72,7 @@ class Chromium:
         return moved
 
     def ask(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Call a method of the protocol, and return its result. Events that arrive meanwhile are appended to `events`.
-        """
+        """Call a method of the protocol, and return its result. Events that arrive meanwhile go to `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": arguments}
         if session is not None:

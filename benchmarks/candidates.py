@@ -629,6 +629,5 @@ def _alone_in_a_group() -> None:
 
 
 def _dcp(module: str) -> Any:
-    """Import torch.distributed.checkpoint, which takes longer than the rest of torch, only for candidates that use it.
-    """
+    """Import torch.distributed.checkpoint, which takes longer than the rest of torch, when a candidate needs it."""
     return import_module(f"torch.distributed.checkpoint.{module}")

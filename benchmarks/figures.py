@@ -138,8 +138,7 @@ class BareReport(NamedTuple):
 
 
 def costs_of(rounds: int, what: str, name: str, measured: Saves, limit: Saves, beside: str) -> dict[str, Figure]:
-    """The costs of saves compared with other saves: seconds from the call until durable, and seconds of all processors.
-    """
+    """The costs of saves compared with other saves: seconds until durable, and seconds of all processors."""
 
     def cost(saves: Saves) -> tuple[float, float]:
         begin = process_time()
@@ -232,8 +231,7 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
 
 
 def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
-    """The bandwidth compared with the disk alone, and with all that a save needs: the copy, the digests and the disk.
-    """
+    """The bandwidth compared with the disk alone, and with all that a save needs: copy, digests and disk."""
     state = tensors(setting.state_bytes)
     saves = Saves(setting.folder / "durable", {"model": state})
     num_bytes = saves.run().num_bytes

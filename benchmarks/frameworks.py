@@ -232,7 +232,7 @@ class _Committed(Future[None]):
 
 
 def deepspeed(setting: Setting) -> dict[str, Figure]:
-    """DeepSpeed's saves. The decoupled engine moves the tensors to shared memory permanently, so it is measured last.
+    """DeepSpeed's saves. The decoupled engine is measured last, since it moves the tensors to shared memory for good.
     """
     warnings.simplefilter("ignore")
     # As DeepSpeed's launcher sets them.

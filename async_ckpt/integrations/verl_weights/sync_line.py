@@ -122,8 +122,7 @@ class ReceiverLine:
         self._socket.setblocking(False)
 
     async def wait_for(self, name: str) -> Any:
-        """Wait for a message of the sender. Raises PeerFailedError if the sender has failed or died, or takes too long.
-        """
+        """Wait for a message of the sender. Raises PeerFailedError if the sender fails, dies or takes too long."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 while name not in self._known:

@@ -70,7 +70,7 @@ class WeightReceiver:
             self._line = None
 
     async def receive(self, number: int | None) -> AsyncIterator[Item]:
-        """The tensors of the version that the sender announces. Raises PeerFailedError if that is not version `number`.
+        """The tensors of the version that the sender announces. Raises PeerFailedError if its number is not `number`.
         """
         line = self._line
         if line is None:

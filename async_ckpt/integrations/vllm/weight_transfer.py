@@ -33,8 +33,7 @@ _SCRATCH: Final = "async_ckpt-weights"
 
 @dataclass
 class ReceiverInit(_base.WeightTransferInitInfo):  # type: ignore[misc]
-    """The settings that a worker receives once. It pulls published versions into `folder` unless an update names one.
-    """
+    """The settings that a worker receives once. It pulls versions into `folder` unless an update names another."""
 
     folder: str | None = None
 
