@@ -60,7 +60,7 @@ class Apart:
 def begun(fn: Callable[..., Any], *arguments: Any) -> Iterator[Apart]:
     """Run `fn(channel, *arguments)` in a process during the block.
 
-    `channel.receive()` gets what the parent sends, and `channel.send` sends to the parent.
+    `channel.receive()` returns the parent's objects, and `channel.send` sends objects to the parent.
     """
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_run, args=(theirs, fn, arguments))

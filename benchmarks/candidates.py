@@ -250,7 +250,7 @@ class DcpAsyncCached(DcpAsync):
         try:
             for _ in range(2):
                 stager.stage({"model": OrderedDict()})
-        except KeyError:  # in torch 2.11, its first call ends it
+        except KeyError:  # in torch 2.11, the stager fails after its first call
             return f"the stager of torch {torch.__version__} can be used once"
         return ""
 
@@ -345,7 +345,7 @@ class Lightning(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        tempfile.tempdir = str(folder)  # it writes there first, and then renames, on one file system
+        tempfile.tempdir = str(folder)  # it writes there first, and renames within one file system
         plugins = import_module("pytorch_lightning.plugins")
         self._io = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
         self._number = 0
@@ -391,7 +391,7 @@ class Moonclip(Candidate):
         threading.Thread(target=lambda: saved.set_result(self._manager.flush())).start()  # the only report of the end
 
     def delete(self, number: int) -> None:
-        """Nothing: others may be differences to it."""
+        """Delete nothing: other saves may be differences from this one."""
 
     def restore(self, number: int, into: State) -> None:
         self._manager.load(self._ids[number], **into)
@@ -487,7 +487,7 @@ class OursKeeping(OursGuarded):
         return {**super()._options(), "keep": 4}
 
     def delete(self, number: int) -> None:
-        """Nothing: others may need it."""
+        """Delete nothing: other saves may borrow from this one."""
 
 
 class OursBudgeted(Ours):

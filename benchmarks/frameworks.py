@@ -232,8 +232,7 @@ class _Committed(Future[None]):
 
 
 def deepspeed(setting: Setting) -> dict[str, Figure]:
-    """DeepSpeed's saves. The decoupled engine is measured last, since it moves the tensors to shared memory for good.
-    """
+    """DeepSpeed's saves. The decoupled engine comes last, since it moves tensors to shared memory permanently."""
     warnings.simplefilter("ignore")
     # As DeepSpeed's launcher sets them.
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "CROSS_RANK": "0", "CROSS_SIZE": "1"}

@@ -26,8 +26,7 @@ from async_ckpt.core.host.limits import free_memory_bytes
 
 from .setting import Setting
 
-# The rate of the device's clock, which torch.cuda._sleep counts: about 2 GHz. Only the length of busy times depends on
-# it.
+# The rate of the device's clock, which torch.cuda._sleep counts: about 2 GHz. It only affects the length of busy times.
 _CYCLES_PER_SECOND: Final = 2e9
 
 

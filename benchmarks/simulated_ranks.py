@@ -3,9 +3,9 @@
 In: how tensors are sharded, the number of ranks. Out: the time of a commit, and its requests to the object store, to
 the ranks' store and to rank 0. Knows nothing of: archives, which become durable at random moments.
 
-The other ranks are simulated as far as the real ones see them. Real are: captures, shares, words, receipts, the
-agreement, manifest, layout, coverage, tracker and journal. Simulated are: digests of large tensors, which would take
-hours here, and the two stores, by `far_store` for objects and by `far_words` for the words between ranks.
+The other ranks are simulated as far as the real ones see them. Captures, shares, words, receipts, the agreement,
+manifest, layout, coverage, tracker and journal are real. Digests of large tensors are not, since they would take hours
+here. The stores are simulated: `far_store` stores objects, and `far_words` the words between ranks.
 
 A commit is timed from the last durable archive to manifest, tracker and journal, in simulated time: 30 ms per request,
 at most 16 at a time, 1,000 names per page of a listing, the time of the ranks' store, and the computing time of rank 0.

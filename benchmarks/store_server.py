@@ -1,7 +1,9 @@
 """A loopback server that speaks enough S3 to receive and return objects, at almost no cost.
 
-In: requests. Out: answers like those of S3, to clients without authentication. Knows nothing of: clients. `python -m
-benchmarks.store_server KEEP GIGABITS LATENCY GIVES_WAY` runs such a server, which ends when its standard input closes.
+In: requests. Out: answers like those of S3, to clients without authentication. Knows nothing of: clients.
+
+`python -m benchmarks.store_server KEEP GIGABITS LATENCY GIVES_WAY` runs such a server. It ends when its standard input
+closes.
 
 Servers that store and hash their data need seconds of processor time per GB. On a few cores, this hides the costs of
 the client. Here the kernel discards large bodies without copying them. With `keep` they are stored in memory, which the
