@@ -379,7 +379,7 @@ class SimulatedWorld:
 
     @cached_property
     def _copies(self) -> list[dict[str, dict[str, str]]]:
-        """What ranks report at the first save of data that other ranks may also have, for each shard."""
+        """For each shard, the report of its ranks at the first save on data that other ranks may also have."""
         found = []
         for rank in range(_SHARDS):
             here = captured(self.kind, rank, self.size, self._num_tensors)

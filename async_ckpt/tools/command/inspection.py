@@ -43,7 +43,7 @@ def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: boo
         print_json("names", {"place": place.shown, "names": rows})
         return
     if patterns and all(row.kind == "value" for row in rows):
-        if [row.name for row in rows] == [*patterns]:  # plain values without their names
+        if [row.name for row in rows] == [*patterns]:  # a single plain value, without its name
             print(as_json_text(rows[0].value))
         else:
             lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
