@@ -125,8 +125,7 @@ def _compiling() -> Iterator[dict[str, str]]:
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
-    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`, and the imported optional packages.
-    """
+    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`, and its optional packages."""
     with _compiling() as environment:
         samples = [_imported(environment) for _ in range(rounds + 1)]
     seconds = [seconds for seconds, _ in samples[1:]]

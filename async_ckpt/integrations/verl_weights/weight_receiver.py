@@ -70,8 +70,7 @@ class WeightReceiver:
             self._line = None
 
     async def receive(self, number: int | None) -> AsyncIterator[Item]:
-        """The tensors of the version that the sender announces. Raises PeerFailedError if its number is not `number`.
-        """
+        """The tensors of the version that the sender announces. Raises PeerFailedError for another `number`."""
         line = self._line
         if line is None:
             raise RuntimeError("receive_weights was called outside of a sync; call init_process_group before")
