@@ -1,11 +1,11 @@
 """Connections from the sender of weights to the receivers, over which it reports that a version can be read.
 
-In: small messages on rank 0 of the training. Out: the messages at each receiver, or an error as soon as the sender has
-died. Knows nothing of: weights, verl.
+In: small messages on rank 0 of the training. Out: the messages at each receiver, or an error when the sender has died.
+Knows nothing of: weights, verl.
 
 The sender has one listening socket for all syncs. Receivers connect before weights are sent, and get lines of JSON.
-They send nothing, so a receiver that hangs or dies delays nobody. If a connection ends, the sender has ended, or has
-begun another sync.
+They send nothing, so a receiver that hangs delays nobody. A connection ends when the sender ends, or begins another
+sync.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 In: the calls of verl's `CheckpointEngineManager`, on all ranks of the training and in all workers of rollouts. Out: a
 version for each sync, and its tensors in the rollouts. Knows nothing of: how versions are written and read.
 
-One sync consists of `prepare`, `build_topology`, `init_process_group`, `send_weights` concurrently with
-`receive_weights`, and `finalize`. Rank 0 of the training sends. The other ranks only take part in the export, which is
-collective.
+One sync is `prepare`, `build_topology`, `init_process_group`, `send_weights` with `receive_weights`, and `finalize`.
+Rank 0 of the training sends. The other ranks only take part in the export, which is collective.
 """
 
 from __future__ import annotations
@@ -185,8 +184,7 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         """The names and tensors of the version that was received last, again, at any later time.
 
         They are read from the memory of the sender while that version is its newest, otherwise from the folder of this
-        host, or from the root. Raises the errors of `receive_weights`, and NotCommittedError if nothing was received
-        yet.
+        host, or from the root. Raises the errors of `receive_weights`, and NotCommittedError if there is no version.
         """
         async for pair in self._receiving("get_weights").again():
             yield pair

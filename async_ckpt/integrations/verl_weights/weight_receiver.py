@@ -1,7 +1,6 @@
 """The tensors of a version on the host of a receiver: in the memory of the sender, or in a folder of this host.
 
-In: the root of a publisher, and a version. Out: its tensors by name, for as long as they are used. Knows nothing of:
-verl.
+In: the root of a publisher, and a version. Out: its tensors by name, while they are used. Knows nothing of: verl.
 
 The memory of the sender is mapped, not copied. On other hosts, one folder serves all receivers: the first one pulls
 into it, and all map its files. A receiver holds a shared lock on the folder while it reads, so that no pull changes the

@@ -56,8 +56,7 @@ class WeightSender:
     ) -> dict[str, float]:  # fmt: skip
         """Publish the weights, and notify the receivers of the sync, also of an error. Returns figures.
 
-        Returns when a receiver on this host can read the version; with `durably`, when receivers on other hosts can
-        read it.
+        Returns when a receiver on this host can read the version; with `durably`, when all receivers can.
         """
         begun = timing.monotonic()
         try:

@@ -28,9 +28,8 @@ class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader of models, with the weights of an archive, a step, a run, an export or a published version.
 
     `model_loader_extra_config` has the arguments of `StoredWeights`; `path` is by default the model itself, and
-    `folder` is by default vLLM's `download_dir`. The config and the tokenizer come from the model, as for every load
-    format. When a running engine reloads its weights from a place that the request names, that place is used instead of
-    `path`.
+    `folder` vLLM's `download_dir`. The config and the tokenizer come from the model, as for every load format. If a
+    request to reload weights names a place, that place is used instead of `path`.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -58,10 +57,7 @@ class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
         self.weights(model_config).check()
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[Item]:
-        """The names and tensors. Raises the errors of `StoredWeights.tensors`.
-
-        Raises ValueError for a model that also needs the weights of a second one.
-        """
+        """Names and tensors. Raises the errors of `StoredWeights.tensors`, and ValueError for `secondary_weights`."""
         if tuple(getattr(model, "secondary_weights", ())):
             raise ValueError(
                 f"{type(model).__name__} also takes weights of a second model, which this load format does not have; "

@@ -3,9 +3,8 @@
 In: a WeightSource, or the place of stored weights. Out: an engine that has them. Knows nothing of: snapshots.
 
 A worker always receives a place: a step or a version that all hosts see, or a safetensors file of at most
-`bucket_bytes` in memory that all processes of the host share. The training writes such a file, waits until all workers
-have read it, and deletes it before it writes the next one. A file that a killed training has left is deleted by the
-next training.
+`bucket_bytes` in memory that the processes of a host share. The training writes such a file, waits until all workers
+have read it, and deletes it before it writes the next one. The next training deletes the file of a killed one.
 """
 
 from __future__ import annotations

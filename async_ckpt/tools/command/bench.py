@@ -83,10 +83,7 @@ class Measured:
 
 
 def show(root: Place | None, *, size: str, tensors: int, as_json: bool) -> None:
-    """Measure saves of a state of `size` in `tensors` tensors, and print the table or a JSON document.
-
-    Raises StorageFullError if the disk has too little space.
-    """
+    """Measure saves of a state, and print the table or a JSON document. Raises StorageFullError."""
     root, num_bytes, num_tensors = root or Place("."), size_of(size), tensors
     _refuse(num_bytes, num_tensors)
     with _own_folder(root) as folder:
@@ -191,8 +188,7 @@ class _Candidates:
                     path=root.shown,
                 )
         self._state = _state(num_bytes, num_tensors)
-        # Written once: the pages of new memory are scattered, and reading into them past the page cache takes twice as
-        # long.
+        # Written once: pages of new memory are scattered, and reading into them directly takes twice as long.
         self._pieces = [_random_piece() for _ in range(_NUM_THREADS)]
         self._step, self._stall_seconds = 0, 0.0
 

@@ -105,10 +105,7 @@ def show(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Convert a checkpoint, and print what was written, as text or as a JSON document.
-
-    After an error, nothing is left at the destination.
-    """
+    """Convert a checkpoint, and print what was written. After an error, nothing is left at the destination."""
     if dst is None and not to:
         raise Answer("--to is missing: name the file or folder to write, such as F.safetensors, F.pt or F.tar", USAGE)
     request = ConversionRequest(src, dst or place_like(src, to), select or (), from_rank or (), **options)
@@ -300,10 +297,7 @@ def _write_torch(request: ConversionRequest, state: Any) -> int:
 
 
 def _plain(leaf: Any) -> Any:
-    """A tensor for a NumPy array, a number for a NumPy scalar: plain torch.load refuses NumPy objects.
-
-    Random states contain such objects.
-    """
+    """Convert NumPy arrays and scalars, as in random states, since plain torch.load refuses NumPy objects."""
     if type(leaf).__module__ != "numpy" or not hasattr(leaf, "dtype"):
         return leaf
     if leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:

@@ -4,9 +4,8 @@ In: a place with a run, and the target root. Out: the same commits there, and a 
 command-line arguments.
 
 The steps are copied one after the other, the oldest first, and all archives of a step at once. A step is committed when
-its bytes have been compared with their digests and are durable, so the target is a valid run at any time. An
-interrupted copy can be repeated: steps and archives that the target has are not copied again. The tracker is written
-last.
+its bytes have been compared with their digests and are durable, so the target is a valid run at any time. Steps and
+archives that an interrupted copy has left at the target are not copied again. The tracker is written last.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ _DAMAGED: Final = "damaged"
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """The outcome for one step. `error` is the damage of a step that is damaged at its source, and was not copied.
-
-    `outcome` is "copied"; "copied, lends" for a step that was not requested, but lends to one that was; "was there";
-    "mended" if the target's copy was damaged; "replaced" if the target had another version; "deleted meanwhile"; or
-    "damaged".
+    """The outcome for one step: "copied"; "copied, lends" if it was not requested, but lends to a requested step; "was
+    there"; "mended" if the target's copy was damaged; "replaced" if that was another version; "deleted meanwhile"; or
+    "damaged" at its source, with the error, and not copied.
     """
 
     step: int
@@ -162,8 +159,7 @@ def copy_steps(
     """Copy steps and the steps that lend to them, then the tracker.
 
     With `is_whole`, the source may delete steps meanwhile. With `overwrite`, other versions at the target are replaced,
-    and equal versions there are read, and copied again if they are damaged. A target is refused before anything is
-    copied.
+    and equal ones are read, and copied again if damaged. A target is refused before anything is copied.
     """
     to = open_run(target.storage(), source.naming)
     to.steps()
@@ -268,9 +264,8 @@ def _refuse_inside(source: Place, root: Storage, target: Place) -> None:
 def _refuse_unrelated(source: runs.Run, to: runs.Run, steps: Collection[int]) -> None:
     """Refuse to mix the steps of two runs, since a training could continue from steps of the other run.
 
-    A run knows a start by a file in its root, as an ancestor, or by a commit; a copy knows only commits. The steps are
-    of one run if `to` knows the starts of all commits that it gets, or `source` knows the starts of all commits that
-    stay in `to`.
+    A run knows a start by a file in its root, as an ancestor, or by a commit; a copy knows only commits. The runs are
+    one if `to` knows the starts of all commits that it gets, or `source` those of all that stay in `to`.
     """
     here, there = source.view(), to.view()
     given = _starts_of(here[step] for step in steps if step in here)

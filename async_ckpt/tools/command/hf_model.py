@@ -76,9 +76,8 @@ def adapter_config_of(source: Place, config: str) -> bytes | None:
 
 
 def missing_of(folder: Path, names: Collection[str]) -> list[str]:
-    """The weights of the model that these names lack. A model that is loaded from these weights initializes them.
-
-    Names that the model does not have are refused, with advice on the prefix to strip, or on the names to select.
+    """The weights of the model that these names lack, which a loaded model initializes. Names that the model does not
+    have are refused, with advice on the prefix to strip, or on the names to select.
     """
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)

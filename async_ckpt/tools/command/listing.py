@@ -57,10 +57,7 @@ _SPEEDS: Final = ("_runtime", "_per_second")
 
 
 class Best(NamedTuple):
-    """A choice of the best steps by a metric.
-
-    `metric` is an entry of the records, `mode` its better end, and `num_steps` the number of steps.
-    """
+    """The best `num_steps` steps by `metric`, an entry of their records. `mode` is the better end of the metric."""
 
     metric: str
     mode: Literal["min", "max"]
@@ -96,9 +93,8 @@ class RunRow:
     """One run in a folder of runs, or another thing found there.
 
     `kind` is "run", "publication", the name of a framework for checkpoints of its trainer, or the kind of a single
-    checkpoint or file. `broken` are the steps of a run with a damaged manifest, a missing archive, or an archive of
-    another size. In a store, archives are looked up only on request. `best` is the best value of a metric, and its
-    step.
+    checkpoint or file. `broken` are the steps with a damaged manifest, a missing archive, or one of another size; in a
+    store, archives are looked up only on request. `best` is the best value of a metric, and its step.
     """
 
     name: str
@@ -115,8 +111,8 @@ class RunRow:
 class VersionRow:
     """One version of a publication: an anchor, a delta against `base`, or damaged.
 
-    `num_complete` is the number of ranks on which it is complete. If ranks publish, the version is a delta if it is one
-    on any rank, and `base` is the oldest base of all ranks.
+    `num_complete` is the number of ranks on which it is complete. With several ranks, it is a delta if it is one on any
+    rank, and `base` is the oldest base.
     """
 
     version: int
@@ -129,9 +125,8 @@ class VersionRow:
 
 
 def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
-    """Print the contents of a place as a table, or as a JSON document.
-
-    `check` looks up the objects of all steps. `records` shows up to a hundred entries of the records instead of three.
+    """Print the contents of a place as a table, or as a JSON document. `check` looks up the objects of all steps, and
+    `records` shows up to a hundred entries of the records instead of three.
     """
     storage, metric = place.storage(), None if best is None else parse_best(best)
     names = storage.names("")
@@ -219,9 +214,8 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
 def checkpoints_of(place: Place, names: Sequence[str], *, with_second_names: bool = False) -> list[StepRow]:
     """The checkpoints of a framework's trainer in a folder with these names, in ascending order of their steps.
 
-    The history beside them supplies what their names do not tell. A checkpoint that is not in the history gets the time
-    of its file or folder. A second name of a checkpoint is one of its marks, and gets its own row only
-    `with_second_names`.
+    The history beside them supplies what their names do not tell. Without it, the time is that of the file or folder. A
+    second name is a mark of the checkpoint, and has its own row only `with_second_names`.
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
@@ -250,9 +244,8 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
 
 
 def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: bool = False) -> list[RunRow]:
-    """The rows of the things that a walk has found, by name; with `metric`, those that have it, the best value first.
-
-    `check` looks up the objects of each step in a store, too.
+    """The rows of the things that a walk has found, by name, or with `metric` from the best value on. `check` looks up
+    the objects of steps in stores, too.
     """
     rows: list[RunRow] = []
 
@@ -446,10 +439,7 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
-    """The rows that have a metric, with its values, the best one first. Steps marked bad are left out.
-
-    Of equal values, the newest step comes first.
-    """
+    """Values of a metric with their rows, the best first, of equal ones the newest. Steps marked bad are left out."""
     sound = [row for row in rows if not any(mark.partition(":")[0] == "bad" for mark in row.marks)]
     values = [(value, row) for row in sound if (value := runs.number(row.record.get(best.metric))) is not None]
     return sorted(values, key=lambda one: (one[0] if best.mode == "max" else -one[0], one[1].step), reverse=True)

@@ -69,10 +69,8 @@ class Walk(NamedTuple):
 
 
 def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
-    """The kind of a place, by the names there.
-
-    "trainer" is a folder with checkpoints of a framework, "checkpoint" one of these checkpoints, and "runs" a folder
-    with any of the other things below it.
+    """The kind of a place, by the names there: "trainer" for a folder with checkpoints of a framework, "checkpoint" for
+    one of these, and "runs" for a folder with any of the other things below it.
     """
     names = place.storage().names("") if names is None else names
     kind = own_kind(place, names)
@@ -108,10 +106,7 @@ def trainer_of(place: Place) -> tuple[Place, str] | None:
 
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
-    """These places, with empty names. A folder of runs is replaced by the things of these kinds below it.
-
-    Those have their names below the folder.
-    """
+    """These places, with empty names. A folder of runs is replaced by the things in it, of these kinds, with names."""
     targets: list[tuple[Place, str]] = []
     for place in places:
         if kind_of(place) != "runs":

@@ -1,7 +1,6 @@
 """The subcommands of `async-ckpt`, and their options.
 
-In: arguments. Out: a call of `show` in the module of a subcommand, and a status. Knows nothing of: what a subcommand
-does.
+In: arguments. Out: a call of a subcommand's `show`, and a status. Knows nothing of: what a subcommand does.
 
 Each subcommand is declared here as a function without a body. Its parameters are the options, and its docstring is the
 help. `show` has the same parameters, and `as_json`. The module of a subcommand is imported when it is called, so that

@@ -36,9 +36,8 @@ _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable[..., None]:
-    """A function for typer that calls `show`. Each parameter that is a `Place` becomes an argument.
-
-    The option `--json` and the options of the stores come last.
+    """A function for typer that calls `show`. Each parameter that is a `Place` becomes an argument. The option `--json`
+    and the options of the stores come last.
     """
     signature = inspect.signature(word, eval_str=True)
     parameters = [_as_argument(one) for one in signature.parameters.values()]

@@ -126,8 +126,7 @@ def _refuse_unknown_metric(place: Place, keep: Keep, commits: runs.Commits) -> N
 def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     """Refuse to change a run that another process writes to, or may write to.
 
-    On a disk, the newest start is locked while its process lives. A store has no locks: there, only a process of this
-    machine can be checked, by its number.
+    On a disk, the lock of the newest start shows it. In a store, only a process of this machine can be checked.
     """
     run.steps()
     runs.refuse_if_alive(run.storage, run.root.starts)
@@ -176,10 +175,8 @@ class _Shown(NamedTuple):
         ]
 
     def delete(self, *, unattended: bool) -> list[int]:
-        """Delete the steps that were shown for deletion and have not changed since. Returns them.
-
-        Refuses if another process may save there, such as one that has begun meanwhile. No save begins during the
-        deletion.
+        """Delete the steps that were shown for deletion and have not changed since. Returns them. Refuses if another
+        process may save there. No save begins during the deletion.
         """
         run = self.run
         run.steps()

@@ -143,10 +143,8 @@ def _content(storage: Storage, name: str) -> bytes | None:
 
 
 def _retired(chosen: list[ChosenRun], step: int) -> Damage:
-    """A retired step as damage, which is mended by committing the step again.
-
-    Raises StepExistsError if the step is committed, and NotCommittedError if it does not exist, or its archives are
-    gone.
+    """A retired step as damage, which is mended by committing it again. Raises StepExistsError if it is committed, and
+    NotCommittedError if it does not exist, or its archives are gone.
     """
     for one in chosen:
         run, folder = one.run, one.run.folder(step)

@@ -146,9 +146,8 @@ def _print_folded(to: Console, table: Sequence[_TableColumn]) -> None:
 
 
 def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print each row as a line with its first text, and an indented line for each other text that is not empty.
-
-    The first of `rows` has the names of the columns.
+    """Print each row after the one of names as a line with its first text, and an indented line for each other text
+    that is not empty.
     """
     from rich.text import Text
 
@@ -163,10 +162,7 @@ def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of `total` bytes on stderr, if that is a terminal.
-
-    Call the result with the number of new bytes, from any thread.
-    """
+    """A progress bar of bytes on stderr, if that is a terminal. Any thread may call the result with new bytes."""
     if not sys.stderr.isatty() or not total:
         yield lambda _: None
         return
@@ -212,9 +208,8 @@ def print_json(kind: str, document: Mapping[str, Any], *, in_line: bool = False)
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON in ASCII, which has no characters that control a terminal.
-
-    A dataclass becomes an object with its fields, or the result of its `as_json`. NaN and infinities become texts.
+    """A value as JSON in ASCII, which cannot control a terminal. A dataclass becomes an object with its fields, or the
+    result of its `as_json`. NaN and infinities become texts.
     """
     return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 

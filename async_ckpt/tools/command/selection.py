@@ -143,9 +143,8 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
 
 
 def chosen_steps(run: runs.Run, *which: str) -> list[int]:
-    """The committed steps for "latest", "best:loss", or ranges such as "100", "100:500", ":500" and "100:".
-
-    A range includes both ends. By default, all steps.
+    """The committed steps for "latest", "best:loss", or ranges such as "100", "100:500", ":500" and "100:", which
+    include both ends. By default, all steps.
     """
     committed = run.steps()
     if not committed:

@@ -252,10 +252,8 @@ _Check = Callable[[], tuple[str, ...] | None]
 
 
 def _checks_of_files(root: Place, name: str, reading: _Reading) -> Iterator[tuple[str, _Check]]:
-    """The calls that verify a checkpoint, each with its path. Make each call before asking for the next.
-
-    The order is: files of digests, files whose digests they have, steps and folders of torch.distributed.checkpoint,
-    and all other files.
+    """The calls that verify a checkpoint, each with its path: of files of digests, files whose digests they have, steps
+    and folders of torch.distributed.checkpoint, and all other files. Make each call before asking for the next.
     """
     storage, verification = root.storage(), reading.verification
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]

@@ -25,9 +25,8 @@ _FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
 
 
 def for_each(call: Callable[..., object], *places: Sequence[Place], with_headings: bool = False) -> None:
-    """Make a call for each of several places, or pairs of places, even if other calls fail.
-
-    Exits with the highest status.
+    """Make a call for each of several places, or pairs of places, even if other calls fail. Exits with the highest
+    status.
     """
     targets = [*zip(*places, strict=True)]
     if len(targets) == 1:

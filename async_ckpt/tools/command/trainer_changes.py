@@ -55,9 +55,8 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PruneRow:
-    """A step, and whether it is deleted. `num_bytes` is None for a step whose manifest is damaged.
-
-    `name` is the name of a framework's checkpoint.
+    """A step, and whether it is deleted. `num_bytes` is None for a step whose manifest is damaged, and `name` is the
+    name of a framework's checkpoint.
     """
 
     step: int
@@ -69,8 +68,7 @@ class PruneRow:
 class ShownCheckpoints:
     """The checkpoints of a trainer as they were shown to the user, and the steps that the rules do not keep.
 
-    Checkpoints that the framework names are kept: the newest one, its tracker's and the best one. Checkpoints without a
-    known step are kept, too.
+    The newest, the tracker's and the framework's best checkpoint are kept, and those without a known step.
     """
 
     def __init__(self, place: Place, keep: Keep) -> None:

@@ -2,8 +2,7 @@
 
 In: the names in a folder. Out: the frameworks of its checkpoints, and their steps. Knows nothing of: tensors.
 
-All subcommands use this module. A checkpoint is recognized by one file that each complete checkpoint of its framework
-has.
+All subcommands use this module. A checkpoint is recognized by a file that each complete one of its framework has.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ def framework_of(name: str, inside: Collection[str]) -> str | None:
 
 
 def checkpoints_in(storage: Storage, names: Sequence[str], *, most: int | None = None) -> list[TrainerCheckpoint]:
-    """The checkpoints of a training in a folder with these names, in ascending order of steps.
-
-    With `most`, only so many of the newest names are searched. The folder of a model is left out: it has no step.
+    """The checkpoints of a training in a folder with these names, in ascending order of steps; with `most`, only those
+    among so many newest names. The folder of a model is left out: it has no step.
     """
     numbered = [
         (number.step, name) if (number := runs.parse_step_name(name)) else (-1, name)
@@ -166,9 +164,8 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
 
 
 def without_second_names(told: Sequence[events.Event]) -> list[events.Event]:
-    """The history of a trainer without the saves of second names.
-
-    A second name has no step. A save under another name, with a step, has the same step and record.
+    """The history of a trainer without saves under second names, such as last.ckpt: a save under a name with a step has
+    the same step and record.
     """
     saves = [one for one in told if one["kind"] == "save" and one.get("name")]
     named = [(one["step"], one["record"]) for one in saves if _step_in(one["name"].rpartition("/")[2]) is not None]
@@ -177,9 +174,8 @@ def without_second_names(told: Sequence[events.Event]) -> list[events.Event]:
 
 
 def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:
-    """The second names of checkpoints, such as Lightning's last.ckpt, with the first name of each.
-
-    A second name has no step. It is a link to the other checkpoint, or its save shows that it is a copy.
+    """The second names of checkpoints, such as Lightning's last.ckpt, with the first name of each. A second name has no
+    step. It is a link to the other checkpoint, or its save shows that it is a copy.
     """
     folder = urls.local_path(place.text) if place.is_local else None
 

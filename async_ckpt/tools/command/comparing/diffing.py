@@ -1,8 +1,6 @@
 """The differences of two checkpoints, name by name.
 
-In: two places with checkpoints of any format. Out: rows of plain values, and their table. Knows nothing of:
-command-line arguments.
-
+In: two places with checkpoints of any format. Out: rows of plain values, and their table. Knows nothing of: arguments.
 Both checkpoints are read piece by piece. Objects are unpickled only with `trust`.
 """
 
@@ -72,9 +70,8 @@ def show(a: Place, *, all_: bool, as_json: bool, **options: Any) -> None:
 def _diff(
     a: Place, *, b: Place, select: Sequence[str] | None, rtol: float, atol: float, trust: bool, as_json: bool
 ) -> None:
-    """Print the names that differ, the largest difference first, as a table or a JSON document.
-
-    Raises typer.Exit if something differs by more than the tolerances, or cannot be compared.
+    """Print the names that differ, the largest difference first, as a table or a JSON document. Raises typer.Exit if
+    something differs by more than the tolerances, or cannot be compared.
     """
     options: dict[str, Any] = {"select": select or None, "trust": trust}
 

@@ -90,10 +90,7 @@ def _rows(items: torch.Tensor) -> torch.Tensor:
 
 
 def _exact_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """The distances of 64-bit integers, which float64 may round; None for other dtypes.
-
-    Distances that overflow are wrong. `_measure` uses only distances below 2**53.
-    """
+    """The exact distances of 64-bit integers, wrong if they overflow; None for other dtypes."""
     if a.dtype != b.dtype or a.dtype not in _WIDE_INTEGERS:
         return None
     return (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)

@@ -70,10 +70,9 @@ class Column:
 class RunColumns:
     """The events of one run as columns by name.
 
-    `groups` and `entries` are the names of the columns for groups and for entries of records. `saves` are the row
-    numbers of the committed saves, in the order of time. `broken` maps steps that are kept and cannot be loaded to
-    their damage, as far as they were checked. `marks` maps steps to their marks, in words. `places` are the places of a
-    run with several.
+    `groups` and `entries` name the columns of groups and of entries of records. `saves` are the row numbers of the
+    committed saves, in the order of time. `broken` maps kept steps that cannot be loaded to their damage, as far as
+    they were checked. `marks` maps steps to their marks, in words. `places` are the places of a run with several.
     """
 
     name: str

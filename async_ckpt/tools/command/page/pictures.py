@@ -52,10 +52,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class GroupLane:
-    """One group over the steps, as spans (first step, last step, lender).
-
-    The lender is None where saves wrote the group.
-    """
+    """The spans of one group: first step, last step and lender, which is None where saves wrote the group."""
 
     name: str
     spans: Sequence[tuple[int, int, int | None]]
