@@ -364,6 +364,14 @@ def test_inspect_prints_one_tensor_as_torch_does(tmp_path: Path) -> None:
     assert "tensor(" not in run_command("inspect", tmp_path / "run", "t0*").stdout
 
 
+def test_inspect_prints_each_of_several_values_that_are_named_in_their_order(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"epoch": 7, "name": "a"}, 1).result()
+    for names in (("epoch", "name"), ("name", "epoch")):
+        assert json.loads(run_command("inspect", tmp_path / "run", *names).stdout) == {"epoch": 7, "name": "a"}
+    assert run_command("inspect", tmp_path / "run", "name").stdout == '"a"\n'
+
+
 def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "step_00000001"
     folder.mkdir()
