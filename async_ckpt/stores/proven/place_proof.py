@@ -39,9 +39,11 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
         _prove_reads(storage, name, replaced=for_run)
         if for_run:
             _prove_listing(storage, name, timer)
-    except BaseException:
+    except BaseException as error:
         with suppress(StorageUnavailableError):
             storage.delete(name)
+        if isinstance(error, FileExistsError):
+            raise _useless(storage, "an object with a new name cannot be created, as if it existed") from error
         raise
     try:
         storage.delete(name)
