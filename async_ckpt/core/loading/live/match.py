@@ -272,7 +272,7 @@ class Match:
         return self._opaque(live, saved, path)
 
     def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
-        """Leave an object of an unknown kind as it is if the saved object is the same; otherwise it is a difference."""
+        """Keep an object of an unknown kind if the saved one is the same; else replace it, or add a difference."""
         if are_same_objects(live, self._object_of(saved)):
             return live
         if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
