@@ -14,7 +14,7 @@ from .objects import ObjectContract
 
 
 class StorageContract(ArchiveContract, ObjectContract):
-    """A base class for the tests of a storage. Define a `storage` fixture: a new storage with an empty root.
+    """A base class for tests of a storage. Define a `storage` fixture: for each test, a new storage with an empty root.
 
         from async_ckpt.testing import StorageContract
 

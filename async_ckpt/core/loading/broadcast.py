@@ -4,7 +4,7 @@ In: the memory that each rank has to fill, and a process group of the caller. Ou
 Knows nothing of: steps, the content of archives.
 
 Collectives are called only here, on the thread that restores, in the same order even if a rank fails. First, each rank
-reads its part, or fails. Then the ranks exchange the outcome. Only if all ranks succeeded, the parts are broadcast.
+reads its part, or fails. Then the ranks exchange the outcome. The parts are broadcast only if all ranks succeeded.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class _Upload:
 
 
 class _FillTarget:
-    """Memory to fill. A tensor that is not dense, or on a device without a backend, is filled by a dense copy."""
+    """Memory to fill. A tensor that is not dense, or on a device without a backend, is filled through a dense copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()

@@ -99,7 +99,7 @@ def resume(
 def _agreed_step(
     roots: Roots, talk: Talk, number: int, skipped: dict[int, str], see_own_saves: SeeOwnSaves, *, only_good: bool
 ) -> int | None:
-    """The step that rank 0 names, not in `skipped`, once this rank sees it. Rank 0 adds steps excluded by marks."""
+    """The step, not in `skipped`, that rank 0 names, once this rank sees it. `skipped` gets steps excluded by marks."""
     key = f"{number}/step"
     if talk.rank == 0:
         try:

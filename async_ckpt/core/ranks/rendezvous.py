@@ -305,7 +305,7 @@ class RankCall(Rendezvous):
 
     async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
         """Report that this rank has done its part, with a few values. On rank 0: return the values of all ranks, once
-        all have reported; then rank 0 calls `decide`. On the others: return None; they call `hear`.
+        all have reported; then rank 0 calls `decide`. On the others: return None; they call `receive`.
 
         Raises PeerFailedError.
         """

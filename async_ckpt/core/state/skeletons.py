@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     from_ranks: Mapping[str, int] = MappingProxyType({})
 
     def of(self, path: Path, ranks: Collection[int]) -> int | None:
-        """The rank whose value is used; None for the values of all ranks. Raises UnknownChoiceError."""
+        """The rank whose value is used; None for all ranks. Raises UnknownChoiceError if a chosen rank has no value."""
         name = dotted(path)
         for group, rank in self.from_ranks.items():
             if is_within(name, {group}):

@@ -1,4 +1,4 @@
-"""Copies and deletions of many objects, and requests whether they exist.
+"""Copies, deletions and existence checks of many objects.
 
 In: readers of objects, and a storage. Out: the same objects there, each whole or not at all.
 Knows nothing of: what is in them.

@@ -164,7 +164,7 @@ class Storage(Protocol):
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         """Write or replace a small object durably and atomically; with `version`, only if the object has this version.
 
-        Returns the new version, or None if not reported. Raises FileExistsError unless the object has `version`.
+        Returns the new version, or None if not reported. Raises FileExistsError if `version` is given and differs.
         """
 
     def append_lines(self, path: str, lines: bytes) -> int | None:  # noqa: ARG002

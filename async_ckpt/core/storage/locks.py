@@ -48,7 +48,7 @@ _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
 _ours_lock = threading.RLock()  # reentrant: any allocation may run a finalizer that calls `forget`
 # Temp files that this process could not delete; under _ours_lock.
 _undeleted: set[Path] = set()
-_replacing = threading.Lock()  # held while one version of a file is replaced
+_replacing = threading.Lock()  # held during a replacement that depends on the version
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:

@@ -37,7 +37,7 @@ from .interface import Reader, Storage
 _CONNECT_SECONDS: Final = 10.0
 _LENGTH: Final = struct.Struct("<I")
 _NONCE_BYTES: Final = 32
-# More than any request or answer has: a layout of thousands of ranks has some megabytes.
+# More bytes than any request or answer has: a layout of thousands of ranks has some megabytes.
 _MAX_BYTES: Final = 1 << 30
 # The methods of a folder that other processes may call.
 _QUESTIONS: Final = frozenset(

@@ -307,7 +307,7 @@ class Bucket:
         return float(self.call("head_object", name)["LastModified"].timestamp())
 
     def abort_uploads(self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False) -> list[str]:
-        """Abort uploads begun before a time to keys with this prefix, or if `exact` to this key. Returns their keys."""
+        """Abort uploads begun before `before` to keys with this prefix; if `exact`, to this key. Returns their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])
             for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)

@@ -308,7 +308,7 @@ def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
 def abort_stale_uploads(
     bucket: str, prefix: str, *, options: Mapping[str, Any] | None, before: float = math.inf, exact: bool = False
 ) -> list[str]:
-    """Abort unfinished uploads begun before a time, to keys that begin with `prefix`, or if `exact`, to this key.
+    """Abort unfinished uploads, begun before `before`, to keys that begin with `prefix`; if `exact`, to this key only.
 
     Returns their keys.
     """

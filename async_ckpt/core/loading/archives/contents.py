@@ -100,7 +100,7 @@ class Contents:
     def pieces(self, number: int) -> list[tuple[Contents, Slice]]:
         """The slices of a tensor in this file, and the slices of it that archives of earlier steps have.
 
-        Raises CorruptCheckpointError if an earlier archive lacks such a slice, so only existing data needs memory.
+        Raises CorruptCheckpointError if an earlier archive lacks such a slice: memory is only allocated for saved data.
         """
         tensor = self.index.tensors[number]
         pieces: list[tuple[Contents, Slice]] = [(self, piece) for piece in tensor.slices]

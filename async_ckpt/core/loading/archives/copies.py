@@ -45,9 +45,9 @@ class Copies(Reader):
         self._away: StorageUnavailableError | None = None
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target`.
+        """Fill `target`. Raises CorruptCheckpointError if a block is sound nowhere.
 
-        Raises CorruptCheckpointError, or StorageUnavailableError if a place that may have a block does not answer.
+        Raises StorageUnavailableError instead if a place that does not answer may have the block.
         """
         covered, expected, tail = self._ends
         end = offset + len(target)
@@ -87,7 +87,7 @@ class Copies(Reader):
         raise self._nowhere()
 
     def _read_each(self, offset: int, data: bytearray) -> Iterator[str]:
-        """Fill `data` from one place after the other. After each place, yields the full name of the file."""
+        """Fill `data` from one place after the other. Yields the full name of each file that was read."""
         for storage in self._holders.storages:
             shown = storage.locate(self._path)
             try:

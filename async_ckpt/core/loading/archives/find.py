@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _ANY_READER: Final = Readers()
 _BEGIN: Final = f"{index.MEMBER}\0".encode()  # the first bytes of every archive of this library
-# The most folders that an error describes.
+# The most folders that are searched for an error message.
 _MOST_BELOW: Final = 32
 
 
@@ -217,7 +217,7 @@ def nothing_committed(storage: Storage) -> NotCommittedError:
 
 
 class CommittedStep(NamedTuple):
-    """The location of a committed step: its folder in a storage, a function that reads its manifest, and its root."""
+    """The location of a committed step: its folder in a storage, and functions for its manifest and its run's root."""
 
     storage: Storage
     folder: str  # empty if the storage is the folder

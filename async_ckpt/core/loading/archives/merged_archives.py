@@ -340,7 +340,7 @@ class MergedArchives(Contents):
     ) -> tuple[Any, list[StoredLeaf]]:
         try:
             value, stored = super().tree(select=select, types=types, groups=groups)
-        except KeyError:  # another archive may have selected entries
+        except KeyError:  # another archive may have the selected entries
             if not self.learn_names():
                 raise
             return self.tree(select=select, types=types, groups=groups)

@@ -291,7 +291,7 @@ def field_change(live: Any, name: str, value: Any) -> Change:
 
 
 def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) -> Any:
-    """Restore, from the live state, the parts of a state that torch.distributed.checkpoint does not save.
+    """A saved state with the parts that torch.distributed.checkpoint leaves out, taken from the live state.
 
     These are empty dicts, the order of entries, and the type of numeric keys. Modules and optimizers are not changed.
     """

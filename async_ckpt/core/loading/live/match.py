@@ -122,9 +122,9 @@ class Match:
         *,
         goes_back: bool,
     ) -> None:
-        """`objects` are the unpickled objects, and `root` is the whole live state, whose modules name parameters.
-
-        `goes_back`: the training has saved or restored before, so live names that the checkpoint lacks are new.
+        """`objects` are the unpickled objects, `chosen` is the selection, None for all, and `root` is the whole live
+        state, whose modules name parameters. `goes_back`: the training has saved or restored before, so live names that
+        the checkpoint lacks are new.
         """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
@@ -272,7 +272,7 @@ class Match:
         return self._opaque(live, saved, path)
 
     def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
-        """Leave an object of an unknown kind as it is if the saved object is the same; otherwise it is a difference."""
+        """Keep an object of an unknown kind if the saved one is the same; else replace it, or add a difference."""
         if are_same_objects(live, self._object_of(saved)):
             return live
         if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
@@ -384,7 +384,7 @@ class Match:
         return self._new_item(next((live[key] for key in live), None), saved)
 
     def _new_item(self, sibling: Any, saved: Any) -> Any:
-        """The value for an item that a live container lacks, of its sibling's class if the saved fields match it."""
+        """The value for an item that a live container lacks, of its sibling's class if the saved value fits it."""
         if is_record(sibling) and type(saved) is dict and has_fields(type(sibling), saved):
             return self._materialize(SavedRecord(type(sibling), saved))
         value = self._materialize(saved)
@@ -906,7 +906,7 @@ def _shown_node(node: Json) -> str:
 def _overlaps(
     parts: Iterable[tuple[Ints | None, torch.Tensor]], shape: Ints
 ) -> Iterator[tuple[Ints | None, torch.Tensor]]:
-    """The parts of a tensor, cut to a tensor of another shape."""
+    """The parts of a tensor, cut at the bounds of another shape."""
     for offsets, part in parts:
         at = (0,) * part.ndim if offsets is None else offsets
         sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]

@@ -402,7 +402,7 @@ def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
 def _saved_names(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
     """The saved name of each live parameter: the same name, or the name that differs only by what wrappers add.
 
-    Raises ValueError if only one side has a parameter.
+    Raises ValueError for parameters that only one side has.
     """
     _refuse_twice(live)
     _refuse_twice(saved)

@@ -98,9 +98,9 @@ def kind_difference(
     """The reason, for the user, why a state is from another kind of optimizer; None if the kinds match.
 
     `classes` are the class names that the state was saved from, as returned by `classes_of`; empty if they are not
-    known. If the live class is one of them, either side may have additional settings: another version of the class adds
-    some, and so do users and schedulers. A related class must have the same settings. An unrelated class may be a
-    wrapper that hides the wrapped optimizer, so it must have the settings of one of torch's classes.
+    known. If the live class is one of them, one side may have additional settings, but not both: another version of the
+    class adds some, and so do users and schedulers. A related class must have the same settings. An unrelated class may
+    be a wrapper that hides the wrapped optimizer, so it must have the settings of one of torch's classes.
     """
     saved = {key for group in groups for key in group.settings} - _BESIDE
     states = [state for group in groups for state in group.states if state]
