@@ -4,7 +4,7 @@ In: a setting. Out: rows by name, one part after the other. Knows nothing of: ho
 
 The parts are independent: the error of one is stored with its row, and the next one begins. A part that needs more than
 the remaining time is not run, and a part that takes longer than its share is ended. If it cannot be ended, the process
-is, and the results of the earlier parts have been stored. Only torch and xxhash are needed.
+is ended; the results of the earlier parts are stored by then. Only torch and xxhash are needed.
 
 How rows are measured: *copies pending* counts copies of 4 KiB behind a busy kernel until one call takes more than 50
 ms; *from the device to the host* is `save` until all is staged, compared with a copy to 1 GiB of pinned memory; *steps

@@ -40,7 +40,7 @@ from .sync_line import Address, ReceiverLine, SentVersion
 Item = tuple[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
-# How often to pull a version that other processes replace at once by another version.
+# How many times to pull a version that other processes replace at once by another version.
 _TRIES: Final = 10
 
 

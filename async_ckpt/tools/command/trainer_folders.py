@@ -164,8 +164,9 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
 
 
 def without_second_names(told: Sequence[events.Event]) -> list[events.Event]:
-    """The history of a trainer without saves under second names, such as last.ckpt: a save under a name with a step has
-    the same step and record.
+    """The history of a trainer without saves under second names, such as last.ckpt.
+
+    A second name has no step in it, and a save under a name with a step has the same step and record.
     """
     saves = [one for one in told if one["kind"] == "save" and one.get("name")]
     named = [(one["step"], one["record"]) for one in saves if _step_in(one["name"].rpartition("/")[2]) is not None]
