@@ -372,6 +372,10 @@ class Root:
         by_steps = Line(listing.steps, listing.starts, self.find)
         return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
 
+    def leave_out(self, step: int, attempt: str) -> None:
+        """Note that commits at other roots show that this attempt does not count."""
+        self.outside = {**self.outside, step: attempt}
+
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""
         for step in sorted(stale, reverse=True):

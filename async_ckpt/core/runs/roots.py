@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate, takewhile
 from typing import Final, NamedTuple, TypeVar
 
@@ -35,7 +36,7 @@ from .naming import Naming
 from .retention import Commits
 from .root import attempt_of
 from .run import Run
-from .starts import Line
+from .starts import Line, StartsByName, latest
 from .tiers_file import TiersFile
 
 T = TypeVar("T")
@@ -352,30 +353,31 @@ class Roots:
             if others and not told:
                 told = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
             if others and self._is_retired(step, runs[0], others, frozenset().union(*(told[run] for run in others))):
+                for run in runs:
+                    if manifest := run.root.known_or_found(step):
+                        run.root.leave_out(step, manifest.attempt)
                 del holders[step]
         return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
         """Remove commits of processes that had lost the run, according to the starts of each root and all steps."""
 
-        def committed(step: int) -> Manifest | None:
-            return _first(run.root.known_or_found(step) for run in holders[step])
+        @cache
+        def commits(step: int) -> Mapping[Run, Manifest | None]:
+            return {run: run.root.known_or_found(step) for run in holders[step]}
 
-        out: dict[int, str] = {}
-        for run in runs:  # a root that lists two starts knows their order
-            out |= Line(sorted(holders), run.root.starts, committed).out(sorted(holders))
-        for step, attempt in out.items():
-            sound = []
-            for run in holders[step]:
-                if attempt_of(run.root.known_or_found(step)) == attempt:
-                    run.root.outside = {**run.root.outside, step: attempt}
-                else:
-                    sound.append(run)
-            if sound:
-                holders[step] = sound
-            else:
-                del holders[step]
-        return holders
+        def committed(starts: StartsByName, step: int) -> Manifest | None:
+            return latest(commits(step).values(), starts)
+
+        steps, sound = sorted(holders), {step: [*holders[step]] for step in holders}
+        for listed in (run.root.starts for run in runs):  # a root that lists two starts knows their order
+            line = Line(steps, listed, partial(committed, StartsByName(listed)))
+            for step in line.unseen(steps):
+                for run, manifest in commits(step).items():
+                    if manifest and run in sound[step] and not line.counts(step, manifest):
+                        run.root.leave_out(step, manifest.attempt)
+                        sound[step].remove(run)
+        return {step: left for step, left in sound.items() if left}
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
         """Whether `others` have retired the commit of `holder`. `told` are those that their newest manifests retire."""
