@@ -653,6 +653,38 @@ def test_a_place_that_does_not_answer_is_left_out_of_reading(roots):
             assert_is_state(ckpt.load(), 1)
 
 
+@pytest.mark.parametrize("first", [2, 3], ids=["rollback", "overwrite"])
+def test_a_start_that_saved_while_a_place_was_away_replaces_what_that_place_holds(roots, monkeypatch, first):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        for step in (2, 3):
+            ckpt.save(state_at(step), step).result()
+        ckpt.wait()
+    put_new = LocalStorage.put_new
+
+    def refuse(storage: LocalStorage, path: str, data: bytes) -> None:
+        if storage.locate(path).startswith(str(roots[0])):
+            raise away("near")
+        put_new(storage, path, data)
+
+    with monkeypatch.context() as patch, open_run(roots, on_rollback="retire") as ckpt:
+        patch.setattr(LocalStorage, "put_new", refuse)
+        with contextlib.suppress(StorageUnavailableError):
+            ckpt.save(state_at(10), 10).result()
+        ckpt.save(state_at(20), first, overwrite=True).result()
+        assert_is_state(ckpt.load(first), 20)
+
+    with open_run(roots, on_rollback="retire") as ckpt:
+        assert ckpt.steps() == [*range(1, first + 1)]
+        assert_is_state(ckpt.load(first), 20)
+        save(ckpt, first + 1)  # which the place that was away holds too, as an earlier start has saved it
+    for root in roots:
+        with open_run(root) as alone:
+            assert max(alone.steps()) == first + 1
+            for step in alone.steps():
+                assert_is_state(alone.load(step), 20 if step == first else step)
+
+
 def test_a_step_that_a_rollback_retired_does_not_come_back_from_a_place_that_was_away(roots):
     with open_run(roots) as ckpt:
         save(ckpt, 1, 2, 3)
