@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, takewhile
 from typing import Final, NamedTuple, TypeVar
 
@@ -36,7 +36,7 @@ from .naming import Naming
 from .retention import Commits
 from .root import attempt_of
 from .run import Run
-from .starts import Line, StartsByName, latest
+from .starts import Line
 from .tiers_file import TiersFile
 
 T = TypeVar("T")
@@ -363,19 +363,22 @@ class Roots:
         """Remove commits of processes that had lost the run, according to the starts of each root and all steps."""
 
         @cache
-        def commits(step: int) -> Mapping[Run, Manifest | None]:
-            return {run: run.root.known_or_found(step) for run in holders[step]}
+        def commit(run: Run, step: int) -> Manifest | None:
+            return run.root.known_or_found(step)
 
-        def committed(starts: StartsByName, step: int) -> Manifest | None:
-            return latest(commits(step).values(), starts)
+        def elsewhere(step: int) -> Iterable[Manifest | None]:
+            return (commit(run, step) for run in holders[step][1:])
 
         steps, sound = sorted(holders), {step: [*holders[step]] for step in holders}
         for listed in (run.root.starts for run in runs):  # a root that lists two starts knows their order
-            line = Line(steps, listed, partial(committed, StartsByName(listed)))
+            line = Line(steps, listed, lambda step: commit(holders[step][0], step), elsewhere=elsewhere)
             for step in line.unseen(steps):
-                for run, manifest in commits(step).items():
-                    if manifest and run in sound[step] and not line.counts(step, manifest):
-                        run.root.leave_out(step, manifest.attempt)
+                for run in holders[step]:  # a commit that counts hides those of the same step at further roots
+                    manifest = commit(run, step)
+                    if manifest is None or line.counts(step, manifest):
+                        break
+                    run.root.leave_out(step, manifest.attempt)
+                    if run in sound[step]:
                         sound[step].remove(run)
         return {step: left for step, left in sound.items() if left}
 

@@ -175,11 +175,13 @@ class Line:
         committed: Callable[[int], Manifest | None],
         seen: Callable[[Start], Seen | None] = lambda _: None,
         own: Start | None = None,
+        elsewhere: Callable[[int], Iterable[Manifest | None]] = lambda _: (),
     ) -> None:
         """`steps` are ascending; `committed` reads the manifest of a step, or returns None. The start `own` is treated
-        as if it had a commit, so that its process never takes a commit into account that it has not seen.
+        as if it had a commit, so that its process never takes a commit into account that it has not seen. `elsewhere`
+        reads the manifests of a step at further roots, one by one: a start may have saved only there.
         """
-        self._committed = committed
+        self._committed, self._elsewhere = committed, elsewhere
         in_order = sorted(starts)
         self._starts = StartsByName(in_order)
         self._later: list[_Later] = []
@@ -195,8 +197,8 @@ class Line:
 
     def _is_of(self, start: Start, step: int) -> bool:
         """Whether a step has a commit of this start that counts."""
-        commit = self._committed(step)
-        return commit is not None and self._starts.of(commit.start) == start and self.counts(step, commit)
+        commits = (one for found in ((self._committed(step),), self._elsewhere(step)) for one in found)
+        return any(one and self._starts.of(one.start) == start and self.counts(step, one) for one in commits)
 
     def counts(self, step: int, commit: Manifest) -> bool:
         own = self._starts.of(commit.start) if self._later else None
@@ -210,16 +212,6 @@ class Line:
         """The attempts at these steps that do not count. Reads manifests only of steps unseen by a later start."""
         commits = ((step, self._committed(step)) for step in self.unseen(steps))
         return {step: commit.attempt for step, commit in commits if commit and not self.counts(step, commit)}
-
-
-def latest(commits: Iterable[Manifest | None], starts: StartsByName) -> Manifest | None:
-    """The first of the commits that were made by the latest start. Starts that are not listed come before all others."""
-
-    def order(commit: Manifest) -> tuple[int, str]:
-        start = starts.of(commit.start)
-        return (-1, "") if start is None else (start.number, start.token)
-
-    return max(filter(None, commits), key=order, default=None)
 
 
 def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:
