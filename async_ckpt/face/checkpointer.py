@@ -115,8 +115,8 @@ class AsyncCheckpointer(RunReader):
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading do not change the storage. With several places, `restore`
-    starts copies and deletes files that killed writers have left in memory. With several ranks as well, it puts a small
-    file at each place on disk, by which the ranks find out whether they share it.
+    starts copies and deletes files that killed writers have left in memory. With several ranks as well, it writes a
+    small file to each place on disk, so that the ranks find out whether they share it.
     """
 
     _is_preempted = False
@@ -452,7 +452,7 @@ class AsyncCheckpointer(RunReader):
         abandons the saves and copies that are still under way. Signal handlers are restored.
         Rank 0 waits up to five seconds for ranks that have not made their first call yet.
         """
-        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # after Ctrl-C in the first wait, the second is 0
+        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # after Ctrl-C, the second limit is 0
         try:
             self._saver.close()
             limit = inf
@@ -476,7 +476,7 @@ class AsyncCheckpointer(RunReader):
         self._tell_of_training()
         self._ranks.close()
         self._roots.close()
-        for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
+        for tracking in self._tracked:  # last, so that nothing else waits for a tracker that hangs
             tracking.close()
 
     def __enter__(self) -> Self:
@@ -494,7 +494,7 @@ class AsyncCheckpointer(RunReader):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Wait for the saves, while the event loop goes on, and close."""
+        """Wait for the saves while the event loop runs, and close."""
         saves = [awaitable(save.finished) for save in self._saver.ledger.saves()]
         try:
             for save in saves:

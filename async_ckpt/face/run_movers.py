@@ -128,8 +128,8 @@ def _roots_of(told: TiersFile) -> Roots:
 class FollowedRoots(Roots):
     """A root and all nearer ones, for a process that copies steps from the nearer roots to it.
 
-    The process writes to the last root in the name of the start that has made the steps. So it overtakes no other
-    start, and its commits count as if the training had copied the steps.
+    The process writes to the last root in the name of the start that made the steps. So no other start is overtaken,
+    and its commits count as if the training had copied the steps.
     """
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
@@ -181,8 +181,8 @@ class Changes:
 
 
 class _Turn(MovingProcess):
-    """The claim of this process to copy steps to a place. If another process has claimed the place before, it is left
-    to that process.
+    """The claim of this process to copy steps to a place. If another process claimed the place earlier, only that
+    process copies.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def export_hf(
     Args:
         state_or_model: a module, a flat mapping of names to tensors, or a snapshot of either. The names of a mapping
             are written unchanged, so it must be the state dict of the plain model; names that look wrapped cause a
-            warning. A module knows its config and its tied weights; a mapping does not.
+            warning. A module has its config and a list of its tied weights; a mapping has neither.
         destination: the path or URL of a folder.
         config_folder: a local folder. Its files (config, tokenizer, generation config, chat templates) are copied
             beside the weights, except weights and other subfolders. They take precedence over the model's own config.

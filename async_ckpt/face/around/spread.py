@@ -3,8 +3,8 @@
 In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 
 Each rank copies its slices to the host and writes them in the background to an archive beside the destination (in a
-store: inside it). When the archives of all ranks are there, rank 0 reads full tensors from them by ranges, writes them
-one after the other, and notifies the other ranks. The ranks meet as in any call (`core.ranks.rendezvous`).
+store: inside it). When the archives of all ranks are complete, rank 0 reads full tensors from them by ranges, writes
+them one after the other, and notifies the other ranks, as in any collective call (`core.ranks.rendezvous`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ADVICE: Final = "call export_hf on every rank, with the same destination"
 class OtherRanks:
     """The other ranks that may export to the same destination. Each call of `export_hf` creates one.
 
-    A rank with whole weights exports alone, and cannot know whether others wait for it. So it puts a note into the
+    A rank with whole weights exports alone, and cannot know whether other ranks wait for it. So it writes a note to the
     ranks' store that its weights are whole, and ranks with sharded weights keep a note there while they export.
     """
 
@@ -93,8 +93,8 @@ class OtherRanks:
     def check_whole(self) -> None:
         """On a rank with whole weights, raise UnsupportedStateError if others export sharded weights. Blocks."""
         start = self._start
-        # At the first export, the token may not have arrived yet. If rank 0 has begun nothing, no token comes, and no
-        # rank is exporting sharded weights.
+        # At the first export, the token may not have arrived yet. If rank 0 has not begun a collective call, no token
+        # arrives, and no rank is exporting sharded weights.
         if start is None or not wait_for(start.token, _LOOK_SECONDS) or start.token.exception():
             return
         said = start.connection.ask(partial(self._said, "spread"))
@@ -219,7 +219,7 @@ class SpreadExport(Export):
         self._tied = frozenset(weights.tied)
         super().__init__(request, weights, after=[part.staging_completion])
         self._files: list[str] = []  # on rank 0, the archives of all ranks
-        self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged archives
+        self._numbers: dict[str, int] = {}  # by name, the number of each tensor to write, in the merged archives
         self._read: Part | None = None
         self._whole: Tensors = {}  # full tensors, if the published form differs from that in memory
 
