@@ -20,7 +20,7 @@ from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import places, waits
 from ...plumbing import timing as clock
 from ..publishing.subscriber import Subscriber
-from .health import Event, Health, Say
+from .health import Event, Health, LogEvent
 from .rollout_engines import Engine, Loading, engine_of
 from .shared_folder import Held, Record, SharedFolder, Stop
 from .web import EngineError
@@ -125,14 +125,14 @@ class _Retries:
 
 
 class Sidecar:
-    """One sidecar, run by one thread. Reports events to `say`. Raises the errors of `follow` for wrong arguments."""
+    """One sidecar, run by one thread. Reports events to `log`. Raises the errors of `follow` for wrong arguments."""
 
     def __init__(
         self,
         subscriber: Subscriber,
         into: str | os.PathLike[str],
         engine: Engine,
-        say: Say,
+        log: LogEvent,
         *,
         status: str | os.PathLike[str] | None,
         poll_seconds: float,
@@ -147,7 +147,7 @@ class Sidecar:
         self._subscriber, self._engine = subscriber, engine
         self._folder = SharedFolder(path, engine.name, engine.address)
         facts = {"root": subscriber.root, "folder": str(self._folder.path), "engine": engine.name, "pid": os.getpid()}
-        self._health = Health(facts, None if status is None else places.local_place(status).absolute(), say)
+        self._health = Health(facts, None if status is None else places.local_place(status).absolute(), log)
         self._seen_at = clock.TIMEKEEPER.now()  # when the root had a version, or the start of this sidecar
         self._pulled: tuple[int, str] | None = None  # the version at the root that the folder was brought to
         self._held: Held | None = None  # the version that the folder had after that pull
@@ -157,8 +157,8 @@ class Sidecar:
     def run(self, *, once: bool) -> int | None:
         """Follow until the end, and return the last version that the engine has loaded. Raises as `follow` does."""
         with self._folder.claimed():
-            told = self._folder.record.told
-            self._health.has(None if told is None else told.version)
+            loaded = self._folder.record.loaded
+            self._health.has(None if loaded is None else loaded.version)
             while not self._stop():
                 is_current = self._round()
                 self._health.beat()
@@ -166,8 +166,8 @@ class Sidecar:
                     break
                 self._sleep(self._poll_seconds)
         self._health.ended()
-        told = self._folder.record.told
-        return None if told is None else told.version
+        loaded = self._folder.record.loaded
+        return None if loaded is None else loaded.version
 
     def _round(self) -> bool:
         """Poll the root, then pull and load if that is due. Returns whether the engine has the newest version."""
@@ -180,10 +180,10 @@ class Sidecar:
         if not is_loading:
             self._check()
         held = self._held
-        is_news = held not in (None, self._folder.record.told) and self._loads.is_due(held)
+        is_news = held not in (None, self._folder.record.loaded) and self._loads.is_due(held)
         if is_loading or (is_news and self._answers(held)):
             self._load()
-        return newest is not None and newest == self._pulled and self._held == self._folder.record.told
+        return newest is not None and newest == self._pulled and self._held == self._folder.record.loaded
 
     def _newest(self) -> tuple[int, str] | None:
         """The newest version at the root, or None. Raises StorageUnavailableError after `patience_seconds` without."""
@@ -251,14 +251,15 @@ class Sidecar:
             try:
                 self._folder.note_loading(held, self._engine.answer_seconds)
                 with self._health.doing("load", held.version):
-                    self._tell(Loading(self._folder.path, held.version, lock), begin + self._engine.answer_seconds)
+                    loading = Loading(self._folder.path, held.version, lock)
+                    self._request_load(loading, begin + self._engine.answer_seconds)
             except (EngineError, CheckpointError, OSError) as error:
                 self._note(Record())
                 self._fail(held, error)
             else:
                 self._note(Record(held))
                 self._health.works("engine")
-                self._health.told(held.version, clock.TIMEKEEPER.now() - begin)
+                self._health.loaded(held.version, clock.TIMEKEEPER.now() - begin)
                 self._loads.succeeded()
                 self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
         self._seen_at = clock.TIMEKEEPER.now()
@@ -272,14 +273,14 @@ class Sidecar:
             return False
         return True
 
-    def _tell(self, loading: Loading, deadline: float) -> None:
+    def _request_load(self, loading: Loading, deadline: float) -> None:
         """Have the engine load a version. Raises EngineError if it fails, or reports another version afterwards."""
         self._engine.take(loading, deadline)
-        said = self._engine.version()
-        if said not in (None, str(loading.version)):
+        reported = self._engine.version()
+        if reported not in (None, str(loading.version)):
             raise EngineError(
                 f"{self._engine.name} answered that it has loaded version {loading.version}, but says that it has "
-                f"{said!r:.100}"
+                f"{reported!r:.100}"
             )
 
     def _fail(self, held: Held | None, error: Exception) -> None:
@@ -297,18 +298,18 @@ class Sidecar:
 
     def _check(self) -> None:
         """Check every 10 s that the engine still has the version that it has loaded."""
-        told = self._folder.record.told
-        if told is None or clock.TIMEKEEPER.now() < self._next_check:
+        loaded = self._folder.record.loaded
+        if loaded is None or clock.TIMEKEEPER.now() < self._next_check:
             return
         self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
         try:
-            said = self._engine.version()
+            reported = self._engine.version()
         except EngineError as error:
             self._health.failed("engine", error)
             return
         self._health.works("engine")
-        if said not in (None, str(told.version)):
-            self._health.lost(told.version, said)
+        if reported not in (None, str(loaded.version)):
+            self._health.lost(loaded.version, reported)
             self._note(Record())
 
     def _sleep(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ class Event(NamedTuple):
     is_bad: bool = False
 
 
-Say = Callable[[Event], None]
+LogEvent = Callable[[Event], None]
 
 
 class Health:
@@ -41,13 +41,13 @@ class Health:
     Raises OSError if `file` cannot be written.
     """
 
-    def __init__(self, facts: Mapping[str, Any], file: Path | None, say: Say) -> None:
-        self._facts, self._file, self._say = facts, file, say
+    def __init__(self, facts: Mapping[str, Any], file: Path | None, log: LogEvent) -> None:
+        self._facts, self._file, self._log = facts, file, log
         self._newest: int | None = None
         self._version: int | None = None  # the version that the engine has taken
-        self._told_at: float | None = None
+        self._loaded_at: float | None = None
         self._errors: dict[str, str] = {}  # by the part that fails
-        self._said: dict[str, float] = {}  # when each of these errors was last reported
+        self._reported_at: dict[str, float] = {}  # when each of these errors was last reported
         self._last_error: dict[str, Any] | None = None
         self._doing: dict[str, Any] | None = None
         self._next_line = timing.TIMEKEEPER.now() + _LINE_SECONDS
@@ -57,7 +57,7 @@ class Health:
     def has(self, version: int | None) -> None:
         """Set the version that the engine is known to have, since an unknown time."""
         if version != self._version:
-            self._version, self._told_at = version, None
+            self._version, self._loaded_at = version, None
 
     def sees(self, newest: int | None) -> None:
         self._newest = newest
@@ -68,29 +68,29 @@ class Health:
                 name: getattr(report, name) for name in ("base", "num_versions", "num_bytes", "seconds", "from_memory")
             }
             facts["weight_version"] = report.version  # `version` is the version of the document
-            self._say(Event("pulled", f"pulled {report}", facts))
+            self._log(Event("pulled", f"pulled {report}", facts))
 
-    def told(self, version: int, seconds: float) -> None:
-        self._version, self._told_at = version, timing.wall_time()
+    def loaded(self, version: int, seconds: float) -> None:
+        self._version, self._loaded_at = version, timing.wall_time()
         engine = self._facts["engine"]
         if engine:
             line = f"version {version} loaded by {engine} in {seconds:.2f} s"
-            self._say(Event("told", line, {"weight_version": version, "seconds": seconds}))
+            self._log(Event("told", line, {"weight_version": version, "seconds": seconds}))
 
-    def lost(self, version: int, said: str) -> None:
+    def lost(self, version: int, reported: str) -> None:
         """Report that the engine has another version than the one that it loaded."""
-        self._version = self._told_at = None
-        line = f"{self._facts['engine']} has version {said!r:.100}, not {version}: telling it again"
-        self._say(Event("lost", line, {"weight_version": version, "said": said}))
+        self._version = self._loaded_at = None
+        line = f"{self._facts['engine']} has version {reported!r:.100}, not {version}: telling it again"
+        self._log(Event("lost", line, {"weight_version": version, "said": reported}))
 
     def failed(self, part: str, error: BaseException) -> None:
         """Record an error of a part, and report it if it is new, or was not reported for a minute."""
         text, now = f"{error}" or type(error).__name__, timing.TIMEKEEPER.now()
         self._last_error = {"part": part, "error": text, "at": timing.wall_time()}
-        if self._errors.get(part) == text and now < self._said[part] + _LINE_SECONDS:
+        if self._errors.get(part) == text and now < self._reported_at[part] + _LINE_SECONDS:
             return
-        self._errors[part], self._said[part] = text, now
-        self._say(Event("failed", text, {"part": part, "error": text}, is_bad=True))
+        self._errors[part], self._reported_at[part] = text, now
+        self._log(Event("failed", text, {"part": part, "error": text}, is_bad=True))
 
     def works(self, part: str) -> None:
         self._errors.pop(part, None)
@@ -110,11 +110,11 @@ class Health:
         self._write_status()
         if timing.TIMEKEEPER.now() >= self._next_line:
             self._next_line = timing.TIMEKEEPER.now() + _LINE_SECONDS
-            self._say(Event("health", self._line(), self._status()))
+            self._log(Event("health", self._line(), self._status()))
 
     def ended(self) -> None:
         self.beat()
-        self._say(Event("ended", f"ended; {self._line()}", self._status()))
+        self._log(Event("ended", f"ended; {self._line()}", self._status()))
 
     def _line(self) -> str:
         status = self._status()
@@ -126,7 +126,7 @@ class Health:
 
     def _status(self) -> dict[str, Any]:
         now = timing.wall_time()
-        age = None if self._told_at is None else max(0.0, now - self._told_at)
+        age = None if self._loaded_at is None else max(0.0, now - self._loaded_at)
         return {
             **self._facts,
             "weight_version": self._version,

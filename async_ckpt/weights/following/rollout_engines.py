@@ -55,7 +55,7 @@ class Engine(Protocol):
         return None
 
 
-class Untold(Engine):
+class BaseEngine(Engine):
     """The base class of the engines below. By itself it stands for an engine that watches the folder."""
 
     def __init__(self, name: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -68,7 +68,7 @@ class Untold(Engine):
         """Do nothing."""
 
 
-class _EngineServer(Untold):
+class _EngineServer(BaseEngine):
     """An engine that is a server, and loads versions by requests."""
 
     _kind: ClassVar[str]
@@ -97,7 +97,7 @@ class _FolderServer(_EngineServer, ABC):
     # The requests by which it loads an adapter, which this class does not support.
     _adapters: ClassVar[str]
     # The path at which it reports its version.
-    _said_at: ClassVar[str]
+    _version_path: ClassVar[str]
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class _FolderServer(_EngineServer, ABC):
 
     def version(self) -> str | None:
         """The version that the server reports. Raises EngineError if it reports none."""
-        reply = self._client.get(self._said_at, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
+        reply = self._client.get(self._version_path, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
         if not reply.is_fine:
-            raise self._refusal(self._said_at, reply)
+            raise self._refusal(self._version_path, reply)
         version = reply.fields().get("weight_version")
         if not isinstance(version, str):
             raise EngineError(
-                f"{self._client.url}{self._said_at} names no weight_version, so its loaded version is unknown; "
+                f"{self._client.url}{self._version_path} names no weight_version, so its loaded version is unknown; "
                 f"{self._advice}"
             )
         return version
@@ -153,7 +153,7 @@ class SGLang(_FolderServer):
 
     _kind = "sglang"
     _adapters = "/unload_lora_adapter and /load_lora_adapter"
-    _said_at = "/model_info"
+    _version_path = "/model_info"
     _advice = "use a SGLang that has it, such as 0.5.23"
 
     def _load(self, loading: Loading, deadline: float) -> None:
@@ -186,7 +186,7 @@ class VLLM(_FolderServer):
 
     _kind = "vllm"
     _adapters = "/v1/load_lora_adapter with load_inplace"
-    _said_at = "/weight_info"
+    _version_path = "/weight_info"
     _advice = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
     def _load(self, loading: Loading, deadline: float) -> None:
@@ -209,7 +209,7 @@ class Post(_EngineServer):
         self._post("", {"version": loading.version, "folder": str(loading.folder)}, deadline)
 
 
-class Program(Untold):
+class Program(BaseEngine):
     """A program that is run for each version. It has an engine load the version, and then ends with status 0.
 
     Its environment has `ASYNC_CKPT_VERSION` and `ASYNC_CKPT_FOLDER`, and its output is written to stderr. If it still
@@ -265,7 +265,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-class Function(Untold):
+class Function(BaseEngine):
     """A function of the user, called with the folder and the version. Any exception means that the load failed."""
 
     def __init__(self, function: Callable[[Path, int], object]) -> None:
@@ -282,7 +282,7 @@ class Function(Untold):
 def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
     """The engine for an argument of `follow`. Raises TypeError."""
     if engine is None:
-        return Untold()
+        return BaseEngine()
     if hasattr(engine, "take"):
         return engine  # type: ignore[return-value]
     if callable(engine):

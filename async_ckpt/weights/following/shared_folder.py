@@ -46,12 +46,12 @@ class Held(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The last version that an engine has loaded (`told`), or may be loading since `at`, for `seconds`.
+    """The last version that an engine has loaded, or may be loading since `at`, for `seconds`.
 
     `address` is the host and port of the engine, if it is a server.
     """
 
-    told: Held | None = None
+    loaded: Held | None = None
     loading: Held | None = None
     at: float = 0.0
     seconds: float = 0.0
@@ -144,7 +144,10 @@ class SharedFolder:
         self.record = record._replace(boot=boot_id())
         with disk.translated(self.path):
             os.makedirs(self.path, exist_ok=True)
-        self._files.replace(f"{FOLDER}/follow.{self._id}.json", json.dumps(self.record._asdict()).encode())
+        # "told" is the name of this field in the files of all releases.
+        fields = {"told": record.loaded, **self.record._asdict()}
+        del fields["loaded"]
+        self._files.replace(f"{FOLDER}/follow.{self._id}.json", json.dumps(fields).encode())
 
     def note_loading(self, held: Held, seconds: float) -> None:
         """Record that the engine is about to load this version, for at most `seconds`."""
@@ -161,14 +164,14 @@ class SharedFolder:
         """The record of a sidecar; an empty record if it cannot be read."""
         try:
             fields = json_fields.table(json_fields.parsed(self._files.read(f"{FOLDER}/follow.{sidecar}.json")))
-            told, loading = (_held(fields[name]) for name in ("told", "loading"))
+            loaded, loading = (_held(fields[name]) for name in ("told", "loading"))
             address = fields["address"] and json_fields.row(fields["address"], (json_fields.text, json_fields.count))
             at, seconds, boot = (
                 json_fields.number(fields["at"]),
                 json_fields.number(fields["seconds"]),
                 json_fields.text(fields["boot"]),
             )
-            return Record(told, loading, at, seconds, boot, address or None)
+            return Record(loaded, loading, at, seconds, boot, address or None)
         except (FileNotFoundError, StorageUnavailableError, ValueError, KeyError):
             return Record()
 

@@ -24,7 +24,7 @@ from ...plumbing import threads, timing
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20
 # The time for a connection that only tests whether a process listens.
-_KNOCK_SECONDS: Final = 1.0
+_CONNECT_SECONDS: Final = 1.0
 # The timeout of a request whose deadline has already passed.
 _LEAST_SECONDS: Final = 0.001
 # The number of characters of a reply that an error quotes.
@@ -75,12 +75,12 @@ class HttpClient:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def get(self, path: str, *, deadline: float) -> Reply:
-        return self._ask("GET", path, None, deadline)
+        return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Mapping[str, Any] | None, *, deadline: float) -> Reply:
-        return self._ask("POST", path, body, deadline)
+        return self._request("POST", path, body, deadline)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
         """The reply to a request. Raises EngineError if it does not arrive before the deadline."""
         headers = {**self._headers, "Connection": "close"}
         data = b""
@@ -109,7 +109,7 @@ class HttpClient:
 def nobody_listens(address: tuple[str, int]) -> bool:
     """Whether the machine at this address is up, and refuses connections to the port."""
     try:
-        socket.create_connection(address, _KNOCK_SECONDS).close()
+        socket.create_connection(address, _CONNECT_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
