@@ -115,7 +115,7 @@ class Ledger:
         # A failed save stays until somebody has looked at its error.
         others = [(ledger, s) for ledger, s in _saves if not s.has_ended or s.is_unseen]
         _saves = [*others, (self, save)]
-        operation = Operation(*save.told_as(self.roots), save.spans, save.context)
+        operation = Operation(*save.reported_as(self.roots), save.spans, save.context)
         get_loop().begin(self._tell(save, turn, operation))
 
     async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:

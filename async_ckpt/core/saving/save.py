@@ -78,7 +78,7 @@ class Save(ABC):
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(step, path, staged, progress)
 
-    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
+    def reported_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
         """The kind of the save, and the roots, as reported to listeners. `roots` are those of the checkpointer."""
         return "save", roots
 

@@ -111,7 +111,7 @@ class Publication(WeightsSave):
         self.readable: Future[None] = threads.running_future()  # resolves when lent, durable or failed
         self.readable_of_all: Future[None] = threads.running_future()  # the same, on all ranks
 
-    def told_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
+    def reported_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
         return "publish", (self._series.versions.root,)
 
     @property
@@ -120,10 +120,10 @@ class Publication(WeightsSave):
 
     def begin(self) -> SaveHandle:
         handle = super().begin()
-        loops.get_loop().begin(self._meet())
+        loops.get_loop().begin(self._wait_for_ranks())
         return handle
 
-    async def _meet(self) -> None:
+    async def _wait_for_ranks(self) -> None:
         """Wait until all ranks have published the version, after notifying them that this rank has."""
         try:
             await asyncio.wrap_future(self.readable)

@@ -95,9 +95,9 @@ class Versions:
             self._owner_token = self._owner_token if before == self._marks and self.storage.remote else None
             self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
             known = set(self._known)
-        asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
-        seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
-        bare = {number for number in {*asked.values()} - seen if self._version_without_index(number) is not None}
+        requested = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
+        seen = {requested[path] for path in (self.storage.existing(list(requested)) if requested else ())}
+        bare = {number for number in {*requested.values()} - seen if self._version_without_index(number) is not None}
         return sorted(known | seen | bare)
 
     def _version_without_index(self, number: int) -> VersionIndex | None:

@@ -34,7 +34,7 @@ _sockets: dict[int, socket.socket] = {}  # the sockets of this process's givers,
 
 
 @process.in_forked_child
-def _hang_up() -> None:
+def _close_in_child() -> None:
     """Close the sockets in a forked child, or receivers would connect to the child after its parent has ended."""
     for fd in list(_sockets):
         with suppress(OSError):
@@ -108,22 +108,22 @@ class Giver:
                 while not self._is_closed:
                     for key, _ in selector.select():
                         if key.fileobj is self._listener:
-                            self._greet(selector)
+                            self._accept(selector)
                         elif key.fileobj is not self._wakes and isinstance(key.fileobj, socket.socket):
-                            self._part(key.fileobj, selector)
+                            self._end_loan(key.fileobj, selector)
         finally:
             self._end()
 
-    def _greet(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         """Accept one receiver, and send it the current loan."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return  # the receiver has closed it, or this process is at its limit of descriptors
         connection.setblocking(False)
-        is_welcome = _is_own(connection)
+        is_own = _is_own(connection)
         with self._lock:
-            loan = self._present if is_welcome and len(self._lent) < _MAX_CONNECTIONS else None
+            loan = self._present if is_own and len(self._lent) < _MAX_CONNECTIONS else None
             if loan is not None:
                 self._lent[connection] = loan
         if loan is None:
@@ -135,9 +135,9 @@ class Giver:
             socket.send_fds(connection, [loan.message], loan.fds)
         except OSError as error:
             _log.debug("a process that connected gets nothing: %s", error)
-            self._part(connection, selector)
+            self._end_loan(connection, selector)
 
-    def _part(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+    def _end_loan(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         """End the loan of a receiver that has closed its connection, or has died."""
         with suppress(KeyError, ValueError):
             selector.unregister(connection)
