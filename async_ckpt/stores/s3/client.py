@@ -32,7 +32,7 @@ _MANY_READERS: Final = 128
 # The number of keys that a page of a listing has at most, in S3.
 PAGE_KEYS: Final = 1000
 # A page that tells of fewer objects is no better than a request for each; and pages come one after the other.
-_LEAST_TOLD: Final = 4
+_LEAST_DECIDED: Final = 4
 _MOST_PAGES: Final = 32
 
 
@@ -165,12 +165,12 @@ class Client:
                     break
                 raise
             found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
-            told = found | _left_out(page, missing)
-            missing -= told
+            decided = found | _left_out(page, missing)
+            missing -= decided
             there |= {path_of[key] for key in found}
             last = next(reversed(page), "")
             is_through = len(page) < PAGE_KEYS or last >= final or last == after
-            if is_through or len(told) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(told):
+            if is_through or len(decided) < _LEAST_DECIDED or len(missing) > _MOST_PAGES * len(decided):
                 break
             after = last
         return there, [path_of[key] for key in sorted(missing)]
