@@ -92,12 +92,12 @@ def export_hf(
         weights = weights_of(state_or_model, config_files)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans)
         if not weights.is_spread:
-            others.say_whole()
+            others.announce_whole()
             request = request._replace(check=others.check_whole)
             return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
         if Weights.looks_whole(state_or_model):
-            others.say_whole()
+            others.announce_whole()
         else:
             others.fail(error)
         raise
