@@ -111,7 +111,7 @@ class Save(ABC):
     async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most tell nobody
         """Report the error to people. Nobody waits for this."""
 
-    async def tell(self, turn: Future[None] | None) -> SaveReport:
+    async def run_to_end(self, turn: Future[None] | None) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
         try:
             return await self.run(turn)

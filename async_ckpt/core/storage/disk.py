@@ -113,7 +113,7 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
 
 
 @contextmanager
-def told(path: str) -> Iterator[None]:
+def user_path_translated(path: str) -> Iterator[None]:
     """Raise OSErrors of the block, about a path that a user gave, as errors of this library. They keep their kind."""
     try:
         yield
