@@ -95,7 +95,7 @@ class HttpClient:
                 connection.request(method, f"{self._path}{path}{self._query}" or "/", data, headers)
                 with connection.getresponse() as response:
                     reply = Reply(response.status, response.read(_MAX_REPLY_BYTES).decode(errors="replace"))
-        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: there is no thread left
+        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: no thread can be started
             failed = error
         finally:
             connection.close()

@@ -31,7 +31,7 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class PullResult(NamedTuple):
-    """The version that the pull began with, and the numbers of versions applied and bytes read."""
+    """The version that the pull began with (None for an anchor), and the numbers of versions applied and bytes read."""
 
     base: int | None
     num_versions: int

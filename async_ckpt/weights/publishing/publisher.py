@@ -243,7 +243,7 @@ class Publisher:
         """Wait until a `Subscriber` can pull a version of this publisher.
 
             publisher.publish(model, version=step)
-            publisher.wait_readable(step)  # then tell the engines
+            publisher.wait_readable(step)  # then notify the engines
 
         With `local=True`, a version can be pulled as soon as it is lent in memory, and otherwise when it is durable. If
         the model is spread over ranks, this waits until that is true on all ranks, for half an hour by default.

@@ -144,7 +144,7 @@ class Subscriber:
         return numbers[-1], self._identity(numbers[-1])
 
     def pull(self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None = None) -> PullReport:
-        """Bring a folder or a module to a version, and return what that took.
+        """Bring a folder or a module to a version, and return a report.
 
             report = subscriber.pull("/local/model")
             model = AutoModelForCausalLM.from_pretrained("/local/model")
