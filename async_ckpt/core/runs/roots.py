@@ -378,7 +378,7 @@ class Roots:
         return holders
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], retired: Collection[Retired]) -> bool:
-        """Whether `others` have retired the commit of `holder`. `retired` are those that their newest manifests retire."""
+        """Whether `others` have retired the commit of `holder`. `retired` are those named in their newest manifests."""
         try:
             manifest, _ = holder.root.read(step, say=False)
             return Retired(step, manifest.attempt) in retired or any(
