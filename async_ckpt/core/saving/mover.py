@@ -550,12 +550,7 @@ class Mover:
                     self._process.found(here)
                 self.arrivals.arrived(here, self.arrivals.num_seen)
             other = self._process.other(ahead.step, self.copier.num_bytes)
-            if (
-                other is not None
-                and self.worker.is_ending
-                and ahead.step is not None
-                and not self.run.takes(ahead.step)
-            ):
+            if other and self.worker.is_ending and ahead.step is not None and not self.run.takes(ahead.step):
                 other = None  # only this process knows that this step is the last
             if here is not None and is_news and self._is_elsewhere:
                 self._release(here)
