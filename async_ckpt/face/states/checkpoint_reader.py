@@ -82,8 +82,7 @@ def with_state(
     """The result of `use` for a checkpoint as one state, as `load` returns it.
 
     Tensors of a local file are views of it. Other tensors are first written to files of the same size in the folder
-    `scratch`, and are views of these. Raises the errors of `with_items`, and UntrustedObjectError for objects in an
-    archive.
+    `scratch`, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
     """
     with torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:

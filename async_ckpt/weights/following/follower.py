@@ -2,9 +2,8 @@
 
 In: a root with versions, a folder, an engine. Out: an engine that has the newest of them. Knows nothing of: HTTP.
 
-The sidecar notifies the engine when the folder has a version that the engine has not loaded. A success counts only if
-the engine then reports that version. After an error or a timeout the engine may have any weights: the sidecar notifies
-it again, after growing pauses, and always of the newest version.
+The sidecar has the engine load each version in the folder. A success counts only if the engine then reports that
+version. After an error or a timeout it may have any weights, so the newest version is loaded, after growing pauses.
 """
 
 from __future__ import annotations
@@ -251,8 +250,7 @@ class Sidecar:
             try:
                 self._folder.note_loading(held, self._engine.answer_seconds)
                 with self._health.doing("load", held.version):
-                    loading = Loading(self._folder.path, held.version, lock)
-                    self._request_load(loading, begin + self._engine.answer_seconds)
+                    self._request(Loading(self._folder.path, held.version, lock), begin + self._engine.answer_seconds)
             except (EngineError, CheckpointError, OSError) as error:
                 self._note(Record())
                 self._fail(held, error)
@@ -273,7 +271,7 @@ class Sidecar:
             return False
         return True
 
-    def _request_load(self, loading: Loading, deadline: float) -> None:
+    def _request(self, loading: Loading, deadline: float) -> None:
         """Have the engine load a version. Raises EngineError if it fails, or reports another version afterwards."""
         self._engine.take(loading, deadline)
         reported = self._engine.version()

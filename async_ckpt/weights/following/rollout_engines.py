@@ -138,9 +138,7 @@ class _FolderServer(_EngineServer, ABC):
 
 
 class SGLang(_FolderServer):
-    """An SGLang server, which loads versions by `/update_weights_from_disk`.
-
-    It waits for running requests, or aborts them.
+    """An SGLang server, which loads by `/update_weights_from_disk`, after running requests have ended or were aborted.
 
     Args:
         url: the URL of the server, such as "http://127.0.0.1:30000".

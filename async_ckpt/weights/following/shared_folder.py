@@ -144,9 +144,7 @@ class SharedFolder:
         self.record = record._replace(boot=boot_id())
         with disk.translated(self.path):
             os.makedirs(self.path, exist_ok=True)
-        # "told" is the name of this field in the files of all releases.
-        fields = {"told": record.loaded, **self.record._asdict()}
-        del fields["loaded"]
+        fields = {name.replace("loaded", "told"): value for name, value in self.record._asdict().items()}
         self._files.replace(f"{FOLDER}/follow.{self._id}.json", json.dumps(fields).encode())
 
     def note_loading(self, held: Held, seconds: float) -> None:

@@ -158,10 +158,7 @@ def overwritten_bytes(new: torch.Tensor, base: torch.Tensor) -> int:
 
 
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    """Compress positions as soon as they are found, since they may need eight times the memory of the changed bytes.
-
-    The values follow all positions in the frame, so they are collected meanwhile.
-    """
+    """Compress positions as they are found: they may need eight times the memory of the values, which are kept."""
     num_bytes = overwritten_bytes(new, base)
     count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
     compressor = compressed.zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)

@@ -236,10 +236,7 @@ class FolderReplica:
             self._files.move(name, f"{OLD}/{name}")
 
     def _refuse_decoys(self, ours: Collection[str]) -> None:
-        """Raise StorageUnavailableError for a user's file that engines load instead of a version.
-
-        Warns of other files of weights in the folder.
-        """
+        """Raise StorageUnavailableError for a user's file that engines would load; warn of other files of weights."""
         for name in _DECOYS - {*ours} if hf_weights.ADAPTER_FILE not in ours else ():
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(

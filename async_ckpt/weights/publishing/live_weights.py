@@ -119,10 +119,7 @@ class _Update(NamedTuple):
         return PullResult(built_on, len(chain), num_bytes)
 
     def _restarted(self, chain: Sequence[VersionIndex], error: DamagedReplicaError) -> list[VersionIndex]:
-        """The chain from an anchor on, after `chain` failed.
-
-        Raises `error` if an anchor is missing, or if `chain` began with an anchor and its delta may be damaged.
-        """
+        """The chain from an anchor on, after `chain` failed. Raises `error` if no other chain can be tried."""
         if error.perhaps and chain[0].is_anchor:
             raise error
         state = self.replica.state
@@ -158,8 +155,7 @@ class _Update(NamedTuple):
     def _begins_at(self, state: WeightsState, chain: Sequence[VersionIndex]) -> bool:
         """Whether a chain begins at the held weights. True if there is nothing to compare them with.
 
-        The first index of the chain identifies its base. If the chain is empty, the target's index identifies the
-        weights.
+        The weights are identified by the first index of the chain, or by the target's index if the chain is empty.
         """
         first = chain[0] if chain else self.versions.read_or_base(self.target, fresh=False)
         is_named = first.delta is None or first.delta.base_identity if chain else first.identity

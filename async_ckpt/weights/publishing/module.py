@@ -108,8 +108,7 @@ def _are_equal(tensors: Sequence[PiecedTensor]) -> bool:
 def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> Mapping[str, torch.Tensor]:
     """The tensors of the module by the names of the version: all of them, or those of the active adapter.
 
-    Raises StateMismatchError if only one of module and version is an adapter, or if their adapters have different
-    settings.
+    Raises StateMismatchError if only one of module and version is an adapter, or if the settings of both differ.
     """
     has_adapter = bool(getattr(wrappers.plain_model(module), "peft_config", None))
     if has_adapter is not bool(adapter):

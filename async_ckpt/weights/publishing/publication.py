@@ -98,8 +98,7 @@ class Publication(WeightsSave):
 
         For a model that is spread over ranks, `slices` are this rank's slices, and `call` is the call of all ranks.
         """
-        # A store cannot rename folders. Each attempt has a folder of its own, so that the files of two publishers never
-        # have the same names.
+        # A store cannot rename folders, so each attempt has its own: files of two publishers never have the same name.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         path = series.storage.locate(folder_of(version))
         super().__init__(path, weights, held=held, optimizers=optimizers, spans=spans)

@@ -56,16 +56,14 @@ class Publisher:
                 ckpt.save(snap, step=step)
                 publisher.publish(snap["model"], version=step, config_folder="base-model")
 
-    A version is a folder `weight_v000120` in the format of Hugging Face. One of `anchor_every` versions is an anchor,
-    which contains all weights. The others are deltas, which contain the difference between each changed tensor and its
-    bytes in an earlier version. A version becomes visible when all of its files are durable. A new publisher begins
-    with an anchor, even at a root that another publisher has used. A root is for one model, and for one publisher at a
-    time: the newest.
+    A version is a Hugging Face folder `weight_v000120`. One of `anchor_every` versions is an anchor, which contains all
+    weights. The others are deltas: the differences between each changed tensor and its bytes in an earlier version. A
+    version becomes visible when all of its files are durable. A new publisher begins with an anchor, also at a root
+    that another publisher has used. A root is for one model, and for one publisher at a time: the newest.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks create a publisher and make the same
-    calls of `publish`, with the model itself. Each rank publishes its slices without waiting for other ranks, and a
-    version is complete when all ranks have published it. Only a `Subscriber` reads such a version. Under DDP, only
-    rank 0 publishes.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks create a publisher and call `publish`
+    with the model itself. Each rank publishes its slices without waiting for other ranks. A version is complete when
+    all ranks have published it, and only a `Subscriber` reads it. Under DDP, only rank 0 publishes.
 
     Args:
         root: the place to publish to: a folder, URL or Place. All readers must have access to it.
@@ -79,9 +77,8 @@ class Publisher:
             it. Deltas are then against that version, so a reader needs no other version to apply them. Without this
             function they are against the newest durable version.
         on_rollback: "retire" deletes all versions with the same or a higher number than a new one, just before the new
-            one becomes visible. A training that continues from an earlier checkpoint publishes the same numbers again,
-            and readers that are ahead return to them. By default such a version raises StepExistsError or
-            StepBehindError.
+            one becomes visible. So a training that continues from an earlier checkpoint can publish the same numbers
+            again, and readers return to them. By default such a version raises StepExistsError or StepBehindError.
         host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
             open or still being read; by default half of the free memory.
         local: whether to lend the newest version, in memory, to every `Subscriber` of the same host and user, which
@@ -150,9 +147,8 @@ class Publisher:
 
             handle = publisher.publish(model, version=step)
 
-        Tensors have the same names as with `export_hf`. A snapshot is not copied again. Versions are published in the
-        order of the calls. `handle.result()` is the report; its `step` is the version, and its `num_bytes` is the
-        number of bytes written.
+        Names are as in `export_hf`. A snapshot is not copied again. Versions are published in the order of the calls.
+        `handle.result()` is the report; its `step` is the version, and its `num_bytes` is the number of bytes written.
 
         Args:
             state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.

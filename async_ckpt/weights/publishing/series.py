@@ -60,8 +60,7 @@ class VersionSeries:
         self._keep, self._retires, self._root = keep, retires, RootVersions(place)
         self.versions = self._root.of_rank(rank, self.num_ranks)
         self.storage = self.versions.storage
-        # Rank 0 has the token of the channel without waiting. Readers find the loans of all ranks by this token, so it
-        # is also the token at the root.
+        # Rank 0 has the channel's token without waiting. It is also the root's, by which readers find all ranks' loans.
         of_all = None
         if channel is not None and self._is_first:
             of_all = Ownership(self._root.storage, token=channel.token(lambda: None, _WHOM))

@@ -219,8 +219,7 @@ class VersionSource:
 def header_in(data: memoryview, num_bytes: int, digest: str | None = None) -> tuple[safetensors.HeaderTable, int]:
     """The header of a safetensors file, and its length.
 
-    Raises ValueError if the header does not have this digest, or its tensors do not fill a file of `num_bytes` without
-    gaps.
+    Raises ValueError if it does not have this digest, or its tensors do not fill a file of `num_bytes` without gaps.
     """
     if not safetensors.begins(data):
         raise ValueError("it is not a safetensors file")

@@ -110,9 +110,8 @@ class VersionCheck(NamedTuple):
 
 
 class CheckedVersions(NamedTuple):
-    """The checked versions at a root, and the numbers, ascending, of sound, damaged and partial versions.
-
-    A partial version is not published by all ranks, so it does not exist for readers.
+    """The checked versions at a root, and the numbers, ascending, of sound, damaged and partial versions. Readers do
+    not see a partial version, which not all ranks have published.
     """
 
     checks: list[VersionCheck]

@@ -1,7 +1,6 @@
 """The versions at a root: which ones exist, their indices and chains, and which publisher may add a version.
 
-In: a storage. Out: indices, and chains of indices that lead from the held weights to a wanted version.
-Knows nothing of: replicas.
+In: a storage. Out: indices, chains of them from held weights to a wanted version. Knows nothing of: replicas.
 
 The index of a version is written last, and the version exists from then on. The base of a delta is an earlier version.
 Following the bases leads to an anchor.
@@ -101,10 +100,9 @@ class Versions:
         return sorted(known | seen | bare)
 
     def _version_without_index(self, number: int) -> VersionIndex | None:
-        """An index for a version that another program published as a single file without an index.
+        """An index for a version that another program published as one file without an index; None without such a file.
 
-        None if there is no such file. In a store this is always None: on a disk, such a folder is renamed into place,
-        but in a store only the index shows that a version is complete.
+        Always None in a store, where only an index shows that a version is complete. On a disk, folders are renamed.
         """
         if self.storage.remote or not _admits(self.storage, number, b""):
             return None
@@ -226,8 +224,7 @@ class Versions:
     def owner_token(self, *, fresh: bool = False) -> str:
         """The token of the publisher that owns the root; empty if no publisher does.
 
-        In a store the token is cached until a listing shows that another publisher has taken the root. With `fresh`,
-        the cache is not used.
+        In a store it is cached until a listing shows another publisher. With `fresh`, the cache is not used.
         """
         with self._lock:
             known = None if fresh else self._owner_token
@@ -242,10 +239,7 @@ class Versions:
         return all(at in existing and index is not None for at, index in self._built_on(number))
 
     def _built_on(self, number: int) -> Iterator[tuple[int, VersionIndex | None]]:
-        """A version and the versions that it is built on, with their indices, down to an anchor.
-
-        Ends earlier at an index that cannot be read, with None in its place.
-        """
+        """A version and its bases, with their indices, down to an anchor, or with None at an unreadable index."""
         at: int | None = number
         while at is not None:
             index = self._read_if_sound(at)

@@ -52,10 +52,7 @@ def show(
     left: list[str] = []
     with received_signals() as signals:
         on_arrival = _print_arrival_json if as_json else _print_arrival
-        movers = [
-            run_movers.RunMovers(tiers_file, read_places, copy_step, on_arrival)
-            for read_places, tiers_file in runs_to_move
-        ]
+        movers = [run_movers.RunMovers(file, read, copy_step, on_arrival) for read, file in runs_to_move]
         try:
             if once:
                 for mover in movers:
@@ -86,8 +83,7 @@ def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> lis
             further = [place_like(place, one) for one in to]
             further = [place_below(one, name) if name else one for one in further]
             naming = runs_at(place)[0].naming if tiers_file is None else tiers_file.naming
-            max_bandwidth = None if tiers_file is None else tiers_file.max_bandwidth
-            given = runs.TiersFile((place, *further), naming, max_bandwidth)
+            given = runs.TiersFile((place, *further), naming, tiers_file and tiers_file.max_bandwidth)
             found.append((lambda given=given: given, given))  # type: ignore[misc]
         elif tiers_file is not None:
             found.append((partial(runs.tiers_file.read, place), tiers_file))
