@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import errors
-from .core.collector import no_collection
+from .core.garbage import no_collection
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,

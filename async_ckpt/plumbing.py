@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from .core.loading.live.optimizer_forms import another_kind
     from .core.ranks import rendezvous
     from .core.ranks import world as worlds
-    from .core.saving import default as kept_memory
-    from .core.saving import ledger
+    from .core.saving import kept_memory, ledger
     from .core.slicing import boxes, sharded
     from .core.staging import device
     from .core.staging import guard as guards
@@ -90,7 +89,7 @@ else:
         ".core.loading.catch_up": "copy_step",
         ".core.loading.live.optimizer_forms": "another_kind",
         ".core.ranks": "rendezvous worlds=world",
-        ".core.saving": "kept_memory=default ledger",
+        ".core.saving": "kept_memory ledger",
         ".face.around.copy_save": "WeightsSave",
         ".core.slicing": "boxes sharded",
         ".core.staging": "device guards=guard",

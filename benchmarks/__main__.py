@@ -1,6 +1,7 @@
-"""`python -m benchmarks`: measure, print the table, and keep it with the machine that it was measured on.
+"""`python -m benchmarks`: measure, print the tables, and store them with facts about the machine.
 
-In: the command line. Out: tables, benchmarks/results/*.json, .md, .png and .svg. Knows nothing of: how a figure is measured.
+In: the command line. Out: tables, benchmarks/results/*.json, .md, .png and .svg. Knows nothing of: how a figure is
+measured.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Measure = Callable[[Setting], Mapping[str, Row]]
 
 
 class Table(NamedTuple):
-    """What is measured together, kept in one file, and shown behind the mark of the same name."""
+    """Measurements that are stored in one file and shown behind the mark of the same name."""
 
     measures: Mapping[str, Measure]
     packages: Sequence[str] = ()
@@ -44,7 +45,7 @@ class Table(NamedTuple):
     """The table that the page shows it in, with others that are measured in other environments."""
 
 
-# By table: the module that has its measures, and the names of those that are its own, if the module has others, too.
+# The module of each table, and the names of the table's measures if the module has other measures, too.
 _TABLES: Final[dict[str, tuple[str, ...]]] = {
     "figures": ("figures",),
     "comparison": ("compare", "comparison"),
@@ -69,13 +70,13 @@ _TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dcp": ("ranks", "dcp"),
     "gpu": ("gpu",),
 }
-# What a process holds is seen best while it is small.
+# Growth comes first: the memory of a process is measured best while the process is small.
 _USUAL: Final = ("growth", "trace", "figures", "comparison")
 RUNS: Final = RESULTS / "runs" / "comparison.json"
 
 
 def _table(name: str) -> Table:
-    """The table of a name. What its module imports is not needed by the others."""
+    """The table of a name. Only its own module is imported."""
     place, *own = _TABLES[name]
     module = import_module(f"{__package__}.{place}")
     every = module.measures() if place == "gpu" else module.MEASURES
@@ -97,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = _only(tables, options.only)
         if not tables:
             parser.error(f"--only {options.only}: no table has it")
-    # As an installer does; what is compiled at each import would count as time of a save, or of a restore.
+    # As an installer does. Otherwise, compilation at import would count as time of a save or restore.
     compileall.compile_dir(Path(async_ckpt.__file__).parent, quiet=1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are deleted
     for name, table in tables.items():
         _measure(name, table, options, toy=toy)
 
@@ -123,7 +124,7 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
             print(f"measuring {figure} …", flush=True)
             setting = Setting.toy(folder / figure) if toy else Setting(folder / figure)
             rows |= measure(replace(setting, gpu_seconds=options.seconds or setting.gpu_seconds))
-            if stem is not None:  # after each: what is stopped has not measured in vain
+            if stem is not None:  # after each measure, so that an interrupted run keeps its results
                 write(stem, kept_of(rows, environment))
                 _keep(folder / figure / KEPT, stem.parent / stem.name)
             shutil.rmtree(folder / figure, ignore_errors=True)
@@ -147,7 +148,7 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
 
 
 def joined(folder: Path) -> str:
-    """What the page shows of the files in a folder of results."""
+    """The tables of all files in a folder of results, for the page."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return markdown(*files) if files else ""
 
@@ -158,7 +159,7 @@ def _keep(found: Path, folder: Path) -> None:
 
 
 def _kept_at(options: argparse.Namespace, name: str, part_of: str, *, toy: bool) -> Path | None:
-    """Toy sizes and single figures are kept only where the caller says."""
+    """The path of the results without suffix. Toy sizes and single figures are stored only with --out."""
     if options.out:
         return Path(options.out) / name
     return None if toy or options.only else RESULTS / part_of / name

@@ -1,10 +1,10 @@
-"""A function in a process of its own, in which torch has been imported and nothing else has happened.
+"""A function in a new process, in which torch has been imported and nothing else has happened.
 
-In: a function of a module, arguments. Out: what it sends back. Knows nothing of: what is measured.
+In: a function of a module, arguments. Out: the objects that it sends. Knows nothing of: what is measured.
 
-To import torch and its compiler takes seconds, and there are dozens of such processes: a server without threads does it
-once, and they are forks of it. A build for CUDA is imported by each of them instead, for what looks for a device before
-a fork may not use it after.
+Importing torch and its compiler takes seconds, and there are dozens of such processes. So a fork server without threads
+imports them once, and the processes are its forks. A CUDA build of torch is imported by each process instead: after a
+fork, a process cannot use a device that was looked for before the fork.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _GRACE_SECONDS: Final = 30
 
 
 class NoAnswerError(Exception):
-    """The process raised, ended without an answer, or took too long: the text says which."""
+    """The process raised an error, ended without an answer, or took too long, as the text says."""
 
 
 class Apart:
-    """The process, seen from outside."""
+    """The process, as its parent sees it."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, channel: Connection) -> None:
         self._process, self._channel = process, channel
 
     def send(self, word: Any) -> None:
-        with suppress(OSError):  # it has ended, as `receive` will tell
+        with suppress(OSError):  # it has ended; `receive` will raise an error
             self._channel.send(word)
 
     def receive(self) -> Any:
-        """What it sends next; raises `NoAnswerError`."""
+        """The next object that it sends. Raises `NoAnswerError`."""
         if not self._channel.poll(_PATIENCE_SECONDS):
             raise NoAnswerError(f"not done after {_PATIENCE_SECONDS} s")
         try:
@@ -58,8 +58,9 @@ class Apart:
 
 @contextmanager
 def begun(fn: Callable[..., Any], *arguments: Any) -> Iterator[Apart]:
-    """Runs `fn(channel, *arguments)`, for as long as the block lasts; `channel.receive()` and `send` are our `send` and
-    `receive`.
+    """Run `fn(channel, *arguments)` in a process during the block.
+
+    `channel.receive()` returns the parent's objects, and `channel.send` sends objects to the parent.
     """
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_run, args=(theirs, fn, arguments))
@@ -68,21 +69,21 @@ def begun(fn: Callable[..., Any], *arguments: Any) -> Iterator[Apart]:
             process.start()
         try:
             yield Apart(process, ours)
-            ours.close()  # whoever waits for a word more is told
-            process.join(_GRACE_SECONDS)  # it may have processes of its own to end
+            ours.close()  # if the process still waits for an object, it gets an error
+            process.join(_GRACE_SECONDS)  # it may have to end its own child processes
         finally:
             process.kill()
             process.join()
 
 
 def result_of(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """What `fn(*arguments)` returns there."""
+    """The result of `fn(*arguments)` in such a process."""
     with begun(_answer, fn, arguments) as process:
         return process.receive()
 
 
 class Channel:
-    """The way back, seen from inside."""
+    """The channel to the parent, as the process sees it."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
@@ -99,7 +100,7 @@ def _answer(channel: Channel, fn: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _run(connection: Connection, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    # What is measured may be talkative, and so may the processes that it starts.
+    # The measured code, and the processes that it starts, may print a lot.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)

@@ -39,7 +39,7 @@ def program() -> str | None:
 
 
 class Chromium:
-    """One process of the browser, for pages one after the other. From one thread."""
+    """One process of the browser, for pages one after the other. Used from one thread."""
 
     def __init__(self, program: str, profile: Path) -> None:
         (theirs_in, self._to), (self._from, theirs_out) = self._pipe(), self._pipe()
@@ -72,7 +72,7 @@ class Chromium:
         return moved
 
     def ask(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Call a method of the protocol, and return its result. Events that come meanwhile are kept in `events`."""
+        """Call a method of the protocol, and return its result. Events that arrive meanwhile go to `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": arguments}
         if session is not None:
@@ -109,7 +109,7 @@ class Chromium:
 
 
 class OpenPage:
-    """A page of the run, as a browser shows it once all pictures are drawn."""
+    """A page of a run in the browser, after all pictures were drawn."""
 
     def __init__(self, browser: Chromium, file: Path, *, width: int, height: int, dark: bool, drawn: bool) -> None:
         self._browser = browser
@@ -138,20 +138,20 @@ class OpenPage:
         self.ask("Emulation.setEmulatedMedia", features=features)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression of JavaScript on the page; a promise is waited for."""
+        """The value of a JavaScript expression on the page. A promise is awaited."""
         told = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of all elements that a selector finds, as they are shown."""
+        """The shown texts of all elements that match a selector."""
         found: list[str] = self.evaluate(
             f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText)"
         )
         return found
 
     def press(self, key: str) -> None:
-        """A key, at the element that has the focus."""
+        """Press a key, at the element that has the focus."""
         named = {"windowsVirtualKeyCode": {"Tab": 9, "Enter": 13, " ": 32}.get(key, 0)}
         text = {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
@@ -161,7 +161,7 @@ class OpenPage:
         self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def box(self, selector: str) -> dict[str, float]:
-        """The place of an element in the window, after it was scrolled into view."""
+        """The position of an element in the window, after scrolling it into view."""
         found: dict[str, float] = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{ block: 'center' }});"
             " return e.getBoundingClientRect().toJSON(); })()"
@@ -174,8 +174,8 @@ class OpenPage:
         file.write_bytes(base64.b64decode(told["data"]))
 
     def complaints(self) -> list[str]:
-        """The errors and refusals that the browser has noted, and what the page asked of a network."""
-        self.evaluate("1")  # all events before it are here
+        """The errors and refusals that the browser has recorded, and the page's requests to the network."""
+        self.evaluate("1")  # then all earlier events have arrived
         found = []
         for one in self._browser.events:
             if one["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
@@ -191,7 +191,7 @@ class OpenPage:
 def opened(
     browser: Chromium, file: Path, *, width: int = 1440, height: int = 900, dark: bool = False, drawn: bool = True
 ) -> Iterator[OpenPage]:
-    """A page in a window of this size, after its pictures were drawn; without `drawn`, at once."""
+    """A page in a window of this size, after its pictures were drawn, or at once without `drawn`."""
     page = OpenPage(browser, file, width=width, height=height, dark=dark, drawn=drawn)
     yield page
     browser.ask("Target.closeTarget", targetId=page.target)

@@ -1,9 +1,9 @@
-"""Every way to save that is compared: one small adapter each, all with the same interface.
+"""All compared ways to save: one small adapter each, with one interface.
 
-In: a folder, what is trained. Out: saves, and the state again. Knows nothing of: clocks, other candidates.
+In: a folder, the state that is trained. Out: saves, and the restored state. Knows nothing of: clocks, other candidates.
 
-Each runs in the fastest configuration that its documentation gives for one process on this device, and what was chosen
-stands beside it. Where the documentation has the caller wait for the save before, the adapter does.
+Each candidate runs in the fastest configuration that its documentation gives for one process on this device; its
+`configuration` says which. If the documentation tells the caller to wait for the previous save, the adapter does so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_SAVE_STEPS: Final = 6
 
 
 class Candidate:
-    """One way to save. At most one save is under way when `save` returns, and `save` may wait for the one before."""
+    """One way to save. When `save` returns, at most one save is in progress: it may wait for the previous one."""
 
     title: ClassVar[str]
     configuration: ClassVar[str]
@@ -56,13 +56,13 @@ class Candidate:
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         self.folder, self.subject = folder, subject
-        self._saved: Future[Any] | None = None  # the last save, where there is one that tells
+        self._saved: Future[Any] | None = None  # the last save, if its library returns a future
 
     @classmethod
     def why_not(cls) -> str:
-        """Why it cannot run here; empty when it can."""
+        """The reason why it cannot run here; empty if it can."""
         found = find_spec(cls.package)
-        if found is None or found.loader is None:  # without a loader: a folder that was left behind
+        if found is None or found.loader is None:  # without a loader: a leftover folder
             return "not installed"
         return "needs CUDA" if cls.needs_cuda and not torch.cuda.is_available() else ""
 
@@ -71,39 +71,39 @@ class Candidate:
         return self.folder / str(number)
 
     def prewarm(self) -> None:
-        """What its documentation has one call before the first save."""
+        """Do what the documentation recommends before the first save."""
 
     def save(self, number: int) -> None:
-        """Returns when the training may go on."""
+        """Begin a save. Returns when the training may continue."""
         raise NotImplementedError
 
     def stepping(self) -> AbstractContextManager[Any]:
-        """Around every step of the optimizer."""
+        """The context of every step of the optimizer."""
         return nullcontext()
 
     def done(self) -> bool:
-        """Whether the last save is."""
+        """Whether the last save is complete."""
         return self._saved is None or self._saved.done()
 
     def wait(self) -> None:
-        """Return when the last save is complete; raise what it met."""
+        """Return when the last save is complete. Raises its error."""
         if self._saved is not None:
             self._saved.result()
 
     @property
     def stall_seconds(self) -> float:
-        """What the last save held the training up for beyond its call, as far as its steps do not show it."""
+        """How long the last save stalled the training beyond its call, if its steps do not show it."""
         return 0.0
 
     def forget(self) -> None:
-        """Let go of what was saved, as far as it is still in memory of its own that it would read into."""
+        """Drop saved data that is still in the candidate's memory, if it would be restored from there."""
 
     def restore(self, number: int, into: State) -> None:
-        """Bring back what was saved, into tensors that are there."""
+        """Restore a save into existing tensors."""
         raise NotImplementedError
 
     def delete(self, number: int) -> None:
-        """Delete what was saved."""
+        """Delete a save."""
         path = self.path(number)
         if path.is_dir():
             shutil.rmtree(path)
@@ -111,7 +111,7 @@ class Candidate:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of threads and processes."""
+        """Release threads and processes."""
 
 
 # --- synchronous ----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class DcpAsync(Dcp):
         self._saved = getattr(response, "upload_completion", response)
 
     def stepping(self) -> AbstractContextManager[Any]:
-        if self._staged is not None:  # as torchtitan does before the optimizer's step
+        if self._staged is not None:  # like torchtitan before the optimizer's step
             self._staged.result()
         return nullcontext()
 
@@ -250,7 +250,7 @@ class DcpAsyncCached(DcpAsync):
         try:
             for _ in range(2):
                 stager.stage({"model": OrderedDict()})
-        except KeyError:  # torch 2.11: its first call ends it
+        except KeyError:  # in torch 2.11, the stager fails after its first call
             return f"the stager of torch {torch.__version__} can be used once"
         return ""
 
@@ -315,7 +315,7 @@ class TorchCheckpointing(Candidate):
         super().__init__(folder, subject)
         package = import_module("torch_checkpointing")
         storage = import_module("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(
-            use_direct_io=False  # its default opens what it then cannot write to on ext4
+            use_direct_io=False  # with the default, it cannot write to the opened file on ext4
         )
         config = package.CheckpointManager.Config(storage_config=storage)
         config.save.writer_config.file_write_max_threads = NUM_CPUS
@@ -345,7 +345,7 @@ class Lightning(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        tempfile.tempdir = str(folder)  # it writes there first, and a rename must not cross file systems
+        tempfile.tempdir = str(folder)  # it writes there first, and renames within one file system
         plugins = import_module("pytorch_lightning.plugins")
         self._io = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
         self._number = 0
@@ -355,10 +355,10 @@ class Lightning(Candidate):
         self._io.save_checkpoint(self.subject.state_dict(), self.path(number))
 
     def done(self) -> bool:
-        return self.path(self._number).exists()  # it tells nobody; the file appears complete
+        return self.path(self._number).exists()  # it reports no end; the file appears complete
 
     def wait(self) -> None:
-        self._io.teardown()  # nothing else waits
+        self._io.teardown()  # the only call that waits
 
     def restore(self, number: int, into: State) -> None:
         _load_torch(self.path(number), into)
@@ -388,10 +388,10 @@ class Moonclip(Candidate):
         self.wait()
         self._ids[number] = self._manager.save(number, **self.subject.state)
         saved = self._saved = Future()
-        threading.Thread(target=lambda: saved.set_result(self._manager.flush())).start()  # nothing else tells
+        threading.Thread(target=lambda: saved.set_result(self._manager.flush())).start()  # the only report of the end
 
     def delete(self, number: int) -> None:
-        """Nothing: others may be differences to it."""
+        """Delete nothing: other saves may be differences from this one."""
 
     def restore(self, number: int, into: State) -> None:
         self._manager.load(self._ids[number], **into)
@@ -406,7 +406,7 @@ class Resiliency(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        _alone_in_a_group()  # it asks for its rank
+        _alone_in_a_group()  # it asks torch for its rank
         module = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt")
         self._checkpoint = module.TorchAsyncCheckpoint(persistent_queue=True)
 
@@ -487,7 +487,7 @@ class OursKeeping(OursGuarded):
         return {**super()._options(), "keep": 4}
 
     def delete(self, number: int) -> None:
-        """Nothing: others may need it."""
+        """Delete nothing: other saves may borrow from this one."""
 
 
 class OursBudgeted(Ours):
@@ -589,7 +589,7 @@ CANDIDATES: Final[dict[str, type[Candidate]]] = {
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is no container."""
+    """The dotted paths and values of everything that is not a container."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
@@ -629,5 +629,5 @@ def _alone_in_a_group() -> None:
 
 
 def _dcp(module: str) -> Any:
-    """Imported by those alone that use it, for it takes longer than the rest of torch."""
+    """Import torch.distributed.checkpoint, which takes longer than the rest of torch, when a candidate needs it."""
     return import_module(f"torch.distributed.checkpoint.{module}")

@@ -1,13 +1,12 @@
-"""The figures of the command `async-ckpt`: how long somebody waits at a terminal, how fast it reads and copies, and what memory
-that takes.
+"""The figures of the command `async-ckpt`: waiting times at a terminal, rates of reading and copying, and memory.
 
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
-Seconds are those of a process from its start to its end, with its output piped and its code compiled. Rates are those of the
-work of a command, in a process that has imported what it takes and has read its arguments: to import torch takes as long as to
-read some GB, and the row of `--help` has what typer takes. The bare reader and copier do as much with the same number of
-threads, past the page cache, and the copy is as durable: it is synced, then renamed, then its folder is synced. Memory is that
-of a process at its peak, beyond what it held when all was imported; its reads of mapped files count as memory, too.
+Seconds are those of a process from start to end, with its output piped and its code compiled. Rates are those of the
+work of a command, in a process that has imported its modules and parsed its arguments: importing torch takes as long as
+reading some GB, and the row of `--help` shows the time of typer. The bare reader and copier do the same work with as
+many threads, past the page cache. The bare copy is as durable: the file is synced, then renamed, then its folder is
+synced. Memory is the peak of a process beyond its memory after the imports, and includes its reads of mapped files.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _PUTS_IN_FLIGHT: Final = 32
 
 
 def without_work(setting: Setting) -> dict[str, Figure]:
-    """What every command takes before it does anything."""
+    """The time of every command before it does any work."""
     root = setting.folder / "run"
     for step in range(1, _USUAL_STEPS + 1):
         _write(root, _files_of(step))
@@ -91,7 +90,7 @@ def long_runs(setting: Setting) -> dict[str, Figure]:
 
 
 def pages(setting: Setting) -> dict[str, Figure]:
-    """The page of a run with thousands of saves: making it, and its pictures in a browser."""
+    """The page of a run with thousands of saves: writing it, and drawing its pictures in a browser."""
     count, root = setting.listed_steps, setting.folder / "run"
     for step in range(1, count + 1):
         _write(root, _files_of(step))
@@ -116,7 +115,7 @@ def pages(setting: Setting) -> dict[str, Figure]:
 
 
 def _drawing_seconds(file: Path, setting: Setting) -> list[float]:
-    """Seconds until a browser has drawn a page; none without a browser."""
+    """Seconds until a browser has drawn a page; empty without a browser."""
     found = program()
     if found is None:
         return []
@@ -129,7 +128,7 @@ def _drawing_seconds(file: Path, setting: Setting) -> list[float]:
 
 
 def many_ranks(setting: Setting) -> dict[str, Figure]:
-    """`inspect` of a step that hundreds of ranks have saved, each a part of every tensor."""
+    """`inspect` of a step that hundreds of ranks have saved, each with a part of every tensor."""
     count = setting.inspected_ranks
     step = step_on_disk(setting.folder / "run", count, _RANK_TENSORS)
     told = probe.command(["inspect", str(step)], setting.few_rounds)
@@ -189,7 +188,7 @@ def copying(setting: Setting) -> dict[str, Figure]:
 
 
 def memory(setting: Setting) -> dict[str, Figure]:
-    """Of each command that reads whole tensors, for a small checkpoint, a large one, and one of many tensors."""
+    """The memory of each command that reads whole tensors, for small and large checkpoints, and for many tensors."""
     states: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
         f"{num_bytes / 1e9:.2g} GB": partial(tensors, num_bytes) for num_bytes in setting.read_bytes
     }
@@ -215,7 +214,7 @@ def memory(setting: Setting) -> dict[str, Figure]:
 
 
 def _readers(root: Path, first: Path, second: Path, folder: Path) -> Iterator[tuple[str, str, list[Any]]]:
-    """The commands, by the modules that do their work."""
+    """The commands, with the modules that do their work."""
     out = folder / "out"
     yield "verify", "soundness", ["verify", first]
     yield "cp", "copying", ["cp", root, out, "--latest"]
@@ -230,7 +229,7 @@ def _readers(root: Path, first: Path, second: Path, folder: Path) -> Iterator[tu
 
 
 def _saved(root: Path, *states: Any, num_steps: int) -> list[Path]:
-    """The archives of a new run that has saved these states."""
+    """The archives of a new run with these states."""
     with AsyncCheckpointer(root) as checkpointer:
         for step, state in zip(range(1, num_steps + 1), states, strict=True):
             checkpointer.save(state, step).result()
@@ -238,7 +237,7 @@ def _saved(root: Path, *states: Any, num_steps: int) -> list[Path]:
 
 
 def _files_of(step: int) -> Iterator[tuple[str, bytes]]:
-    """The files of a committed step whose archive nobody will read; and the tracker, which names the last one."""
+    """The files of a committed step with an unreadable archive, and the tracker, which names the last step."""
     attempt, folder = f"{step:08x}", STEP_FORMAT.format(step)
     archive = Archive(f"rank_00000.{attempt}.tar", 5, "0" * 32)
     record, times = {"loss": 1 / step, "epoch": step // 100}, SaveTimes(1.5, 0.002)
@@ -259,7 +258,7 @@ def _write(root: Path, files: Iterator[tuple[str, bytes]]) -> None:
 
 
 def _called(work: Callable[..., None], *arguments: Any, **options: Any) -> float:
-    """Seconds that the work of a command takes in this process. The work raises if the status is not 0."""
+    """Seconds that the work of a command takes in this process. Raises an error if the status is not 0."""
     with redirect_stdout(io.StringIO()):
         return elapsed(partial(work, *arguments, **options))
 

@@ -1,6 +1,6 @@
-"""The comparison: every candidate in turn, again and again, and how this library stands to the others.
+"""The comparison: every candidate in turn, repeatedly, and the ratios of this library to the others.
 
-In: a setting. Out: a row for each candidate, and figures held against targets. Knows nothing of: how each one saves.
+In: a setting. Out: a row for each candidate, and figures with targets. Knows nothing of: how each candidate saves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .setting import Setting
 from .table import Figure, Noise, Row, Target, above_noise, shown
 
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
-# Of the table of workloads: this library, and the fastest of each kind beside it.
+# The columns of the table of workloads: this library, and the fastest of each other kind.
 _FEW: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
-# What no figure names is measured in the first round alone.
+# Candidates that no figure needs are measured in the first round only.
 _IN_EACH_ROUND: Final = (
     "ours_guarded", "ours", "ours_keeping", "torch_checkpointing", "dcp_async", "dcp_async_cached", "moonclip", "safetensors",
     "torch_save", "tar", "gzip", "limit",
@@ -32,7 +32,7 @@ Values = Callable[[Mapping[str, Any]], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What one candidate did, in as many processes as there were rounds. `why_not`: it has no numbers."""
+    """The results of one candidate, one for each round, each from a new process. With `why_not`, it has no results."""
 
     name: str
     results: Sequence[Mapping[str, Any]]
@@ -59,7 +59,7 @@ class Contender:
         return {name: median(self.values(name)) for name in VALUES}
 
     def values(self, name: str) -> list[float]:
-        """Every sample, of all rounds."""
+        """The samples of all rounds."""
         return [value for result in self.results for value in VALUES[name](result)]
 
     def cells(self) -> list[str]:
@@ -114,7 +114,7 @@ VALUES: Final[dict[str, Values]] = {
 
 
 def comparison(setting: Setting) -> dict[str, Row]:
-    """All of them, saving a training of linear layers under AdamW on one thread; and a few, saving GPT-2's."""
+    """All candidates, for a training of linear layers under AdamW on one thread; a few candidates for GPT-2."""
     nothing: list[float] = []
     contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes, nothing)
     noise = noise_of(nothing)
@@ -126,8 +126,9 @@ def comparison(setting: Setting) -> dict[str, Row]:
 def measured(
     setting: Setting, workload: str, names: Sequence[str], num_bytes: int, nothing: list[float] | None = None
 ) -> dict[str, Contender]:
-    """By name. A B C A B C: what else goes on meets all of them. `nothing` gets what is lost to no save at all, before and
-    after each round.
+    """The results by name, measured in the order A B C A B C, so that other load affects all of them.
+
+    `nothing` gets the seconds that a training seems to lose to no save, before and after each round.
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
@@ -139,7 +140,7 @@ def measured(
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
         begin = perf_counter()
-        # Once is enough to see what becomes of saves that come too fast.
+        # One round is enough to see how saves behave that come too fast.
         result = trial.run(name, workload, num_bytes, folder, setting, burst=number == 0)
         print(f"  {CANDIDATES[name].title}: {perf_counter() - begin:.0f} s", flush=True)
         if "failed" in result:
@@ -160,7 +161,7 @@ def noise_of(nothing: Sequence[float]) -> Noise:
 
 
 def _scaled(result: Any, num_bytes: int) -> Any:
-    """Of a part of the state, as if it were all of it; `sample_bytes` says how much was measured."""
+    """The result for a part of the state, scaled to all of it. `sample_bytes` is the size of the measured part."""
     factor = num_bytes / result["num_bytes"]
 
     def scale(value: Any) -> Any:
@@ -174,15 +175,16 @@ def _scaled(result: Any, num_bytes: int) -> Any:
 
 
 def pairs_of(ours: Contender, other: Contender, value: str) -> list[tuple[float, float]]:
-    """The median of each in one round, in which both were measured one soon after the other: the samples of one process
-    have more in common than those of two.
+    """The medians of both candidates in each round, in which they were measured one soon after the other.
+
+    The samples of one process are more similar than samples of two processes.
     """
     rounds = zip(ours.results, other.results, strict=False)
     return [(median(VALUES[value](one)), median(VALUES[value](another))) for one, another in rounds]
 
 
 def against(contenders: Mapping[str, Contender], noise: Noise) -> dict[str, Row]:
-    """The targets."""
+    """The figures with targets."""
     others = [name for name, contender in contenders.items() if contender.results]
     num_rounds = len(contenders["ours_guarded"].results)
     peers = [name for name in others if name not in {*_OURS, "limit"} and len(contenders[name].results) == num_rounds]
@@ -269,7 +271,7 @@ def _few(setting: Setting) -> tuple[str, ...]:
 
 
 def _shape(workload: str, setting: Setting, names: Sequence[str]) -> Shape:
-    # Of 100,000 some take minutes for each save.
+    # With 100,000 tensors, some candidates need minutes for each save.
     num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes_here()
     once = replace(setting, compare_rounds=setting.shape_rounds)
     contenders = measured(once, workload, names, num_bytes)

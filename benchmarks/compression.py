@@ -1,5 +1,4 @@
-"""`x.tar.zst` beside the tar.gz that it replaces, and a place with `compression=` beside a plain one: speed and size, on
-weights as they come out of training.
+"""`x.tar.zst` against tar.gz, and a place with `compression=` against a plain one: speed and size, on trained weights.
 
 In: a setting. Out: rows. Knows nothing of: how frames are made.
 """
@@ -57,7 +56,7 @@ def _of_a_place(setting: Setting, dtype: torch.dtype, num_bytes: int) -> dict[st
     state, folder = _weights(dtype, num_bytes), setting.folder / "places"
 
     def moved(compression: Literal["zstd"] | None) -> tuple[float, float, float]:
-        """Processor seconds of a copy, seconds of a load from there, and MiB there."""
+        """Processor seconds of a copy, seconds of a load from its target, and MiB there."""
         shutil.rmtree(folder, ignore_errors=True)
         far = async_ckpt.Place(folder / "far", compression=compression)
         with async_ckpt.AsyncCheckpointer([folder / "near", far]) as ckpt:
@@ -100,7 +99,7 @@ def _of_a_place(setting: Setting, dtype: torch.dtype, num_bytes: int) -> dict[st
 
 
 def _weights(dtype: torch.dtype, num_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Of the scale that layers are initialised with, and stay near to."""
+    """Weights of the scale of initialized layers, which trained layers stay close to."""
     count = num_bytes // dtype.itemsize // 16
     return {"model": {f"layers.{i}.weight": (torch.randn(count) * 0.02).to(dtype) for i in range(16)}}
 

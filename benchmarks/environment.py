@@ -1,4 +1,4 @@
-"""What the figures were measured on: a number without its machine says nothing.
+"""Facts about the machine that figures were measured on, without which a figure means nothing.
 
 In: the folder that is written to, packages. Out: plain values for the result file. Knows nothing of: figures.
 """
@@ -36,7 +36,7 @@ def describe(folder: Path, packages: Sequence[str] = ()) -> dict[str, str | int 
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that the folder lies on: the longest mount point that is a parent of it."""
+    """The type of the file system of the folder, by the longest mount point above it."""
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, found, *_ = line.split()
@@ -46,7 +46,7 @@ def file_system(folder: Path) -> str:
 
 
 def _commit() -> str:
-    """Of the code that was measured, as far as git knows; with a "+" where files differ from it."""
+    """The commit of the measured code, if git has one; with a "+" if files differ from it."""
     here = Path(__file__).parent
     asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "*.py", "../async_ckpt"]]
     try:

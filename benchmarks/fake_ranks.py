@@ -1,6 +1,6 @@
-"""Any rank of any world in one process, as far as DTensors ask: torch's `fake` backend, whose collectives do nothing.
+"""DTensors of any rank of any world in one process, by torch's `fake` backend, whose collectives do nothing.
 
-In: which rank, and what it holds. Out: DTensors. Knows nothing of: what is measured.
+In: a rank, and the data that it holds. Out: DTensors. Knows nothing of: what is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def standing_at(rank: int, size: int) -> Iterator[DeviceMesh]:
-    """This process is that rank, until the end of the block; the mesh is of all ranks."""
+    """Make this process the given rank during the block. The mesh has all ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield DeviceMesh("cpu", torch.arange(size), _init_backend=False)
@@ -26,6 +26,6 @@ def standing_at(rank: int, size: int) -> Iterator[DeviceMesh]:
 
 
 def sharded(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
-    """A tensor of this shape, of which this rank holds some rows."""
+    """A tensor of this shape, of which this rank holds the rows `local`."""
     stride = torch.empty(*shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,11 +1,11 @@
-"""A store far away, on a clock that no time passes by: every request takes as long as it is said to take, and nobody waits.
+"""A simulated remote store on a virtual clock: every request takes its given time, and nothing really waits.
 
-In: latency, requests of simulated ranks. Out: answers; how many requests each rank has made, how many bytes they moved, and
-when each was answered. Knows nothing of: who asks for what.
+In: latency, requests of simulated ranks. Out: answers; for each rank, how many requests it has made, how many bytes
+they moved, and when each was answered. Knows nothing of: the purpose of requests.
 
-The clock is that of an asyncio loop which never sleeps: where it would, its time is moved on. A rank's blocking calls are
-made at one moment, one after the other, and what they take is waited for afterwards; an object is seen from the moment on
-at which its put was answered. What the calls themselves compute is measured, and takes as long there.
+The clock is that of an asyncio loop that never sleeps: instead of waiting, it advances its time. The blocking calls of
+a rank are made at one moment, one after the other, and their time is waited for afterwards. An object is visible from
+the moment at which its put was answered. The computing time of the calls is measured, and added to the virtual time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from async_ckpt.core.storage.interface import Reader, Sink, Storage
 T = TypeVar("T")
 
 PAGE_NAMES: Final = 1000
-# A line of a listing as S3 sends it, besides the name.
+# The bytes of an entry of an S3 listing, besides the name.
 _LINE_BYTES: Final = 250
-# Requests that the library makes at once where it makes many: in `look_all`, `delete` and `existing`.
+# How many requests the library makes at once in `look_all`, `delete` and `existing`.
 _IN_FLIGHT: Final = 16
 
 
 class _Leap(selectors.DefaultSelector):
-    """Time that would be waited passes at once."""
+    """A selector that advances the time instead of waiting."""
 
     now = 0.0
 
@@ -42,7 +42,7 @@ class _Leap(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose time begins at 0 and leaps to the next thing that is due."""
+    """A loop whose time begins at 0, and jumps to the next scheduled call."""
 
     def __init__(self) -> None:
         self._leap = _Leap()
@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._leap.now
 
     def leap_to(self, moment: float) -> None:
-        """While it does not run: so late it is now."""
+        """Advance the time to this moment. Only while the loop does not run."""
         self._leap.now = max(self._leap.now, moment)
 
 
@@ -77,7 +77,7 @@ class Bucket:
         self._versions = itertools.count()
 
     def put(self, path: str, data: bytes | Callable[[], Reader], since: float = 0.0) -> str:
-        """There is an object from then on."""
+        """Store an object that is visible from the time `since`."""
         folder, _, name = path.rpartition("/")
         made = _Object(data, since, str(next(self._versions)))
         if folder not in self.folders:
@@ -96,7 +96,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank has asked."""
+    """The requests of one rank."""
 
     requests: int = 0
     received: int = 0
@@ -119,12 +119,12 @@ class FarStorage(Storage):
         self._latency, self._now = latency_seconds, now
         self._lock = threading.Lock()
         self._owner = threading.get_ident()
-        # Of the call that is made at this moment: what its requests take, and how many of those that go side by side.
+        # Of the current call: the seconds of its requests, and the number of its concurrent requests.
         self._taken, self._beside = 0.0, 0
         self.is_calling = False
 
     async def off_loop(self, fn: Callable[[], T], /) -> T:
-        """Make a blocking call, and wait as long as it takes."""
+        """Make a blocking call, then wait for as long as it takes."""
         self._taken, self._beside, begin = 0.0, 0, thread_time()
         self.is_calling = True
         try:
@@ -136,28 +136,28 @@ class FarStorage(Storage):
 
     @property
     def moment(self) -> float:
-        """The moment that the call which is made now has come to."""
+        """The time that the current call has reached."""
         return self._now() + self._total()
 
     def take_until(self, moment: float) -> None:
-        """The call waits for something else until then."""
+        """Have the current call wait for something else until this moment."""
         self._taken += max(0.0, moment - self.moment)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def _ask(self, *, received: int = 0, sent: int = 0) -> float:
-        """One request; when it is answered."""
+        """Make one request. Returns the moment of its answer."""
         with self._lock:
             self.traffic.note(received=received, sent=sent)
             if threading.get_ident() == self._owner:
                 self._taken = self._total() + self._latency
                 self._beside = 0
-            else:  # of a crew, whose threads share what there is to do
+            else:  # a thread of a crew, which makes requests concurrently
                 self._beside += 1
             return self._now() + self._total()
 
     def _ask_many(self, count: int) -> None:
-        """Requests that the library makes side by side."""
+        """Make requests that the library makes concurrently."""
         for _ in range(count):
             self.traffic.note()
         self._taken += -(-count // _IN_FLIGHT) * self._latency
@@ -261,7 +261,7 @@ class FarStorage(Storage):
         found: dict[str, int] = {}
         for name in self.names(folder):
             listed = self.bucket.folders[folder].get(name)
-            if listed is None:  # it is a folder
+            if listed is None:  # a folder
                 found |= {f"{name}/{below}": n for below, n in self.sizes(f"{folder}/{name}").items()}
             else:
                 found[name] = listed.num_bytes
@@ -281,7 +281,7 @@ class FarStorage(Storage):
         of_ranks: bool = False,  # noqa: ARG002
     ) -> list[str]:
         if decided and names:
-            self.names(folder)  # for their age: nothing is old
+            self.names(folder)  # for the ages; nothing is old here
         return []
 
     def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
@@ -295,7 +295,7 @@ class FarStorage(Storage):
 
 
 class _FarReader:
-    """One object, read by range."""
+    """One object, read by ranges."""
 
     def __init__(self, found: _Object, storage: FarStorage) -> None:
         self._found, self._storage = found, storage

@@ -1,10 +1,11 @@
-"""The ranks' store on the clock of `far_store`: each call takes what it was measured to take, and its server answers one after the other.
+"""The ranks' store on the clock of `far_store`: each call takes its measured time, and one server answers in turn.
 
-In: calls of simulated ranks, and of those that are real. Out: answers, how much each rank has asked, how long the server was busy. Knows
+In: calls of simulated and of real ranks. Out: answers, the traffic of each rank, the busy time of the server. Knows
 nothing of: saves.
 
-The costs were measured with torch's TCPStore on two cores, with the clients on the same machine: the way over a network comes on top.
-A call that is made off the loop is made at one moment, and what it takes is waited for once its answer is looked at, as in `far_store`.
+The times were measured with torch's TCPStore on two cores, with the clients on the same machine; a network would add to
+them. A call off the loop is made at one moment, and its time is waited for when its answer is needed, as in
+`far_store`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .far_store import FarStorage, Traffic, VirtualLoop
 T = TypeVar("T")
 
 SET_SECONDS: Final = 1 / 128_000
-CHECK_SECONDS: Final = 1 / 52_000  # as `add` and `delete_key`
+CHECK_SECONDS: Final = 1 / 52_000  # also for `add` and `delete_key`
 GET_SECONDS: Final = 1 / 25_000
-# Of many keys at once, each of them.
+# For each further key of a call with many keys.
 _CHECK_MORE_SECONDS: Final = 1 / 180_000
 _GET_MORE_SECONDS: Final = 1 / 35_000
 
@@ -35,11 +36,11 @@ class Server:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop, self.busy_seconds = loop, 0.0
         self._values = dist.HashStore()  # type: ignore[attr-defined]
-        self._since: dict[str, float] = {}  # of keys that are not there at once
+        self._since: dict[str, float] = {}  # when keys become visible, if not at once
         self._free_at = 0.0
 
     def serve(self, seconds: float, at: float | None = None) -> float:
-        """Answer what arrives now, or later; the moment of the answer."""
+        """Answer a request that arrives now, or at the moment `at`. Returns the moment of the answer."""
         now = self.loop.time()
         self.busy_seconds += seconds
         done_at = max(self._free_at, now if at is None else at) + seconds
@@ -48,7 +49,7 @@ class Server:
         return done_at
 
     def put(self, key: str, value: str, since: float = 0.0) -> None:
-        """There is this value from then on."""
+        """Store a value that is visible from the time `since`."""
         self._values.set(key, value)
         if since > self.loop.time():
             self._since[key] = since
@@ -72,13 +73,13 @@ class Server:
 
 
 class Client:
-    """The store as one rank sees it: what the library calls of a store of torch, and `FarConnection` for it."""
+    """The store as one rank sees it: the methods of torch's stores that the library calls, and its `FarConnection`."""
 
     def __init__(self, server: Server, storage: FarStorage) -> None:
         self.traffic = Traffic()
         self.connection = FarConnection(server, self, storage)
         self._server = server
-        self.taken, self.begun_at = 0.0, 0.0  # of the call that is made at this moment
+        self.taken, self.begun_at = 0.0, 0.0  # of the current call
 
     def _note(self, seconds: float, *, sent: int = 0, received: int = 0) -> float:
         self.taken += seconds
@@ -112,7 +113,7 @@ class Client:
 
 
 class _Answer(Future[Any]):
-    """What is waited for until the answer is there."""
+    """The future of an answer. `result` waits until the moment of the answer."""
 
     def __init__(self, connection: FarConnection) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _Answer(Future[Any]):
 
 
 class FarConnection:
-    """In the place of a `Connection`: one thread's calls, one after the other."""
+    """Replaces a `Connection`: the calls of one thread, one after the other."""
 
     has_server, is_over = True, False
 
@@ -166,7 +167,7 @@ class FarConnection:
         return answer
 
     def wait_until(self, moment: float) -> None:
-        """The caller waits; on the loop it has done so."""
+        """Have the caller wait, unless it runs on the loop, which has waited already."""
         if self._storage.is_calling:
             self._storage.take_until(moment)
         elif not self._server.loop.is_running():
@@ -174,7 +175,7 @@ class FarConnection:
 
 
 class LoopOfRanks:
-    """In the place of the library's loop: what it runs is run on this one."""
+    """Replaces the library's loop, and runs its coroutines on the virtual loop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -1,8 +1,8 @@
-"""The figures of a machine without a GPU. Each compares the library with what the machine itself can do.
+"""The figures of a machine without a GPU. Each compares the library with the limit of the machine itself.
 
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
-Between samples `wait` lets retention end, for deleting a file of 2 GiB keeps a disk busy for a while.
+Between samples, `wait` lets retention end, since deleting a file of 2 GiB keeps a disk busy for a while.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from .setting import Setting, side_by_side
 from .table import Figure, Target, above_noise, fixed
 from .workloads import Training, small_tensors, tensors
 
-# The index, padding and digests of an archive, generously.
+# A generous bound for the index, padding and digests of an archive.
 _OVERHEAD_BYTES: Final = 64 * MIB
 _MEMORY_ROUNDS: Final = 2
-# Of pure Python, on either side of each save.
+# How many loops of pure Python are timed on either side of each save.
 _NUM_COUNTS: Final = 500
 _DATA_BYTES: Final = 256 * MIB
-# In each round, of calls that take milliseconds.
+# How many calls are timed in each round, if they take milliseconds.
 _CALLS: Final = 5
-# On either side of each save that steps overlap.
+# How many steps are timed on either side of each save that overlaps steps.
 _UNDISTURBED_STEPS: Final = 6
 
 
 class Saves:
-    """One save after the other of the same state, in a run that keeps the last one. Its pool is warm."""
+    """Repeated saves of one state, in a run that keeps the last one. Its pool is warm."""
 
     def __init__(self, root: Path | Place | list[Path | Place], state: Any, **options: Any) -> None:
         self.checkpointer = AsyncCheckpointer(root, keep=1, **options)
@@ -76,7 +76,7 @@ class Saves:
         return self.end(self.begin())
 
     def durable_seconds(self) -> float:
-        """From the call until the future resolves."""
+        """Seconds from the call until the future resolves."""
         begin = perf_counter()
         handle = self.begin()
         handle.result()
@@ -85,7 +85,7 @@ class Saves:
         return seconds
 
     def arrival_seconds(self, place: Path | Place) -> float:
-        """From the call until the step is at a further place."""
+        """Seconds from the call until the step is at a further place."""
         begin = perf_counter()
         handle = self.begin()
         handle.at(place).result()
@@ -98,7 +98,7 @@ class Saves:
 
 
 class Calls:
-    """One call after the other of a function that saves to a path and returns a handle. Its memory is warm."""
+    """Repeated calls of a function that saves to a path and returns a handle. Its memory is warm."""
 
     def __init__(self, fn: Callable[[Any, Path], SaveHandle], state: Callable[[], Any], path: Path) -> None:
         self._fn, self._state, self._path = fn, state, path
@@ -112,7 +112,7 @@ class Calls:
 
 
 class BareSaves:
-    """What no save can leave out: the bytes are copied in the call, and threads write them meanwhile."""
+    """The work that no save can avoid: the call copies the bytes, and threads write them in the background."""
 
     def __init__(self, path: Path, subject: Training) -> None:
         self._path = path
@@ -131,14 +131,14 @@ class BareSaves:
 
 
 class BareReport(NamedTuple):
-    """What `BareSaves` tell of a save."""
+    """The report of a save by `BareSaves`."""
 
     total_seconds: float
     """Of the writing alone."""
 
 
 def costs_of(rounds: int, what: str, name: str, measured: Saves, limit: Saves, beside: str) -> dict[str, Figure]:
-    """What saves cost beside others: the seconds from the call until they are durable, and those of all processors."""
+    """The costs of saves compared with other saves: seconds until durable, and seconds of all processors."""
 
     def cost(saves: Saves) -> tuple[float, float]:
         begin = process_time()
@@ -174,7 +174,7 @@ def guarded_stall(setting: Setting) -> dict[str, Figure]:
 
     def stall_milliseconds() -> float:
         handle = saves.begin()
-        while not handle.staging_completion.done():  # gradients accumulated over micro-batches
+        while not handle.staging_completion.done():  # like gradient accumulation over micro-batches
             subject.forward_backward()
         subject.optimizer.step()
         report = saves.end(handle)
@@ -189,7 +189,7 @@ def guarded_stall(setting: Setting) -> dict[str, Figure]:
 
 
 def guarded_call(setting: Setting) -> dict[str, Figure]:
-    """The call of a guarded save alone: no step follows, and nothing else runs."""
+    """Only the call of a guarded save: no step follows, and nothing else runs."""
     subject = Training(setting.compare_bytes, batch=1)
     saves = Saves(setting.folder / "call", subject.state, guard=subject.optimizer)
     with saves.checkpointer:
@@ -213,7 +213,7 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
 
 
 def first_saves(setting: Setting) -> dict[str, Figure]:
-    """In processes of their own, whose pool of host memory is cold, while nothing trains."""
+    """First saves, in new processes whose pool of host memory is cold, without a training."""
     num_bytes = setting.first_bytes_here()
     told = [probe.first_saves(setting.folder, num_bytes) for _ in range(setting.few_rounds)]
     of, later = f"save of {num_bytes / 1e9:.2g} GB into a cold pool", "a later one"
@@ -231,7 +231,7 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
 
 
 def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
-    """Beside the disk alone, and beside what else a save cannot leave out: the copy and the digests."""
+    """The bandwidth compared with the disk alone, and with all that a save needs: copy, digests and disk."""
     state = tensors(setting.state_bytes)
     saves = Saves(setting.folder / "durable", {"model": state})
     num_bytes = saves.run().num_bytes
@@ -254,7 +254,7 @@ def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
 
 
 def bandwidth_limit(setting: Setting) -> dict[str, Figure]:
-    """`max_bandwidth` at a quarter of what the disk was seen to take."""
+    """`max_bandwidth` at a quarter of the measured bandwidth of the disk."""
     state = tensors(setting.compare_bytes)
     folder = setting.folder / "bandwidth_limit"
     free = Saves(folder / "free", {"model": state})
@@ -269,7 +269,7 @@ def bandwidth_limit(setting: Setting) -> dict[str, Figure]:
 
 
 def reads_beside(setting: Setting) -> dict[str, Figure]:
-    """What is left of the disk for others, such as who loads the training's data, while a save is written."""
+    """The share of the disk that others get during a save, such as a loader of the training's data."""
     state = tensors(setting.state_bytes)
     saves = Saves(setting.folder / "beside", {"model": state})
     num_bytes = saves.run().num_bytes
@@ -289,7 +289,7 @@ def reads_beside(setting: Setting) -> dict[str, Figure]:
 
 
 def _reads_per_second(path: Path, write: Callable[[], float]) -> float:
-    """One after the other, as long as `write` takes."""
+    """Reads one after the other, during a call of `write`."""
     reader = WarmMemory(MIB, MIB)
     ended = threading.Event()
     counts: list[int] = []
@@ -306,7 +306,7 @@ def _reads_per_second(path: Path, write: Callable[[], float]) -> float:
 
 
 def products_beside(setting: Setting) -> dict[str, Figure]:
-    """What is left of the processors for others while a save compresses on all of them but one."""
+    """The share of the processors that others get during a save that compresses on all processors but one."""
     state = tensors(setting.compare_bytes)
     path = setting.folder / "beside.tar.zst"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +335,7 @@ def products_beside(setting: Setting) -> dict[str, Figure]:
 
 
 def _products_per_second(work: Callable[[], object]) -> float:
-    """By as many threads as there are processors, as long as `work` takes."""
+    """Products of matrices during a call of `work`, by as many threads as there are processors."""
     ended = threading.Event()
     counts: list[int] = []
 
@@ -390,7 +390,7 @@ def small(setting: Setting) -> dict[str, Figure]:
 
 
 def restore(setting: Setting) -> dict[str, Figure]:
-    """Beside the disk alone, and beside what else a restore cannot leave out: the digests and the copy."""
+    """The bandwidth compared with the disk alone, and with all that a restore needs: disk, digests and copy."""
     state = {"model": tensors(setting.state_bytes)}
     ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
     saves = Saves(setting.folder / "restore", state)
@@ -457,7 +457,7 @@ def import_time(setting: Setting) -> dict[str, Figure]:
 
 
 def training(setting: Setting) -> dict[str, Figure]:
-    """One thread trains and one core is free. A step that a save overlaps is compared with those without."""
+    """One thread trains and one core is free. Steps that overlap a save are compared with steps that do not."""
     with one_thread():
         subject = Training(setting.training_bytes, batch=32)
         saves = Saves(setting.folder / "training", subject.state, guard=subject.optimizer)
@@ -495,8 +495,8 @@ def wrapped(setting: Setting) -> dict[str, Figure]:
 
 
 def _python_beside(setting: Setting, folder: Path) -> Figure:
-    """What needs Python's lock for every instruction is slowed most, and most by tensors that are small."""
-    count = setting.num_small // 100  # of 100,000 each waits for the lock, and a save takes minutes
+    """Pure Python, which needs the lock for every instruction, is slowed most, and most by small tensors."""
+    count = setting.num_small // 100  # with 100,000 tensors that all wait for the lock, a save takes minutes
     state = small_tensors(count)
     by_pickle = Calls(wrap(torch.save), lambda: state, folder / "small.pt")
     by_save = Calls(save, lambda: state, folder / "small.tar")
@@ -508,7 +508,7 @@ def _python_beside(setting: Setting, folder: Path) -> Figure:
 
 
 def _python_lost(saves: Calls) -> tuple[float, float]:
-    """Seconds that such a thread loses while a save runs in the background, and those that it runs for."""
+    """Seconds that a thread of pure Python loses during a save in the background, and the seconds of the save."""
 
     def count() -> None:
         for _ in range(20_000):
@@ -544,13 +544,13 @@ def _told(windows: Sequence[Window]) -> str:
 
 
 class Trains(Protocol):
-    """What trains by one step after the other."""
+    """A training that runs step by step."""
 
     def step(self) -> None: ...
 
 
 class Window(NamedTuple):
-    """One save and the steps that it overlaps, in seconds."""
+    """One save, and the steps that overlap it, in seconds."""
 
     lost: float
     """What these steps took longer than as many others."""
@@ -585,7 +585,7 @@ def slowed(subject: Trains, saves: Any) -> Window:
 
 
 def clocked(action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and seconds that this thread was on a processor."""
+    """Seconds of an action, and seconds of this thread on a processor."""
     wall, own = perf_counter(), thread_time()
     action()
     return perf_counter() - wall, thread_time() - own

@@ -1,4 +1,4 @@
-"""What the check of `NonFinite` costs, beside the digests of the same blocks, which every save makes.
+"""The cost of the check of `NonFinite`, compared with the digests of the same blocks, which every save makes.
 
 In: a setting. Out: figures by name. Knows nothing of: marks.
 """
@@ -45,7 +45,7 @@ def _checks(setting: Setting, name: str) -> Figure:
             digests.block_digest(block)
         return 1e3 * (thread_time() - begin)
 
-    seconds(checks=True)  # its memory is touched
+    seconds(checks=True)  # touches the memory
     return Figure(
         f"processor time of check and digests of {len(data) / 1e9:.2g} GB of {name}",
         "ms",

@@ -1,9 +1,10 @@
-"""Saves under frameworks that need an environment of their own: what one costs, beside the framework's own saves.
+"""The costs of saves under frameworks that need their own environments, compared with the frameworks' own saves.
 
 In: a setting. Out: figures by name. Knows nothing of: how a plug-in saves.
 
-As in `trainers.py`, one model trains by the framework's own steps, and what saves takes turns. A framework's own saves
-are the blocking one, "own", and those behind the training, "own " and the mode. Each runs on processors, on one rank.
+As in `trainers.py`, one model trains by the framework's own steps, and the ways to save take turns. A framework's own
+saves are "own" if they block the training, and "own " with the name of the mode if they do not. All run on processors,
+on one rank.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ _OWN: Final = "own "
 
 
 def _gpt2(setting: Setting) -> Gpt2:
-    """The one with 124 million parameters and AdamW's state, unless it is a toy."""
+    """The model with 124 million parameters and AdamW's state, or a toy."""
     return Gpt2(setting.training_bytes * 3 // 2)
 
 
 def _released(gpt2: Gpt2) -> Gpt2:
-    """The same without gradients and the state of its optimizer, for a framework that makes its own."""
+    """The model without gradients and optimizer state, for a framework that creates its own."""
     gpt2.optimizer.zero_grad(set_to_none=True)
     gpt2.optimizer.state.clear()
     return gpt2
 
 
 def _measured(name: str, setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves]) -> dict[str, Figure]:
-    """All figures of a framework. Of its asynchronous saves, those that do not run here have the reason instead."""
+    """All figures of a framework. Asynchronous saves that cannot run here have the reason instead."""
     why_not = {key: why for key, way in ways.items() if key.startswith(_OWN) and (why := _why_not(way))}
     costs = compared(setting, subject, {key: way for key, way in ways.items() if key not in why_not})
     rows = figures_of(name, costs)
@@ -63,7 +64,7 @@ def _measured(name: str, setting: Setting, subject: Trains, ways: Mapping[str, W
 
 
 def _why_not(way: Way | Saves) -> str:
-    """The reason why this does not save here; empty if it does."""
+    """The reason why this save does not run here; empty if it does."""
     try:
         way.durable_seconds()
     except Exception as error:
@@ -85,7 +86,7 @@ def _one_rank(folder: Path) -> Iterator[None]:
 
 
 class _UnderTorchtitan:
-    """GPT-2 with torchtitan's container of optimizers, which calls its managers as torchtitan's trainer does."""
+    """GPT-2 with torchtitan's container of optimizers, which calls the managers as torchtitan's trainer does."""
 
     def __init__(self, gpt2: Gpt2) -> None:
         self._gpt2, self._managers = gpt2, list[Any]()
@@ -109,7 +110,7 @@ class _UnderTorchtitan:
         self.optimizers.step()
 
     def way(self, kind: Any, folder: Path, **options: Any) -> Way:
-        """The saves of a manager of torchtitan's; of ours, if `kind` is our module."""
+        """The saves of a manager of torchtitan, or of ours if `kind` is our module."""
         config = kind.CheckpointManager.Config(
             enable=True, interval=1, keep_latest_k=0, last_save_model_only=False, **options
         )
@@ -167,7 +168,7 @@ class _UnderDeepSpeed:
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_optimization": {"stage": 1},
                 "zero_allow_untested_optimizer": True,
-                # Without data_parallel, DeepSpeed 0.19.8 looks for a rank that it does not have.
+                # Without data_parallel, DeepSpeed 0.19.8 looks for a missing rank.
                 "checkpoint": {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}},
             },
             dist_init_required=False,
@@ -208,7 +209,7 @@ class _UnderDeepSpeed:
         return Way(begin, lambda: None, lambda number: folder / f"save-{number}", is_durable=False)
 
     def _leave_alone(self) -> None:
-        """Have the engine as it was before `use`."""
+        """Restore the engine to its state before `use`."""
         self.engine.checkpoint_engine = self._blocking
         del self.engine.save_checkpoint, self.engine.load_checkpoint
 
@@ -217,7 +218,7 @@ class _UnderDeepSpeed:
 
 
 class _Committed(Future[None]):
-    """The end of a save of the decoupled engine, which it commits before the next step of the optimizer."""
+    """The end of a save of the decoupled engine, which it commits before the next optimizer step."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
@@ -231,11 +232,11 @@ class _Committed(Future[None]):
 
 
 def deepspeed(setting: Setting) -> dict[str, Figure]:
-    """Its decoupled engine moves the training's tensors to shared memory for good, so it is measured after the others."""
+    """DeepSpeed's saves. The decoupled engine comes last, since it moves tensors to shared memory permanently."""
     warnings.simplefilter("ignore")
-    # As its launcher sets them.
+    # As DeepSpeed's launcher sets them.
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    # It would be compiled when the engine is made.
+    # Otherwise, it would be compiled when the engine is created.
     ops: Any = import_module("deepspeed.ops")
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     guard: Any = import_module("async_ckpt.integrations.deepspeed.zero_guard").ZeroGuard()
@@ -261,7 +262,7 @@ def deepspeed(setting: Setting) -> dict[str, Figure]:
 
 
 def ray(setting: Setting) -> dict[str, Figure]:
-    """Inside of a worker of Ray Train, which alone may report."""
+    """Saves inside a worker of Ray Train, since only a worker may report."""
     os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     cluster, train, trainers = (import_module(name) for name in ("ray", "ray.train", "ray.train.torch"))
     # The worker imports this module.
@@ -307,14 +308,14 @@ def _in_worker(config: dict[str, Any]) -> None:
 
 
 def _way_of_ray(subject: Gpt2, folder: Path, run: Path, mode: Any) -> Way:
-    """A file of torch.save that Ray copies to the run's storage, as its documentation shows."""
+    """A file of torch.save that Ray copies to the run's storage, as in its documentation."""
     train: Any = import_module("ray.train")
 
     def save(number: int) -> object:
         uploaded: Future[None] = Future()
 
         def upload(checkpoint: Any, name: str) -> Any:
-            """What Ray does by itself, and then the word that it is done."""
+            """Ray's own upload, followed by a signal that it is done."""
             kept = train.get_context().get_storage().persist_current_checkpoint(checkpoint, name)
             uploaded.set_result(None)
             return kept
@@ -348,7 +349,7 @@ def _way_of_checkpointer(ckpt: Any, subject: Gpt2, run: Path) -> Way:
 
 
 def _controller_has_heard() -> None:
-    """Wait until Ray's controller has taken the last report: the next one waits for that."""
+    """Wait until Ray's controller has received the last report, since the next report waits for that."""
     train: Any = import_module("ray.train")
     train.get_all_reported_checkpoints(train.CheckpointConsistencyMode.COMMITTED)
 
@@ -389,7 +390,7 @@ def verl(setting: Setting) -> dict[str, Figure]:
 
 
 def _way_of_verl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
-    """The saves of a manager, each into the folder of a step, as verl's trainer names it."""
+    """The saves of a manager, each into the folder of a step with the name that verl's trainer uses."""
     config: Any = import_module("verl.trainer.config").CheckpointConfig
     is_ours = kind.__module__.startswith("async_ckpt")
     manager = kind(subject.model, subject.optimizer, subject.scheduler, checkpoint_config=config(async_save=is_ours))
@@ -406,7 +407,7 @@ def _way_of_verl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
 
 
 def skyrl(setting: Setting) -> dict[str, Figure]:
-    """By the strategy of its workers, which hold the training for a save."""
+    """Saves by the strategy of SkyRL's workers, which stalls the training during a save."""
     warnings.simplefilter("ignore")
     have_skyrl_without_gpu()
     theirs: Any = import_module("skyrl.backends.skyrl_train.distributed.fsdp_strategy").FSDPStrategy
@@ -422,13 +423,14 @@ def skyrl(setting: Setting) -> dict[str, Figure]:
 
 
 def have_skyrl_without_gpu() -> None:
-    """Make SkyRL importable here. Its calls that wait for a GPU do nothing from then on.
+    """Make SkyRL importable here. Its calls that wait for a GPU then do nothing.
 
-    It imports flash_attn, whose kernels are not called. On Python before 3.12 pydantic refuses the TypedDict of `typing`.
+    It imports flash_attn, whose kernels are not called. On Python before 3.12, pydantic refuses the TypedDict of
+    `typing`.
     """
     if sys.version_info < (3, 12):
         typing.TypedDict = typing_extensions.TypedDict
-    import_module("transformers.trainer")  # which looks for the real flash_attn
+    import_module("transformers.trainer")  # it looks for the real flash_attn
     for name in ("flash_attn", "flash_attn.bert_padding"):
         sys.modules.setdefault(name, ModuleType(name))
     padding: Any = sys.modules["flash_attn.bert_padding"]
@@ -438,7 +440,7 @@ def have_skyrl_without_gpu() -> None:
 
 
 def _way_of_skyrl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
-    """The saves of a strategy, each into the folder of a step, as SkyRL's trainer names it."""
+    """The saves of a strategy, each into the folder of a step with the name that SkyRL's trainer uses."""
     config: Any = import_module("skyrl.train.config").FSDPConfig
     strategy = kind(config())
     strategy.world_size = 1

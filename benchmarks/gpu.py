@@ -1,16 +1,16 @@
-"""`make bench-gpu`: what is measured on an accelerator, what must be known first coming first, in the time that there is.
+"""`make bench-gpu`: measurements on an accelerator, the most important ones first, within the given time.
 
 In: a setting. Out: rows by name, one part after the other. Knows nothing of: how a part measures.
 
-Each part is by itself: an error in one is kept with its row, and the next goes on. A part that does not fit in what is left
-of the time is not run, one that takes longer than its share is ended, and whatever cannot be ended goes with the process,
-after its parts have been kept. Nothing is needed but torch and xxhash.
+The parts are independent: the error of one is stored with its row, and the next one begins. A part that needs more than
+the remaining time is not run, and a part that takes longer than its share is ended. If it cannot be ended, the process
+is ended; the results of the earlier parts are stored by then. Only torch and xxhash are needed.
 
-How rows are measured: *copies pending* counts copies of 4 KiB behind a busy kernel until one call takes more than 50 ms; *from the
-device to the host* is `save` until all is staged, against a copy to 1 GiB of pinned memory; *steps during a save* are synchronized one
-by one and compared with as many others; for *saves of their instant*, training changes, drops, resizes or replaces the state right
-after the call, and the save has the bytes of that instant or fails with TornSnapshotError; *operations enqueued* come from torch's
-profiler.
+How rows are measured: *copies pending* counts copies of 4 KiB behind a busy kernel until one call takes more than 50
+ms; *from the device to the host* is `save` until all is staged, compared with a copy to 1 GiB of pinned memory; *steps
+during a save* are synchronized one by one, and compared with as many others; for *saves of their instant*, the training
+changes, drops, resizes or replaces the state right after the call, and the save has the bytes of that instant or fails
+with TornSnapshotError; *operations enqueued* come from torch's profiler.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .table import Figure, Row, Target
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "nvidia-resiliency-ext")
 PEERS: Final = ("dcp_async", "dcp_async_cached", "torch_checkpointing", "resiliency")
 NOT_MEASURED: Final = "not measured on a GPU"
-# So long a part may go on after its time, and as long again after it was told to end, until it takes all with it.
+# The seconds that a part may run beyond its time. After that, it is ended, and after as long again, the process is.
 _GRACE_SECONDS: Final = 25.0
-# Of the seconds of a part: with fewer it makes fewer rounds, down to one.
+# A part begins if at least this share of its seconds is left. With less time it makes fewer rounds, down to one.
 _WORTH_BEGINNING: Final = 0.5
 _TESTS: Final = ("-m", "pytest", "-m", "gpu")
 CLOSING: Final = f"The tests of the device: {shlex.join(('python', *_TESTS))}"
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class OutOfTimeError(Exception):
-    """A part has taken longer than it may."""
+    """A part has taken too long."""
 
 
 def _row(title: str, unit: str, limit: str, target: Target | None = None) -> Figure:
@@ -139,17 +139,20 @@ def _parts() -> dict[str, Part]:
             "gpu_restore_cold": _row("restore of 7 GiB onto the device, verified, cold", "s", "torch.load(mmap=True), copy_", Target("≤", 1.0)),
             "gpu_restore_warm": _row("the same, the files in the page cache", "s", "torch.load(mmap=True), copy_", Target("≤", 1.0)),
         }),
-        # It may leave a profiler behind, which slows calls.
+        # It may leave a profiler behind that slows down calls.
         "gpu_calls": Part(60, gpu_copies.calls, {
             **_call_rows("unguarded", "save"), **_call_rows("guarded", "save(guard=)"),
         }),
-        # Last, for the disk may take a minute for each.
+        # Last, since the disk may need a minute for each.
         "gpu_copy_48": Part(90, partial(gpu_copies.copies, num_gib=48), _copy_rows(48)),
     }  # fmt: skip
 
 
 def measures() -> dict[str, Callable[[Setting], Mapping[str, Row]]]:
-    """One for each part, in order; their time begins now. Before them, all rows: what is killed has kept a whole table."""
+    """The parts, in order. Their time begins now.
+
+    A first measure returns all rows without results, so that an interrupted command leaves a complete table.
+    """
     begin = perf_counter()
     parts = _parts()
 
@@ -165,7 +168,7 @@ def _all(part: Part, note: str, **details: Any) -> dict[str, Row]:
 
 
 def _run(part: Part, begin: float, setting: Setting) -> Mapping[str, Row]:
-    """The rows of a part, with what was found, or why nothing was."""
+    """The rows of a part with their results, or with the reason why there are none."""
     device = gpu_bench.here()
     if device is None:
         return _all(part, NOT_MEASURED)
@@ -194,12 +197,15 @@ def _forget(device: Accelerator) -> None:
     try:
         device.forget()
     except RuntimeError:
-        pass  # a device that is broken; the next part tells
+        pass  # the device is broken; the next part will report it
 
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """On the main thread: raises OutOfTimeError in the part when its time is long up, and ends the process when that does not end it."""
+    """Raise OutOfTimeError in the part when its time is long over, or end the process if that does not end the part.
+
+    Only on the main thread.
+    """
 
     def end(*_: Any) -> None:
         raise OutOfTimeError(f"not done after {seconds + _GRACE_SECONDS:.0f} s")
@@ -207,7 +213,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, end)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
-        # The process's own stream: `sys.stderr` may be one without a file, which cannot be written to then.
+        # `sys.stderr` may be replaced by a stream without a file descriptor, which faulthandler cannot write to.
         faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True, file=sys.__stderr__ or 2)
         yield
     finally:

@@ -1,8 +1,9 @@
-"""What each part of the GPU benchmark is given: the device, the sizes, and its share of the time.
+"""The context of each part of the GPU benchmark: the device, the sizes, and the part's share of the time.
 
-In: a setting. Out: a device that can be kept busy and waited for, saves of it, rounds. Knows nothing of: figures.
+In: a setting. Out: a device that can be kept busy and waited for, saves of its tensors, rounds. Knows nothing of:
+figures.
 
-The device is asked for by what torch calls it, so that the parts run wherever the library has a backend.
+The device is used by torch's generic names, so that the parts run wherever the library has a backend.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from async_ckpt.core.host.limits import free_memory_bytes
 
 from .setting import Setting
 
-# Of the device's clock, which torch.cuda._sleep counts: about 2 GHz. Only how long it is kept busy depends on this.
+# The rate of the device's clock, which torch.cuda._sleep counts: about 2 GHz. It only affects the length of busy times.
 _CYCLES_PER_SECOND: Final = 2e9
 
 
 class CannotMeasureError(Exception):
-    """What the machine lacks for a row."""
+    """The machine lacks what a row needs."""
 
 
 class Found(NamedTuple):
-    """One row, measured."""
+    """The result of one row."""
 
     pairs: Sequence[tuple[float, float]]
     note: str = ""
@@ -42,14 +43,14 @@ class Found(NamedTuple):
 
 
 class Accelerator:
-    """A kind of device, asked by the names that `torch.cuda` has."""
+    """A kind of device, used by the names that `torch.cuda` has."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.module: Any = torch.get_device_module(kind)
 
     def require(self, name: str) -> Any:
-        """What the device's module calls `name`. Raises CannotMeasureError when it has nothing of that name."""
+        """An attribute of the device's module. Raises CannotMeasureError if it does not exist."""
         found = getattr(self.module, name, None)
         if found is None:
             raise CannotMeasureError(f"torch.{self.kind} has no {name}")
@@ -59,15 +60,15 @@ class Accelerator:
         self.module.synchronize()
 
     def stream(self) -> Any:
-        """Another stream for the training."""
+        """A new stream for the training."""
         return self.module.Stream()
 
     def busy(self, seconds: float) -> None:
-        """Keep the current stream busy for about so long."""
+        """Keep the current stream busy for about this time."""
         self.require("_sleep")(int(seconds * _CYCLES_PER_SECOND))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory from torch's own allocator: the limit must not depend on how the library pins its memory."""
+        """Host memory from torch's own allocator, so that the limit does not depend on the library's pinning."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def free_bytes(self) -> int:
@@ -78,7 +79,7 @@ class Accelerator:
 
     @contextmanager
     def operations(self) -> Iterator[dict[str, int]]:
-        """Counts what all threads enqueue inside, by name; filled in at the end."""
+        """Count the operations that all threads enqueue in the block, by name. The dict is filled at its end."""
         if self.kind != "cuda":
             raise CannotMeasureError("the profiler counts the calls of CUDA only")
         counts: dict[str, int] = {}
@@ -92,7 +93,7 @@ class Accelerator:
             raise CannotMeasureError("the profiler has seen no calls of CUDA")
 
     def forget(self) -> None:
-        """Give memory back that nobody refers to any more."""
+        """Free memory that has no references."""
         gc.collect()
         if hasattr(self.module, "empty_cache"):
             self.module.empty_cache()
@@ -106,7 +107,7 @@ def here() -> Accelerator | None:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a part is given."""
+    """The context that a part gets."""
 
     setting: Setting
     device: Accelerator
@@ -114,11 +115,11 @@ class Bench:
     """By `perf_counter`: what begins later is too late."""
 
     def gib(self, number: float) -> int:
-        """Bytes of so many GiB; of less at toy size."""
+        """The bytes of `number` GiB; less at toy size."""
         return int(number * self.setting.gib_bytes)
 
     def rounds(self) -> Iterator[int]:
-        """One at least; another only if there is time for it, as far as the longest before it tells."""
+        """At least one round, and more if the longest round so far would fit in the remaining time."""
         longest = 0.0
         for number in range(self.setting.few_rounds):
             begin = perf_counter()
@@ -128,12 +129,12 @@ class Bench:
             longest = max(longest, perf_counter() - begin)
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises CannotMeasureError where a state of this size does not fit."""
+        """Raise CannotMeasureError if a state of this size does not fit."""
         self.setting.folder.mkdir(parents=True, exist_ok=True)
         self.device.forget()
         if self.device.free_bytes() < 1.1 * num_bytes:
             raise CannotMeasureError("the device has too little memory")
-        if free_memory_bytes() < 2.1 * num_bytes:  # the pool takes no more than a half
+        if free_memory_bytes() < 2.1 * num_bytes:  # the pool takes at most half of it
             raise CannotMeasureError("the host has too little memory")
         if shutil.disk_usage(self.setting.folder).free < 1.1 * num_bytes:
             raise CannotMeasureError("the disk has too little room")
@@ -141,7 +142,7 @@ class Bench:
 
 @dataclass
 class Saves:
-    """Saves of one state, each deleted once it is durable: the disk need not have room for two."""
+    """Saves of one state. Each is deleted once it is durable, since the disk may not have room for two."""
 
     root: Path
     state: Any

@@ -1,4 +1,4 @@
-"""From the device to the host: what enqueueing costs, how fast the bytes come, what a call of save takes of its thread.
+"""From the device to the host: the cost of enqueueing, the bandwidth of copies, and the time of a call of save.
 
 In: a bench. Out: rows by name. Knows nothing of: trainings, other parts.
 """
@@ -29,15 +29,16 @@ from .workloads import tensors
 _GB: Final = 1e9
 _SMALL_BYTES: Final = 4096
 _BUSY_SECONDS: Final = 0.5
-# A call of copy_ takes microseconds, milliseconds when the machine is busy; one that waits for the kernel, most of its time.
+# A call of copy_ takes microseconds, or milliseconds on a busy machine. A call that waits for the kernel takes most of
+# `_BUSY_SECONDS`.
 _BLOCKED_SECONDS: Final = 0.05
 _RAW_BYTES: Final = 2**30
-# Of the thread that calls save, for each tensor.
+# Processor time of the thread that calls save, for each tensor.
 CPU_MICROSECONDS: Final = {"unguarded": 20.0, "guarded": 12.0}
 
 
 class _Calls(NamedTuple):
-    """The calls of copy_ behind one kernel: how many were pending before one blocked, and microseconds by how many."""
+    """The calls of copy_ behind one kernel: the number pending before one blocked, and microseconds by that number."""
 
     num_pending: int
     microseconds: dict[str, list[float]]
@@ -45,7 +46,7 @@ class _Calls(NamedTuple):
 
 
 def latency(bench: Bench) -> Mapping[str, Found]:
-    """Small copies to pinned memory, enqueued behind a busy kernel, until one of the calls blocks."""
+    """Enqueue small copies to pinned memory behind a busy kernel, until a call blocks."""
     on_busy = [_enqueued(bench, on_other=False) for _ in bench.rounds()]
     on_other = [_enqueued(bench, on_other=True) for _ in bench.rounds()]
     wanted = MAX_UNDER_WAY
@@ -62,8 +63,9 @@ def latency(bench: Bench) -> Mapping[str, Found]:
 
 
 def pinning(bench: Bench) -> Mapping[str, Found]:
-    """The longest call of the training while another thread page-locks memory, at once or in small parts: the driver
-    may have calls wait meanwhile, which is what the size of the pool's runs rests on.
+    """The longest call of the training while another thread page-locks memory, at once or in small parts.
+
+    The driver may delay calls meanwhile. The size of the pool's runs is based on this.
     """
     device = torch.device(bench.device.kind, bench.device.module.current_device())
     whole = bench.gib(1)
@@ -105,7 +107,7 @@ def _is_before(end: float) -> bool:
 
 
 def _longest_call(target: torch.Tensor, goes_on: Callable[[], bool]) -> float:
-    """Seconds of the longest of the calls that enqueue something small, one at least."""
+    """Seconds of the longest of repeated calls that enqueue a small operation, at least one."""
     longest = 0.0
     while True:
         begin = perf_counter()
@@ -116,7 +118,7 @@ def _longest_call(target: torch.Tensor, goes_on: Callable[[], bool]) -> float:
 
 
 def _enqueued(bench: Bench, *, on_other: bool) -> _Calls:
-    """On the stream that is busy; or on another one that waits for it, as a save's copies do."""
+    """Copies on the busy stream itself, or on another stream that waits for it, like the copies of a save."""
     device, count = bench.device, bench.setting.num_pending
     source = torch.ones(count * _SMALL_BYTES, dtype=torch.uint8, device=device.kind)
     target = device.pinned(count * _SMALL_BYTES)
@@ -150,18 +152,18 @@ def _enqueued(bench: Bench, *, on_other: bool) -> _Calls:
 
 
 def _num_operations(num_bytes: int, num_tensors: int) -> int:
-    """What a save is to enqueue at most: a copy of each tensor, and one more in each run of memory."""
+    """The most operations that a save may enqueue: a copy of each tensor, and one more in each run of memory."""
     return num_tensors + -(-num_bytes // MAX_RUN_BYTES)
 
 
 def copies(bench: Bench, num_gib: int) -> Mapping[str, Found]:
-    """The bytes of a state by a save, and by copies to pinned memory that is there."""
+    """The bandwidth of a save, and of copies to existing pinned memory."""
     bench.require_room(bench.gib(num_gib))
     device = bench.device
     state = tensors(bench.gib(num_gib), device=device.kind)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     flat = torch.ones(min(num_bytes, _RAW_BYTES), dtype=torch.uint8, device=device.kind)
-    # As large as it can be without doubling what the state takes of the host.
+    # As large as possible without doubling the host memory of the state.
     pinned = device.pinned(flat.numel())
     durable: list[float] = []
 
@@ -191,12 +193,12 @@ def copies(bench: Bench, num_gib: int) -> Mapping[str, Found]:
 
 
 def calls(bench: Bench) -> Mapping[str, Found]:
-    """The call of save, with and without a guard: its seconds, those that its thread computes, what is enqueued."""
+    """The call of save, with and without a guard: its seconds, processor time, and enqueued operations."""
     bench.require_room(bench.gib(4))
     count = bench.setting.num_pending // 8
     items = bench.gib(4) // count // 4
     parameters = [torch.nn.Parameter(torch.rand(items, device=bench.device.kind)) for _ in range(count)]
-    # Without a state of its own: the parameters are all there is.
+    # An optimizer without state, so that there are only parameters.
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     found: dict[str, Found] = {}
     for kind, guard in (("unguarded", None), ("guarded", optimizer)):

@@ -27,7 +27,7 @@ FIRSTS: Final = ("cold", "second", "prewarmed", "restored")
 
 
 def first(bench: Bench) -> Mapping[str, Found]:
-    """Each beside a later save of the same round."""
+    """First saves, each compared with a later save of the same round."""
     bench.require_room(2 * bench.gib(_GIB))
     state = tensors(bench.gib(_GIB), device=bench.device.kind)
     root = bench.setting.folder / "run"
@@ -55,7 +55,7 @@ def first(bench: Bench) -> Mapping[str, Found]:
 
 
 def restore(bench: Bench) -> Mapping[str, Found]:
-    """Into tensors that are there, verified, and by torch.load; with the files on the disk alone, and in the page cache."""
+    """A verified restore into existing tensors, compared with torch.load, with a cold and a warm page cache."""
     bench.require_room(2 * bench.gib(_GIB))
     state = tensors(bench.gib(_GIB), device=bench.device.kind)
     theirs = bench.setting.folder / "torch.pt"

@@ -1,4 +1,4 @@
-"""What a save costs a training on the device, and what other ways to save cost the same training.
+"""The cost of a save for a training on the device, and the costs of other ways to save for the same training.
 
 In: a bench. Out: rows by name. Knows nothing of: how copies are enqueued.
 """
@@ -30,7 +30,7 @@ def _training(bench: Bench) -> Training:
 
 
 def inflation(bench: Bench, *, guarded: bool) -> Mapping[str, Found]:
-    """The steps of a training from the call of save until it is durable, and as many without a save."""
+    """The steps of a training from the call of save until it is durable, and as many steps without a save."""
     training = _training(bench)
     kind = "guarded" if guarded else "unguarded"
 
@@ -62,7 +62,7 @@ def inflation(bench: Bench, *, guarded: bool) -> Mapping[str, Found]:
 
 
 def beside(bench: Bench, name: str) -> Mapping[str, Found]:
-    """This library and another way to save, in turn, in this process, beside the same training."""
+    """This library and another way to save, in turn, in this process, during the same training."""
     why_not = CANDIDATES[name].why_not()
     if why_not:
         raise CannotMeasureError(why_not)
@@ -75,7 +75,7 @@ def beside(bench: Bench, name: str) -> Mapping[str, Found]:
     try:
         for trial in trials:
             trial.candidate.prewarm()
-            trial.while_training()  # the first is unlike all others
+            trial.while_training()  # the first save differs from all others
         results = [[trial.while_training() for trial in trials] for _ in bench.rounds()]
         same = [_brings_back(trial) for trial in trials]
     finally:
@@ -91,7 +91,7 @@ def beside(bench: Bench, name: str) -> Mapping[str, Found]:
 
 
 def _brings_back(trial: Trial) -> bool:
-    """Whether what is saved beside the training comes back as it was at the call."""
+    """Whether a save during the training restores the values at the call."""
     wanted = {path: tensor.clone() for path, tensor in _tensors(trial).items()}
     trial.while_training()
     trial.bring_back(trial.number)

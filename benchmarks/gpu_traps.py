@@ -1,4 +1,4 @@
-"""What a training may do right after save: the checkpoint has the bytes of the instant, or the save fails by name.
+"""Changes of a training right after save: the checkpoint has the bytes of the instant, or the save fails by name.
 
 In: a bench. Out: rows by name. Knows nothing of: clocks.
 """
@@ -30,7 +30,7 @@ _WRONG: Final = "WRONG BYTES"
 
 
 class Scene:
-    """A state on the device, large tensors and small ones, and an optimizer that has the large ones."""
+    """A state on the device with large and small tensors, and an optimizer of the large ones."""
 
     def __init__(self, device: Accelerator, large_bytes: int, *, on_other: bool) -> None:
         self.device, self.other = device, device.stream()
@@ -48,14 +48,14 @@ class Scene:
         return [parameter.shape for parameter in self.parameters]
 
     def scribble(self, shapes: list[torch.Size]) -> None:
-        """Have the memory that is free now written to, as far as blocks of these shapes are."""
+        """Have free memory overwritten, in blocks of these shapes."""
         kept = [torch.full(shape, -1.0, device=self.device.kind) for shape in shapes]
         kept.clear()
 
     @torch.no_grad()
     def write(self) -> None:
         for tensor in self.state.values():
-            tensor.neg_()  # which is undone without a trace
+            tensor.neg_()  # exact: a second call restores the values
 
     def write_on_other(self) -> None:
         self.other.wait_stream(self.device.module.current_stream())
@@ -72,7 +72,7 @@ class Scene:
             parameter.data.neg_()
 
     def replace_data(self) -> None:
-        """As FSDP1 does on every unshard."""
+        """Replace `.data`, like FSDP1 on every unshard."""
         for parameter in self.parameters:
             parameter.data = torch.full_like(parameter.data, -1.0)
         self.scribble(self.shapes())
@@ -85,19 +85,19 @@ class Scene:
         self.scribble(shapes)
 
     def resize(self) -> None:
-        """As FSDP does with its full parameters."""
+        """Resize to 0, like FSDP with its full parameters."""
         shapes = self.shapes()
         for parameter in self.parameters:
             self.device.resize(parameter, 0)
         self.scribble(shapes)
 
     def resize_on_other(self) -> None:
-        """As FSDP does whose unshard stream has allocated them, and allocates the next."""
+        """Resize on the stream that allocated the tensors and allocates the next ones, like FSDP's unshard stream."""
         with on_stream(self.device, self.other):
             self.resize()
 
 
-# What is done, whether the save is guarded, and whether another stream has allocated the state.
+# The change, whether the save is guarded, and whether another stream has allocated the state.
 TRAPS: Final[dict[str, tuple[Callable[[Scene], None], bool, bool]]] = {
     "written to": (Scene.write, False, False),
     "written to on another stream": (Scene.write_on_other, False, False),
@@ -113,7 +113,7 @@ TRAPS: Final[dict[str, tuple[Callable[[Scene], None], bool, bool]]] = {
 
 
 def _large_bytes(bench: Bench) -> int:
-    """Enough that a guard defers the tensor."""
+    """A size that is large enough for a guard to defer the tensor."""
     return max(MIB, bench.gib(1 / 16))
 
 
@@ -138,11 +138,11 @@ def _outcome(bench: Bench, name: str, folder: Path) -> str:
         ckpt.prewarm(scene.state)
         bench.device.synchronize()
         bench.device.busy(_BUSY_SECONDS)
-        scene.write()  # what is enqueued by now belongs to the instant
+        scene.write()  # operations that are enqueued before save belong to the instant
         handle = ckpt.save(scene.state, 1, guard=scene.optimizer if guarded else None)
         does(scene)
         outcome = _told(ckpt, handle.exception(), wanted)
-    bench.device.synchronize()  # the next scene may get this memory, to which the other stream may still write
+    bench.device.synchronize()  # the next scene may get this memory while the other stream still writes
     return outcome
 
 
@@ -157,7 +157,7 @@ def _told(ckpt: AsyncCheckpointer, error: BaseException | None, wanted: Mapping[
 
 
 def graphs(bench: Bench) -> Mapping[str, Found]:
-    """A capture while a save stages: on the thread that saves, on another one; and a replay right after save."""
+    """A capture during staging, on the saving thread or on another one, and a replay right after save."""
     bench.device.require("CUDAGraph")
     cases: dict[str, Callable[[_Case], Any]] = {
         "captured by the thread that has saved": _Case.capture_here,
@@ -188,7 +188,7 @@ class _Case:
 
     def outcome(self, does: Callable[[_Case], Any]) -> str:
         wanted = {path: tensor.detach().cpu() for path, tensor in self.scene.state.items()}
-        # So little memory that copies are enqueued, and waited for, during the capture.
+        # With so little memory, copies are enqueued and waited for during the capture.
         self.ckpt = AsyncCheckpointer(self._folder, host_bytes=max(16 * MIB, self.bench.gib(1 / 8)))
         try:
             with self.ckpt as ckpt:
@@ -216,7 +216,7 @@ class _Case:
 
     def capture_here(self) -> None:
         self.save(self.scene.optimizer)
-        # All of what is deferred, unless it has been copied by now.
+        # Waits for all deferred copies, which may have ended before.
         self.capture("global", [self.counted], lambda: self.handle.wait_staged(_PATIENCE_SECONDS))
 
     def capture_elsewhere(self) -> None:

@@ -1,9 +1,9 @@
-"""What `unchanged_groups` costs: digests of groups beside those of blocks, which every save makes.
+"""The cost of `unchanged_groups`: digests of groups, compared with digests of blocks, which every save makes.
 
-In: a setting. Out: figures by name. Knows nothing of: what is done with the digests.
+In: a setting. Out: figures by name. Knows nothing of: the use of the digests.
 
-A group adds the digests of the two blocks that it shares with others, so its cost is in their number. The library has no
-switch for it: a save without it is one of an archive that says that it has no groups.
+A group adds the digests of the two blocks that it shares with others, so the cost depends on the number of groups. The
+library has no switch for it: a save without it is a save of an archive whose layout names no groups.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _digests(setting: Setting, number: int) -> Figure:
         found.result(of_blocks)
         return 1e3 * (thread_time() - begin)
 
-    seconds({})  # its memory is touched
+    seconds({})  # touches the memory
     return Figure(
         f"processor time of all digests of {len(data) / 1e9:.2g} GB, {number} groups among them",
         "ms",

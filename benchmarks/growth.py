@@ -1,6 +1,6 @@
-"""How the cost of a save grows: with bytes, with tensors, with saves, with kept steps, with ranks on one host.
+"""How the cost of a save grows: with bytes, tensors, saves, kept steps, and ranks on one host.
 
-In: a setting. Out: series of points, and the slope that fits them. Knows nothing of: pictures.
+In: a setting. Out: series of points, and the slope of a fitted line. Knows nothing of: pictures.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from .workloads import small_tensors, tensors
 
 _GB: Final = 1e9
 _WARM_SAVES: Final = 20
-# Of memory: the state, its snapshot, and what the limit is measured with; of the disk: the last archive, and the next.
+# The share of memory and disk for a state. Memory also holds the snapshot and the memory of the limit; the disk also
+# holds the last archive and the next one.
 _PART: Final = 1 / 6
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`points` are (x, y); the line through them is fitted by least squares."""
+    """Points (x, y), with a line that is fitted by least squares."""
 
     title: str
     x: str
@@ -79,7 +80,7 @@ class Series:
 
 
 def by_bytes(setting: Setting) -> dict[str, Row]:
-    """As far as memory and the disk allow."""
+    """Up to the size that memory and disk allow."""
     setting.folder.mkdir(parents=True, exist_ok=True)
     room = min(free_memory_bytes(), shutil.disk_usage(setting.folder).free)
     most = min(setting.growth_bytes, int(room * _PART))
@@ -121,7 +122,7 @@ def by_tensors(setting: Setting) -> dict[str, Row]:
 
 
 def by_saves(setting: Setting) -> dict[str, Row]:
-    """What a process holds after one save more."""
+    """The memory, descriptors and threads of a process after each further save."""
     saves = Saves(setting.folder / "saves", {"model": tensors(16 * MIB)})
     seconds, memory, descriptors, threads = [], [], [], []
     with saves.checkpointer:
@@ -147,7 +148,7 @@ def by_saves(setting: Setting) -> dict[str, Row]:
 
 
 def by_kept(setting: Setting) -> dict[str, Row]:
-    """Committing one step more, with the retention that deletes one, beside the steps that are kept."""
+    """The commit of one more step, with the retention that deletes one, by the number of kept steps."""
     with ExitStack() as stack:
         runs = [stack.enter_context(_Kept(setting.folder / f"kept-{number}", number)) for number in setting.kept_steps]
         rounds = [[run.commit_seconds() for run in runs] for _ in range(setting.kept_rounds)]
@@ -162,7 +163,7 @@ def by_kept(setting: Setting) -> dict[str, Row]:
 
 
 class _Kept:
-    """A run that keeps so many steps, with a checkpointer that has seen them."""
+    """A run that keeps this number of steps, with a checkpointer that has listed them."""
 
     def __init__(self, root: Path | Place, num_kept: int) -> None:
         if isinstance(root, Path):
@@ -191,7 +192,7 @@ class _Kept:
 
 
 def _step(step: int) -> Iterator[tuple[str, bytes]]:
-    """The files of a committed step whose archive nobody will read."""
+    """The files of a committed step with an unreadable archive."""
     attempt = f"{step:08x}"
     archive = Archive(f"rank_00000.{attempt}.tar", 5, "0" * 32)
     folder = f"step_{step:08d}"
@@ -200,7 +201,7 @@ def _step(step: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _requests_per_commit(num_kept: int) -> float:
-    """At a store, of a process that knows what is there."""
+    """The requests of a commit to a store, by a process that knows the store's content."""
     url = f"s3://benchmark/kept-{num_kept}"
     with store_server(keep=True) as server, FaultyProxy(server) as proxy:
         there = ObjectStorage(url, options_for(server))
@@ -214,7 +215,7 @@ def _requests_per_commit(num_kept: int) -> float:
 
 
 def by_ranks(setting: Setting) -> dict[str, Row]:
-    """Processes of one host, each with a run and a state of its own, that save at the same time."""
+    """Processes of one host, each with its own run and state, that save at the same time."""
     points = [(float(count), median(_together(setting, count, setting.few_rounds))) for count in (1, 2, 4)]
     size = setting.rank_bytes / _GB
     title = f"call to durable, {size:.2f} GB for each rank"
@@ -222,7 +223,7 @@ def by_ranks(setting: Setting) -> dict[str, Row]:
 
 
 def _together(setting: Setting, count: int, rounds: int) -> list[float]:
-    """Of each round: seconds until the last of them is durable."""
+    """For each round, seconds until the last process is durable."""
     with ExitStack() as stack:
         folders = [setting.folder / f"ranks-{count}-{rank}" for rank in range(count)]
         ranks = [stack.enter_context(begun(_as_rank, folder, setting.rank_bytes, count, rounds)) for folder in folders]
@@ -231,7 +232,7 @@ def _together(setting: Setting, count: int, rounds: int) -> list[float]:
 
 def _one_save(ranks: Sequence[Apart]) -> float:
     for rank in ranks:
-        rank.receive()  # it is ready
+        rank.receive()  # the rank is ready
     for rank in ranks:
         rank.send("go")
     return max(float(rank.receive()) for rank in ranks)

@@ -1,7 +1,7 @@
-"""The README's results: the comparisons of several runs, on whichever machines, so that no figure of one run stands alone.
+"""The README's results: comparisons of several runs on any machines, so that no figure rests on one run.
 
-In: kept results of the comparison. Out: results/runs/comparison.json, and the README's table with the range of its ratios.
-Knows nothing of: how anything was measured.
+In: stored results of the comparison. Out: results/runs/comparison.json, and the README's table with the range of its
+ratios. Knows nothing of: how anything was measured.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .table import NOISE_SECONDS
 
 Run = Mapping[str, Any]
 
-# This library, the fastest of each kind beside it, and what many people use.
+# This library, the fastest of each other kind, and widely used ways.
 _SHOWN: Final = (
     "ours_guarded", "dcp_async_cached", "torch_checkpointing", "safetensors", "torch_save", "tar", "gzip",
 )  # fmt: skip
 _BESIDE: Final = "torch_checkpointing"
 _GB: Final = 1e9
-# A run more than these drops the oldest.
+# The most runs that are kept. A further run replaces the oldest.
 _MOST_RUNS: Final = 12
 _WIDTH: Final = 124
 
 
 def add_run(path: Path, kept: Run) -> list[Run]:
-    """Keep the medians of this comparison beside those of earlier runs, and return all of them, oldest first."""
+    """Store the medians of this comparison after those of earlier runs. Returns all of them, the oldest first."""
     runs = [*(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), summary(kept)][-_MOST_RUNS:]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -37,7 +37,7 @@ def add_run(path: Path, kept: Run) -> list[Run]:
 
 
 def summary(kept: Run) -> Run:
-    """The machine, and for each state that was saved: its size, and each candidate's seconds."""
+    """The machine, and for each saved state its size, and the seconds of each candidate."""
     states = {
         "linear": kept["candidates"],
         **{name: row["candidates"] for name, row in kept.get("workloads", {}).items()},
@@ -72,7 +72,7 @@ def _lost_ratio(measured: Mapping[str, Any]) -> float | None:
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """Markdown: one table with the medians of all runs, and a sentence with the median and the range of the ratios."""
+    """The Markdown of a table with the medians of all runs, and of a sentence on the median and range of the ratios."""
     states = list(dict.fromkeys(name for run in runs for name in run["states"]))
     of_state = {name: [run["states"][name] for run in runs if name in run["states"]] for name in states}
     head = [
@@ -127,7 +127,7 @@ def _where(runs: Sequence[Run]) -> str:
 
 
 def _range(states: Sequence[Run]) -> str:
-    """The median of the ratios of several runs, the least and the greatest."""
+    """The median, the minimum and the maximum of the ratios of several runs."""
     ratios = [state["lost_ratio"] for state in states if state["lost_ratio"] is not None]
     counted = f"{min(ratios):.2g}-{max(ratios):.2g} in {len(ratios)} runs" if len(ratios) > 1 else "one run"
     return f"{median(ratios):.2g} ({_gigabytes(states)}, {counted})"

@@ -1,9 +1,9 @@
-"""The cost of a run's history: time of the background thread, requests to a store, and how many saves the log holds.
+"""The cost of a run's history: background time, requests to a store, and the number of saves in a full log.
 
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
-Seconds are those of `EventLog.write`, on the thread that cleans up after a commit, which nobody waits for. Beside them stands the
-rest of the commit: from the last durable byte to the journal.
+Seconds are those of `EventLog.write`, on the thread that cleans up after a commit, for which nothing waits. They are
+compared with the rest of the commit: from the last durable byte to the journal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HELD_SAVES: Final = 10_000
 
 
 def on_disk(setting: Setting) -> dict[str, Figure]:
-    """Saves of a small state, whose history is as long as that of any other."""
+    """Saves of a small state. Its history is as long as that of a large one."""
     with AsyncCheckpointer(setting.folder / "run", keep=_KEEP) as ckpt:
         log = ckpt._roots.runs[0].events
         timed = _Timed(log.write)
@@ -62,7 +62,7 @@ class _Timed:
 
 
 def at_store(setting: Setting) -> dict[str, Figure]:
-    """Requests of a commit whose retention deletes a step."""
+    """The requests of a commit whose retention deletes a step."""
     pairs, sizes = [], []
     with store_server(keep=True) as server, FaultyProxy(server) as proxy:
         place = Place("s3://benchmark/run", options=options_for(proxy.endpoint))
@@ -86,7 +86,7 @@ def at_store(setting: Setting) -> dict[str, Figure]:
 
 
 def held(setting: Setting) -> dict[str, Figure]:
-    """The saves that a full log has: of six groups, on eight ranks, with a record of three numbers."""
+    """The number of saves in a full log, with six groups, eight ranks and a record of three numbers."""
     folder = setting.folder / "log"
     folder.mkdir(parents=True)
     log = EventLog(LocalStorage(folder), wall_time)
@@ -104,7 +104,7 @@ def held(setting: Setting) -> dict[str, Figure]:
 
 
 def _facts(step: int) -> dict[str, Any]:
-    """A save as a training of some days has it: durations with all their digits, a record of three numbers."""
+    """The event of a save in a training of some days: durations with all digits, and a record of three numbers."""
     numbers = random.Random(step)
     seconds = 4 + numbers.random()
     return {

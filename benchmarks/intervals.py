@@ -1,15 +1,16 @@
-"""Ten thousand random trainings that fail: the time that they lose by the interval which follows from what is measured.
+"""Ten thousand random trainings that fail: the time that they lose with the library's computed interval.
 
-In: a setting. Out: figures by name. Knows nothing of: how they are printed. Nothing is timed here: the clock is a number.
+In: a setting. Out: figures by name. Knows nothing of: how they are printed. Nothing is timed here: the clock is a
+number.
 
 Each training does the work of thirty mean times between failures, which are from two hours to three days: half of them
-exponential, half Weibull with shape 0.7. A save costs from a hundredth of a percent to a percent of that time; the cost of each is
-scattered, and for two of three trainings it is three times as much, or a third, from the middle on. What a process
-knows of costs and failures begins with the history of the run, as in `restore`.
+exponential, half Weibull with shape 0.7. A save costs from a hundredth of a percent to a percent of that time. The cost
+of each save is scattered, and for two of three trainings it is three times as much, or a third, in the second half. A
+process knows the costs and failures in the run's history, as after `restore`, and those that it measures.
 
-Beside it stands the best fixed interval: k * sqrt(2 * cost * mtbf) with the true mean of both, and the k at which all
-trainings of that kind lose the least. Both meet the same failures. Lost is all time beyond the work: saves, and steps
-that are done again. Restores take equally long in both, and are left out.
+The result is compared with the best fixed interval: k * sqrt(2 * cost * mtbf) with the true mean of both, and the k at
+which all trainings of that kind lose the least. Both meet the same failures. The time lost is all time beyond the work:
+saves, and steps that are done again. Restores take equally long in both, and are left out.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _NUM_FAILURES: Final = 30
 _WEIBULL_SHAPE: Final = 0.7
 _SCATTER: Final = 0.2
 _CHANGES: Final = (1 / 3, 1.0, 3.0)
-# k of the fixed intervals that are tried.
+# The values of k of the fixed intervals.
 _FACTORS: Final = [2 ** (n / 4) for n in range(-6, 7)]
 _OVERHEAD: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one training will meet. `costs` are those of a save in each half of the work."""
+    """The future of one training. `costs` are those of a save in each half of the work."""
 
     mtbf: float
     costs: tuple[float, float]
@@ -86,11 +87,11 @@ def lost_by_rule(one: Training, due: Due) -> float:
 def _start(
     one: Training, adaptive: AdaptiveInterval, gap: float, kept: float, dice: Random
 ) -> tuple[float, float, list[SaveCost]]:
-    """One process: returns how long it ran, the work that is durable at its end, and the costs of its saves."""
+    """One process. Returns how long it ran, the work that is durable at its end, and the costs of its saves."""
     now, done, costs = 0.0, kept, list[SaveCost]()
     while True:
         interval = adaptive.after(now).seconds - (costs[-1].stall_seconds if costs else 0.0)
-        if now + one.work - done <= min(gap, now + interval):  # it comes to its end
+        if now + one.work - done <= min(gap, now + interval):  # the training completes
             return now + one.work - done, one.work, costs
         now, done = now + interval, done + interval
         cost = one.cost(done) * dice.lognormvariate(-(_SCATTER**2) / 2, _SCATTER)
@@ -103,7 +104,7 @@ def _start(
 
 
 def lost_by_fixed(one: Training, factor: float) -> float:
-    """The same with a fixed interval, by the formulas for all saves of a process at once."""
+    """The share that a training loses with a fixed interval, by formulas for all saves of a process at once."""
     mean = sum(one.costs) / 2
     interval = max(factor * math.sqrt(2 * mean * one.mtbf), 1.01 * max(*one.costs, one.durable))
     total = kept = 0.0
@@ -140,7 +141,7 @@ def beside_the_best_fixed(setting: Setting) -> dict[str, Figure]:
 
 
 def share_of_saves(setting: Setting) -> dict[str, Figure]:
-    """What saves cost a training that never fails, with `overhead`, while their cost is scattered and changes."""
+    """The share of saves in a training that never fails, with `overhead`, while the cost of a save varies."""
     shares = [_share(training(seed, 1.0)) for seed in range(setting.num_trainings // 2)]
     pairs = [(share, 100 * _OVERHEAD) for share in _batches(shares)]
     return {"interval_overhead": Figure("share of saves with overhead=0.01", "%", "fixed", Target("≤", 1.05), pairs)}

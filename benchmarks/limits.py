@@ -1,7 +1,7 @@
-"""What the machine itself can do: the same bytes moved with the same threads, and nothing else.
+"""The limits of the machine itself: the same bytes moved with the same threads, and nothing else.
 
-In: tensors, sizes, paths. Out: seconds. Knows nothing of: async_ckpt, whose constants are repeated here on purpose,
-so that a slower choice there does not lower the limit with it.
+In: tensors, sizes, paths. Out: seconds. Knows nothing of: async_ckpt, whose constants are repeated here on purpose, so
+that a slower choice there does not lower the limit with it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NUM_CPUS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity
 NUM_COPIERS: Final = min(8, NUM_CPUS)
 NUM_WRITERS: Final = 8
 NUM_READERS: Final = min(8, max(4, NUM_CPUS))
-# Where the system has none, the limit is what goes through its cache.
+# Systems without it have the page cache in the limit.
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _PAGE_BYTES: Final = 4096
 _DIGESTED_BYTES: Final = 4 * MIB
 
 
 class WarmMemory:
-    """Private memory on huge pages, in pieces, every page of it touched."""
+    """Private memory on huge pages, in pieces, with all pages touched."""
 
     def __init__(self, num_bytes: int, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
@@ -51,7 +51,7 @@ class WarmMemory:
     def copy_seconds(
         self, tensors: Sequence[torch.Tensor], *, back: bool = False, num_threads: int = NUM_COPIERS
     ) -> float:
-        """Copy the bytes of all tensors, one after the other, into the pieces; or from there."""
+        """Seconds to copy the bytes of all tensors, one after the other, into the pieces, or `back` from them."""
 
         def copy(moves: list[tuple[int, int, int]]) -> None:
             for piece, tensor, length in moves:
@@ -60,7 +60,7 @@ class WarmMemory:
         return seconds_of([partial(copy, moves) for moves in self._moves(tensors)], num_threads)
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
-        """(address in the piece, in the tensor, bytes) by piece."""
+        """For each piece: (address in the piece, address in the tensor, bytes) of the copies."""
         cuts = _cuts(tensors, self.piece_bytes, len(self.pieces))
         return [
             [(_address(piece) + at, source, length) for at, source, length in cut]
@@ -68,7 +68,7 @@ class WarmMemory:
         ]
 
     def write_seconds(self, path: Path, num_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> float:
-        """What `write` takes. The file is deleted again, untimed."""
+        """The seconds of `write`. The file is deleted afterwards, which is not timed."""
         begin = perf_counter()
         try:
             self.write(path, num_bytes, tensors)
@@ -77,9 +77,9 @@ class WarmMemory:
             path.unlink()
 
     def write(self, path: Path, num_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """A new file of this size, of whole pages, past the page cache, until it is durable.
+        """Write a new file of this size, in whole pages, past the page cache, until it is durable.
 
-        Before a piece is written, the bytes of `tensors` in it are copied to it, and digests are made of it.
+        Before a piece is written, the bytes of `tensors` in it are copied to it, and its digests are made.
         """
         moves = self._moves(tensors)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _O_DIRECT, 0o644)
@@ -102,12 +102,12 @@ class WarmMemory:
             os.close(fd)
 
     def forget(self) -> None:
-        """Have other bytes in every piece, so that none of them passes for what is read."""
+        """Overwrite all pieces, so that their old content is not mistaken for a read."""
         for piece in self.pieces:
             ctypes.memset(_address(piece), 0, self.piece_bytes)
 
     def read(self, path: Path) -> None:
-        """The whole file, past the page cache, into the pieces that it was written from."""
+        """Read the whole file, past the page cache, into the pieces that it was written from."""
         fd = os.open(path, os.O_RDONLY | _O_DIRECT)
         try:
             whole = [partial(os.preadv, fd, [p], i * self.piece_bytes) for i, p in enumerate(self.pieces)]
@@ -116,7 +116,7 @@ class WarmMemory:
             os.close(fd)
 
     def reads_until(self, ended: threading.Event, path: Path) -> int:
-        """How many pieces of the file, here and there, past the page cache, one after the other."""
+        """Read random pieces of the file past the page cache, one by one, until `ended`. Returns their number."""
         count, num_pieces = 0, path.stat().st_size // self.piece_bytes
         fd = os.open(path, os.O_RDONLY | _O_DIRECT)
         try:
@@ -130,10 +130,10 @@ class WarmMemory:
     def read_seconds(
         self, path: Path, into: Sequence[torch.Tensor] | None = None, *, through_cache: bool = False
     ) -> float:
-        """The whole file, past the page cache, each piece of memory used again and again.
+        """Seconds to read the whole file, past the page cache, with the pieces of memory reused.
 
-        With `into`, digests are made of each piece, and bytes are copied to these tensors, as many as both have.
-        `through_cache`: processes that read the same file at a time have the disk read it once.
+        With `into`, digests are made of each piece, and its bytes are copied to these tensors, as far as both reach.
+        With `through_cache`, the disk reads a file once for several processes that read it at the same time.
         """
         num_bytes = path.stat().st_size
         free = deque(self.pieces)
@@ -159,7 +159,7 @@ class WarmMemory:
             os.close(fd)
 
     def transfer_seconds(self, source: Path, target: Path) -> float:
-        """A copy of the whole file, past the page cache on both sides, until it is durable under its name."""
+        """Seconds to copy the whole file, past the page cache on both sides, until it is durable under its name."""
         target.parent.mkdir(parents=True)
         num_bytes, part = source.stat().st_size, target.with_suffix(".part")
         free = deque(self.pieces)
@@ -188,8 +188,9 @@ class WarmMemory:
 
 
 def _cuts(tensors: Sequence[torch.Tensor], piece_bytes: int, num_pieces: int) -> list[list[tuple[int, int, int]]]:
-    """(offset in the piece, address in the tensor, bytes) by piece, for tensors that lie one after the other, as far as
-    there are pieces.
+    """For each piece: (offset in the piece, address in the tensor, bytes), as far as there are pieces.
+
+    The tensors are placed one after the other.
     """
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in range(num_pieces)]
     position = 0
@@ -204,18 +205,18 @@ def _cuts(tensors: Sequence[torch.Tensor], piece_bytes: int, num_pieces: int) ->
 
 
 def digest(piece: memoryview) -> None:
-    """The digests of blocks of 4 MiB."""
+    """Make the digests of blocks of 4 MiB."""
     for begin in range(0, len(piece), _DIGESTED_BYTES):
         xxhash.xxh3_128_digest(piece[begin : begin + _DIGESTED_BYTES])
 
 
 def whole_pages(num_bytes: int) -> int:
-    """So many bytes, and what is left of their last page."""
+    """A number of bytes, rounded up to whole pages."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def drop_cache(path: Path) -> None:
-    """Have the next read come from the disk."""
+    """Remove a file from the page cache, so that the next read comes from the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -225,7 +226,7 @@ def drop_cache(path: Path) -> None:
 
 
 def fill_cache(path: Path) -> None:
-    """Have the next read come from memory, for whoever asks the page cache."""
+    """Read a file into the page cache."""
     with open(path, "rb", buffering=0) as file:
         piece = bytearray(READ_BYTES)
         while file.readinto(piece):
@@ -233,12 +234,12 @@ def fill_cache(path: Path) -> None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file itself, or all below a folder."""
+    """The file itself, or all files below a folder."""
     return [one for one in (path, *path.rglob("*")) if one.is_file()]
 
 
 def sync(path: Path) -> None:
-    """Have a file, or all below a folder, be durable under its name."""
+    """Make a file, or all files below a folder, durable under their names."""
     for file in (*files_of(path), path.parent):
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
@@ -246,7 +247,7 @@ def sync(path: Path) -> None:
 
 
 def torch_save_seconds(state: object, path: Path) -> float:
-    """What `torch_save` takes. The file is deleted again, untimed."""
+    """The seconds of `torch_save`. The file is deleted afterwards, which is not timed."""
     begin = perf_counter()
     torch_save(state, path)
     seconds = perf_counter() - begin
@@ -255,7 +256,7 @@ def torch_save_seconds(state: object, path: Path) -> float:
 
 
 def torch_save(state: object, path: Path) -> None:
-    """`torch.save` as fast as it is - a path, no checksums - until it is durable."""
+    """`torch.save` in its fastest configuration (a path, no checksums), until the file is durable."""
     torch.serialization.set_crc32_options(False)
     torch.save(state, path)
     with open(path, "rb+") as file:
@@ -263,7 +264,7 @@ def torch_save(state: object, path: Path) -> None:
 
 
 def seconds_of(tasks: Iterable[Callable[[], object]], num_threads: int) -> float:
-    """Run all tasks on this many threads, each taking the next one; raise what the first of them raised."""
+    """Run all tasks on this many threads, each taking the next one. Raises the first error."""
     todo = deque(tasks)
     errors: list[BaseException] = []
 

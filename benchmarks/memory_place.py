@@ -1,8 +1,9 @@
-"""A RAM disk in front of a disk, beside the disk alone: when does it pay?
+"""A RAM disk in front of a disk, compared with the disk alone: when is it worth it?
 
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
-Both keep one step. The archives on the disk are read as after a kill: `O_DIRECT` has left nothing of them in the page cache.
+Both keep one step. The archives on the disk are read as after a kill: `O_DIRECT` has left none of them in the page
+cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MEMORY: Final = Path("/dev/shm")
 
 
 def memory_place(setting: Setting) -> dict[str, Figure]:
-    """None where there is no RAM disk."""
+    """No figures if there is no RAM disk."""
     if not os.access(MEMORY, os.W_OK):
         return {}
     state = {"model": tensors(setting.state_bytes // 2)}
@@ -48,9 +49,9 @@ def memory_place(setting: Setting) -> dict[str, Figure]:
 
 
 def restore_seconds(place: Path, state: Any) -> float:
-    """Of the newest step there, by a checkpointer that is opened for it."""
+    """Seconds to restore the newest step there, by a new checkpointer."""
     for archive in place.glob("step_*/*.tar"):
-        drop_cache(archive)  # changes nothing on a RAM disk
+        drop_cache(archive)  # no effect on a RAM disk
     begin = perf_counter()
     with AsyncCheckpointer(place) as ckpt:
         ckpt.restore(state)

@@ -1,9 +1,9 @@
-"""Weights from one process into a module of another on the same host: in memory, and by the ways that others have.
+"""Weights from one process into a module of another on the same host: in memory, and by other common ways.
 
 In: a setting. Out: figures by name, and a table of all ways. Knows nothing of: rollout engines.
 
-All ways take turns, round by round. The reader is a process of its own, whose module is touched before. The clock begins at the
-call of the sender, and ends when the reader says that its module is filled.
+All ways take turns, round by round. The reader is another process, whose module was touched before. The clock begins at
+the call of the sender, and ends when the reader reports that its module is filled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Way:
 
 
 def _read(channel: Channel, folder: Path, kinds: Mapping[str, tuple[int, ...]]) -> None:
-    """The reader: fills its module as it is told."""
+    """The reader, which fills its module on request."""
     from safetensors.torch import load_file
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -94,7 +94,7 @@ def _read(channel: Channel, folder: Path, kinds: Mapping[str, tuple[int, ...]]) 
 
 
 class _Sender:
-    """This process, with the weights, and all its ways to send them to the reader."""
+    """This process, with the weights, and all ways to send them to the reader."""
 
     def __init__(self, weights: Weights, folder: Path, reader: Apart, stack: ExitStack) -> None:
         self._weights, self._folder, self._reader = weights, folder, reader
@@ -171,7 +171,7 @@ class _Sender:
 
 def one_host(setting: Setting) -> dict[str, Row]:
     """All ways, one after the other in each round."""
-    # Two pools with two copies each, a file in memory, what the reader holds, and room for a guess that is wrong.
+    # Memory for two pools with two copies each, a file, the reader's module, and a reserve.
     size_bytes = min(setting.state_bytes, free_memory_bytes() // 16)
     weights = {name.replace(".", "_"): tensor for name, tensor in weights_of(size_bytes).items()}
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -193,7 +193,7 @@ def one_host(setting: Setting) -> dict[str, Row]:
             "gloo broadcast": sender.broadcast,
         }
         sent: dict[str, list[_Sent]] = {title: [] for title in ways}
-        for number in range(setting.rounds + 1):  # the first one touches memory, and does not count
+        for number in range(setting.rounds + 1):  # the first round touches memory, and does not count
             order = list(ways.items())
             for title, send in order if number % 2 else reversed(order):
                 sent[title].append(send())

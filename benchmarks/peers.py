@@ -1,9 +1,9 @@
-"""Other ways to bring a state, or its bytes, to S3: each in the fastest configuration that its documentation gives.
+"""Other ways to bring a state, or its bytes, to S3, each in the fastest configuration of its documentation.
 
 In: an endpoint, a state, bytes in memory. Out: functions that upload once. Knows nothing of: clocks, async_ckpt.
 
-None has to sign what it sends: over TLS they need not either, and over plain http some would hash all of it. Checksums
-are made only where the store insists on them.
+None of them signs its payload: over TLS this is not needed either, and over plain HTTP some would hash all of it.
+Checksums are made only where the store requires them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .limits import MIB
 _REGION: Final = "us-east-1"
 _PART_BYTES: Final = 32 * MIB
 _PARTS_IN_FLIGHT: Final = 8
-_BLOCK_BYTES: Final = 50 * MIB  # s3fs's own default, as are ten at once
+_BLOCK_BYTES: Final = 50 * MIB  # s3fs's default, like ten at once
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What each of them is to upload, and where to."""
+    """The data to upload, and the target."""
 
     endpoint: str
     path: str

@@ -1,4 +1,4 @@
-"""Pictures of kept results, and of nothing else: each is drawn from the JSON file that the tables are made of.
+"""Pictures of stored results only: each is drawn from the JSON file that the tables are made of.
 
 In: results/*.json. Out: PNG and SVG beside them. Knows nothing of: how anything was measured.
 """
@@ -27,7 +27,7 @@ _OURS: Final = "#0b6e4f"
 _THEIRS: Final = "#8d99ae"
 _LIMIT: Final = "#c1121f"
 _INK: Final = "#22223b"
-# In the timeline: this library, the two that overlap most, and what most people use.
+# The candidates in the timeline: this library, the two that overlap most, and a widely used one.
 _SHOWN: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "torch_save")
 _STYLE: Final[dict[Any, Any]] = {
     "font.size": 9.0,
@@ -35,13 +35,13 @@ _STYLE: Final[dict[Any, Any]] = {
     "axes.spines.right": False,
     "axes.edgecolor": _INK,
     "svg.fonttype": "none",
-    "svg.hashsalt": "async_ckpt",  # the same figures make the same file
+    "svg.hashsalt": "async_ckpt",  # equal figures make equal files
     "figure.constrained_layout.use": True,
 }
 
 
 def draw(stem: Path) -> list[Path]:
-    """Every picture that the results of this name have something for; returns what was written."""
+    """Draw every picture for which the results of this name have data. Returns the written paths."""
     kept = json.loads(stem.with_suffix(".json").read_text())
     written = []
     with mpl.rc_context(_STYLE):
@@ -59,7 +59,7 @@ def draw(stem: Path) -> list[Path]:
 
 
 def lost(candidates: Kept) -> Figure | None:
-    """What a save costs the training, and how much of that is its call, on scales of powers of ten."""
+    """The cost of a save for the training, and the part of its call, on logarithmic scales."""
     names = [name for name, told in candidates.items() if "medians" in told]
     if not names:
         return None
@@ -85,7 +85,7 @@ def _bars(axes: Axes, candidates: Kept, names: list[str], value: str, least: flo
 
 
 def timeline(candidates: Kept) -> Figure | None:
-    """Steps of a training while one save is under way: as wide as they took, dark where they took longer."""
+    """Steps of a training during one save: as wide as their time, and dark where they took longer."""
     shown = [name for name in _SHOWN if "results" in candidates.get(name, {})]
     if not shown:
         return None
@@ -106,7 +106,7 @@ def _steps(axes: Axes, row: int, save: Kept, color: str) -> None:
         slower = min(1.0, max(0.0, seconds / save["step"] - 1))
         left, width = end - seconds, seconds
         axes.barh(row, width, left=left, height=0.5, color=color, alpha=0.35 + 0.65 * slower, edgecolor="white")
-    for number in range(3):  # steps as they are without a save, to compare
+    for number in range(3):  # steps without a save, for comparison
         axes.barh(
             row, save["step"], left=ends[-1] + number * save["step"], height=0.5, color=color, alpha=0.2,
             edgecolor="white",
@@ -114,7 +114,7 @@ def _steps(axes: Axes, row: int, save: Kept, color: str) -> None:
 
 
 def throughput(growth: Kept) -> Figure | None:
-    """GB/s to durable by size, and what the disk takes of bare memory."""
+    """GB/s until durable, by size, and the bandwidth of the disk from bare memory."""
     series = growth.get("growth_durable")
     if series is None:
         return None
@@ -134,7 +134,7 @@ def throughput(growth: Kept) -> Figure | None:
 
 
 def growth(kept: Kept) -> Figure:
-    """Every series with the line that fits it."""
+    """Every series with its fitted line."""
     columns = 3
     rows = -(-len(kept) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(9.6, 2.6 * rows), squeeze=False)
@@ -159,7 +159,7 @@ _SPAN_COLORS: Final = {
 
 
 def spans(kept: Kept) -> Figure:
-    """What each thread did, from the call of save on."""
+    """The activity of each thread from the call of save."""
     every = [(thread, at) for row in kept.values() for thread, at, _ in row["spans"]]
     first: dict[str, float] = {}
     for thread, at in every:
@@ -168,7 +168,7 @@ def spans(kept: Kept) -> Figure:
     figure, axes = plt.subplots(figsize=(9.6, 0.24 * len(threads) + 1.2))
     for row in kept.values():
         color = _SPAN_COLORS.get(row["title"])
-        if color is None:  # moments, not seen at this scale
+        if color is None:  # too short for this scale
             continue
         for number, (thread, at, length) in enumerate(row["spans"]):
             label = row["title"] if not number else None

@@ -1,4 +1,4 @@
-"""What can only be seen from a process of its own: the peak of its memory, a first import, and a command.
+"""Measurements that need a new process: the peak of its memory, a first import, and a command.
 
 In: sizes, arguments. Out: numbers, from other processes. Knows nothing of: figures.
 """
@@ -35,9 +35,9 @@ OPTIONAL_PACKAGES: Final = [
     "zstandard",
 ]
 
-# The second sweeps what dead writers left, and imports what that takes.
+# The second save sweeps leftovers of dead writers, and imports the modules for that.
 _NUM_SAVES: Final = 3
-# Two that may find too little memory, and later ones.
+# Two saves that may lack warm memory, and later ones for comparison.
 _NUM_FIRST: Final = 5
 _IMPORT: Final = """
 import gc, json, sys, time, torch
@@ -58,7 +58,7 @@ sys.exit(status)
 
 
 class CommandRuns(NamedTuple):
-    """Processes of the command `async-ckpt` with the same arguments."""
+    """Several processes of the command `async-ckpt` with the same arguments."""
 
     seconds: list[float]
     num_lines: int
@@ -67,15 +67,15 @@ class CommandRuns(NamedTuple):
 
 
 def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
-    """Memory that a save took at its peak, beyond what the process held just before."""
+    """The peak of memory during a save, beyond the memory of the process just before."""
     return int(result_of(_measure_peak, folder, state_bytes, budget))
 
 
 def first_saves(folder: Path, state_bytes: int) -> list[SaveReport]:
     """Reports of a process's first saves of a state, one every second, in the order of the calls.
 
-    Another process has taken as much memory before. A machine that is virtual gives memory its host's pages when that
-    is first used, at a fraction of the usual speed, and only once.
+    Another process has used as much memory before. A virtual machine gets pages from its host when memory is first
+    used, which happens only once, at a fraction of the usual speed.
     """
     result_of(_take_memory, 2 * state_bytes)
     reports: list[SaveReport] = result_of(_measure_first, folder, state_bytes)
@@ -83,17 +83,17 @@ def first_saves(folder: Path, state_bytes: int) -> list[SaveReport]:
 
 
 def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> int:
-    """Memory that saves to a store took at their peak, beyond what the process held with all segments there."""
+    """The peak of memory during saves to a store, beyond the memory of the process with all segments allocated."""
     return int(result_of(_measure_beyond_segments, root, dict(options), state_bytes))
 
 
 def command_peak_bytes(module: str, arguments: Sequence[str]) -> int:
-    """Memory that a command took at its peak, beyond what the process held with its module imported."""
+    """The peak of memory during a command, beyond the memory of the process with its module imported."""
     return int(result_of(_measure_command, module, [*arguments]))
 
 
 def command(arguments: Sequence[str], rounds: int) -> CommandRuns:
-    """The command with these arguments, from the start of its process to the end."""
+    """Run the command with these arguments, timed from the start of its process to the end."""
     with _compiling() as environment:
         first = subprocess.run(
             [sys.executable, "-c", _COMMAND, *arguments], check=True, capture_output=True, text=True, env=environment
@@ -117,7 +117,7 @@ def _seconds_of(words: Sequence[str], environment: Mapping[str, str]) -> float:
 
 @contextmanager
 def _compiling() -> Iterator[dict[str, str]]:
-    """Variables for processes that keep compiled code, as an installed package does; the first of them compiles it."""
+    """An environment for processes that keep compiled code, like an installed package. The first one compiles it."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = cache
@@ -125,7 +125,7 @@ def _compiling() -> Iterator[dict[str, str]]:
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
-    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`; and the optional packages it brings."""
+    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`, and its optional packages."""
     with _compiling() as environment:
         samples = [_imported(environment) for _ in range(rounds + 1)]
     seconds = [seconds for seconds, _ in samples[1:]]
@@ -187,7 +187,7 @@ def _measure_command(module: str, arguments: list[str]) -> int:
 
 
 def _peak_of(action: Callable[[], object]) -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, see proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, see proc(5)
     before = status_bytes("VmRSS")
     action()
     return status_bytes("VmHWM") - before

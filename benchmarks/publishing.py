@@ -1,9 +1,8 @@
-"""What published weights cost: beside a save of the same snapshot, beside the disk, and beside other ways to hand weights over.
+"""The cost of published weights, compared with a save of the same snapshot, with the disk, and with other ways.
 
 In: a setting. Out: figures by name. Knows nothing of: rollout engines.
 
-The weights are of bf16, and 1 % of their items change from version to version, as a step of reinforcement learning changes
-them.
+The weights are bf16, and 1 % of their items change from version to version, as in a step of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def weights_of(num_bytes: int) -> Weights:
 
 
 def change(weights: Weights) -> None:
-    """The last bit of other items of each tensor than before."""
+    """Flip the last bit of random items of each tensor."""
     for tensor in weights.values():
         bits = tensor.view(torch.int16).view(-1)
         where = torch.randint(len(bits), (int(len(bits) * _SHARE),))
@@ -49,7 +48,7 @@ def change(weights: Weights) -> None:
 
 
 class Model(torch.nn.Module):
-    """Weights as a module, for what pulls into one."""
+    """The weights as a module, which versions are pulled into."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Model(torch.nn.Module):
 
 
 def full_versions(setting: Setting) -> dict[str, Figure]:
-    """An anchor of a held snapshot, as what writes its bytes to the disk."""
+    """The bandwidth of an anchor of a held snapshot, compared with writing its bytes to the disk."""
     weights = weights_of(setting.state_bytes)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     warm = WarmMemory(whole_pages(num_bytes), SEGMENT_BYTES)
@@ -89,7 +88,7 @@ def full_versions(setting: Setting) -> dict[str, Figure]:
 
 
 def deltas(setting: Setting) -> dict[str, Figure]:
-    """Bytes, and what one core does in a second."""
+    """The bytes of a delta, and the rates of one core."""
     weights = weights_of(setting.state_bytes // 2)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     sizes, encoded, applied = [], [], []
@@ -121,7 +120,7 @@ def deltas(setting: Setting) -> dict[str, Figure]:
 
 
 def handed_over(setting: Setting) -> dict[str, Figure]:
-    """From the weights of one process to those of another, by way of the disk."""
+    """From the weights of one process to a module of another, by way of the disk."""
     weights = weights_of(setting.state_bytes // 2)
     model = Model(weights)
     named = {name.replace(".", "_"): tensor for name, tensor in weights.items()}
@@ -181,7 +180,7 @@ def handed_over(setting: Setting) -> dict[str, Figure]:
 
 
 class More(Protocol):
-    """What is done with the weights of a snapshot besides its save."""
+    """Further work on the weights of a snapshot, besides its save."""
 
     def begin(self, snap: Any, step: int) -> Future[Any]: ...
 
@@ -191,7 +190,7 @@ class More(Protocol):
 
 
 class Publishing:
-    """Versions of the weights."""
+    """Publish versions of the weights."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self._publisher = Publisher(folder, **{"anchor_every": 10**6, "keep": 1, **options})
@@ -207,7 +206,7 @@ class Publishing:
 
 
 class Encoding:
-    """What a delta cannot leave out: one thread encodes weights like these against others, and keeps nothing."""
+    """The work that no delta can avoid: one thread encodes such weights against others, and keeps nothing."""
 
     def __init__(self, weights: Weights) -> None:
         self._bases = {name: tensor.view(torch.uint8).flatten().clone() for name, tensor in weights.items()}
@@ -223,14 +222,14 @@ class Encoding:
             encode(tensor, self._bases[name], "xor")
 
     def wait(self) -> None:
-        """Nothing follows."""
+        """Return at once: no work follows."""
 
     def close(self) -> None:
         self._thread.shutdown()
 
 
 class Beside:
-    """Saves of one snapshot each, and what else is done with it. For `slowed`."""
+    """Saves of one snapshot each, with further work on it. For `slowed`."""
 
     def __init__(self, subject: Training, weights: Weights, folder: Path, more: More | None = None) -> None:
         self._subject, self._weights, self._more = subject, weights, more
@@ -259,7 +258,7 @@ class Beside:
         return report
 
     def lost(self) -> float:
-        """What the steps that all of it overlaps took longer than as many others."""
+        """Seconds that steps lose while they overlap all of this work, compared with as many others."""
         return slowed(self._subject, self).lost
 
     def close(self) -> None:
@@ -286,7 +285,7 @@ def beside_saves(setting: Setting) -> dict[str, Figure]:
 
 
 def lost_beside(setting: Setting, title: str, **options: Any) -> Figure:
-    """A training that publishes its weights from the snapshot of its checkpoint, beside one that only saves it.
+    """A training that publishes its weights from the snapshot of its checkpoint, compared with one that only saves it.
 
     `options` are those of the publisher.
     """
@@ -305,7 +304,7 @@ def _trained(setting: Setting) -> Iterator[tuple[Training, Weights]]:
 
 
 def _lost(setting: Setting, measured: Beside, limit: Beside) -> list[tuple[float, float]]:
-    """What a training loses to both, which are closed afterwards."""
+    """The seconds that a training loses to each of both. Closes them afterwards."""
     try:
         for warmed in (measured, limit):
             warmed.lost()

@@ -1,14 +1,22 @@
-"""One rank of a small world, which saves when it is told to.
+"""One rank of a small world, which saves on request.
 
-In: commands on stdin, one a line. Out: what each save has cost, as JSON on stdout. Knows nothing of: other worlds.
+In: commands on stdin, one per line. Out: the costs of each save, as JSON on stdout. Knows nothing of: other worlds.
 
-Commands: "ours N" and "dcp N" save the state as number N, by us and by dcp.async_save, with the making of state dicts;
-"plugged N" and "unplugged N" save made ones by dcp.async_save, with our writer and without; "engine N" likewise with a
-writer that commits and writes nothing;
-"keep N" saves it by us and by torch to be loaded into other shards, of columns instead of rows or of rows on pairs of ranks:
-"restore-columns N" by us what we have saved, "load-columns N" by torch what torch has, "read-columns N" by torch and our
-reader what we have; "restore-pairs N" and so on likewise; "bare-columns N" and "bare-pairs N" read the files that such a
-restore needs, and make digests and copies of as many bytes. "end" ends it.
+Commands for a save as number N:
+
+- "ours N" and "dcp N" save by us and by dcp.async_save, including the creation of state dicts.
+- "plugged N" and "unplugged N" save existing state dicts by dcp.async_save, with and without our writer. "engine N"
+  does it with a writer that commits and writes nothing.
+- "keep N" saves by us and by torch, for later loads into other shards: of columns instead of rows, or of rows on pairs
+  of ranks.
+
+Commands that load, where "pairs" may replace "columns":
+
+- "restore-columns N" restores our save by us, "load-columns N" loads torch's save by torch, and "read-columns N" loads
+  our save by torch with our reader.
+- "bare-columns N" reads the files that such a restore needs, and makes digests and copies of as many bytes.
+
+"end" ends the rank.
 """
 
 from __future__ import annotations
@@ -43,7 +51,7 @@ dcp: Any = torch.distributed.checkpoint
 
 
 class NothingWritten(TarStorageWriter):
-    """What torch's engine and the stager take by themselves: a writer that writes nothing."""
+    """A writer that writes nothing, to measure torch's engine and the stager alone."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:  # noqa: ARG002
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -63,7 +71,7 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    num_layers = max(1, num_bytes // (3 * 4 * WIDTH * WIDTH))  # with AdamW's two moments
+    num_layers = max(1, num_bytes // (3 * 4 * WIDTH * WIDTH))  # including AdamW's two moments
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -100,7 +108,7 @@ def saved_by_dcp(state: Any, folder: Path, begin: float, writer: Any = None) -> 
     whole = perf_counter() - begin
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=writer is not None)  # there is none if nothing was written
+        shutil.rmtree(folder, ignore_errors=writer is not None)  # the folder is missing if nothing was written
     return called, whole
 
 
@@ -117,7 +125,7 @@ def kept(root: Path, model: Any, optimizer: Any) -> None:
 
 
 def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
-    """From a cold cache."""
+    """Seconds of a load from a cold cache."""
     how, _, layout = command.partition("-")
     state = spread(state_dicts(model, optimizer), *LAYOUTS[layout]())
     if dist.get_rank() == 0:
@@ -128,7 +136,7 @@ def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
     if how == "restore":
         with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
             ckpt.restore(state)
-            return perf_counter() - begin  # then memory is made for the first save
+            return perf_counter() - begin  # closing it also waits for memory made for a first save
     if how == "load":
         dcp.load(state, checkpoint_id=str(root / "kept_dcp"))
     elif how == "bare":
@@ -139,7 +147,7 @@ def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
 
 
 def read(archives: list[Path], state: Any, layout: str) -> None:
-    """All files, or those of the rows that this rank has half of; and as many bytes as its tensors have."""
+    """Read all files, or those of the rows that this rank needs half of, and copy as many bytes as its tensors have."""
     half = dist.get_rank() % 2 * 2
     files = archives if layout == "columns" else archives[half : half + 2]
     parts = list(local_parts(state))
@@ -149,7 +157,7 @@ def read(archives: list[Path], state: Any, layout: str) -> None:
 
 
 def local_parts(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of this rank."""
+    """The local tensors of this rank."""
     if isinstance(value, DTensor):
         yield value.to_local()
     elif isinstance(value, dict | list):
@@ -158,7 +166,10 @@ def local_parts(value: Any) -> Iterator[torch.Tensor]:
 
 
 def spread(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
-    """The same with ones, each matrix in another layout. What a training has initialized is in memory; zeros need not be."""
+    """The state with ones, and each matrix in another layout.
+
+    Ones are in touched memory, like the values of a training; zeros may not be.
+    """
     if isinstance(value, DTensor):
         if value.dim() < 2:
             return torch.ones_like(value)
@@ -168,7 +179,7 @@ def spread(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     return [spread(inner, mesh, placements) for inner in value] if isinstance(value, list) else value
 
 
-# Shards along the second dimension; and replicas of shards along the first.
+# Shards along the second dimension, and replicas of shards along the first.
 LAYOUTS: Final[dict[str, Callable[[], tuple[DeviceMesh, list[Placement]]]]] = {
     "columns": lambda: (init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]),
     "pairs": lambda: (init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]),
@@ -196,7 +207,7 @@ def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[f
     return saved_by_dcp(made or state_dicts(model, optimizer), folder, begin)
 
 
-# One for all saves, as in a training.
+# One writer for all saves, as in a training.
 _WRITERS: Final[dict[str, TarStorageWriter]] = {}
 
 

@@ -1,6 +1,6 @@
-"""What it costs that several ranks save one state: beside one rank that writes the same bytes, and beside dcp.async_save.
+"""The cost of saving one state from several ranks, compared with one rank that writes the same bytes, and with DCP.
 
-In: a setting. Out: figures by name. Knows nothing of: how many ranks a real training has; `scale` computes those.
+In: a setting. Out: figures by name. Knows nothing of: how many ranks a real training has; `scale` simulates those.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PATIENCE_SECONDS: Final = 300
 
 
 class World:
-    """Some ranks that have the same state under FSDP, each in a process of its own."""
+    """Several ranks with the same state under FSDP, each in its own process."""
 
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self._processes = processes
         self._numbers = itertools.count(1)
 
     def save(self, how: str) -> tuple[float, float]:
-        """The seconds that the slowest rank was held, and until the last one knew that it is durable."""
+        """Seconds that the slowest rank was stalled, and until the last rank knew that the save is durable."""
         number = next(self._numbers)
         for process in self._processes:
             assert process.stdin is not None
@@ -44,7 +44,7 @@ class World:
 
 @contextmanager
 def world(size: int, folder: Path, num_bytes: int, worker: str = "rank_worker", *more: str) -> Iterator[World]:
-    """Ranks that run the module `worker` of this package, with `more` arguments."""
+    """Ranks that run the module `worker` of this package, with the arguments `more`."""
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", f"benchmarks.{worker}"]
     rest = [str(size), str(folder / "store"), str(folder), str(num_bytes), *more]
@@ -95,7 +95,7 @@ def beside_dcp(setting: Setting) -> dict[str, Figure]:
 
 
 def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
-    """Torch's own engine with our writer, and without; and who loads what he has saved into another layout."""
+    """Torch's own engine with and without our writer, and loads of each save into another layout."""
     with world(4, setting.folder / "plugged", setting.state_bytes) as four:
         for how in (*("plugged", "unplugged", "engine", "ours") * 2, "keep"):
             four.save(how)
@@ -146,7 +146,7 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
     return {**figures, "read_columns": Figure(title, "s", loaded, None, _whole(reads))}
 
 
-# With the part of dcp.load's time that a restore may take: reading, digests and copies alone take 0.42 and 0.52 of it.
+# The share of dcp.load's time that a restore may take. Reading, digests and copies alone take 0.42 and 0.52 of it.
 _LAYOUTS: Final = {
     "columns": ("shards along the other dimension", 0.8),
     "pairs": ("shards along the same dimension, each on two ranks", 0.65),

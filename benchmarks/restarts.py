@@ -1,10 +1,10 @@
-"""A rank restores what it has saved, from a step of many ranks at a store far away.
+"""A rank restores its part of a step of many ranks from a remote store.
 
-In: how many ranks there are. Out: what one of them asks of the store. Knows nothing of: figures.
+In: the number of ranks. Out: the requests of one rank to the store. Knows nothing of: figures.
 
-A few ranks are real, and so are their archives, as they would be written, of a state that is all zeros: their bytes are made up
-as they are read. Of the other archives only size and digest are told: a rank that asked for one would fail. So no rank's
-requests depend on those of others, and all ranks together ask what the few do, times as many as there are.
+A few ranks are real, and so are their archives. Their state is all zeros, and the bytes are generated when they are
+read. The other archives exist only by size and digest: a rank that requested one would fail. So the requests of a rank
+do not depend on other ranks, and all ranks together make those of the few, times as many as there are.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .simulated_ranks import LATENCY_SECONDS, Placed
 
 _STEP: Final = 100
 _ATTEMPT: Final = "0123abcd"
-# Of each tensor on each rank: 32 MiB of a thousand tensors.
+# The part of each tensor on each rank: 32 MiB for a thousand tensors.
 _ROWS, _COLUMNS = 8, 1024
 _FEW_COLUMNS: Final = 8
 
 
 class Restart(NamedTuple):
-    """What one rank of so many asks of the store."""
+    """The requests of one rank to the store."""
 
     num_ranks: int
     requests: float
@@ -61,7 +61,7 @@ class Restart(NamedTuple):
 
 
 def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
-    """The mean of a few ranks, the first and the last among them."""
+    """The mean of a few ranks, including the first and the last."""
     bucket, folder = Bucket(), ""
     ranks = sorted({(size - 1) * n // max(1, sample - 1) for n in range(min(sample, size))})
     for rank in ranks:
@@ -80,7 +80,7 @@ def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
 
 
 def step_on_disk(root: Path, size: int, num_tensors: int) -> Path:
-    """A committed step of so many ranks, all of whose archives are there, with a few items of each tensor."""
+    """A committed step of this many ranks with all archives, with a few items of each tensor."""
     storage = LocalStorage(str(root))
     run = Run(storage, clock=lambda: 0.0)
     (root / run.folder(_STEP)).mkdir(parents=True)
@@ -116,7 +116,7 @@ def _archive_of(rank: int, size: int, num_tensors: int, columns: int = _COLUMNS)
 
 
 def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
-    """The archive of a rank; the folder that it is in."""
+    """Put the archive of a rank. Returns the folder of its step."""
     run = Run(FarStorage(bucket, LATENCY_SECONDS), clock=lambda: 0.0)
     bucket.put(run.attempt_path(_STEP, _ATTEMPT, rank), _archive_of(rank, size, num_tensors))
     return run.folder(_STEP)
@@ -131,7 +131,7 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
 
 
 def _manifest(storage: Any, folder: str, told: Sequence[_Zeros], num_tensors: int, columns: int) -> Manifest:
-    """The manifest of these archives, whose other objects are there."""
+    """The manifest of these archives, after putting the other objects."""
     size, exchange = len(told), Exchange(storage, folder, _ATTEMPT)
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
     structure = StateDivider(0, size).structure(_captured(0, size, num_tensors, columns))
@@ -147,7 +147,7 @@ def _manifest(storage: Any, folder: str, told: Sequence[_Zeros], num_tensors: in
 
 
 def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counted:
-    """What a rank has asked for, until it has all that it had."""
+    """The storage of a rank after it has restored its state, with its requests counted."""
     storage = _Counted(bucket, LATENCY_SECONDS)
     run = Run(storage, clock=lambda: 0.0)
     local = {f"layer.{n}": torch.ones(_ROWS, _COLUMNS) for n in range(num_tensors)}
@@ -165,7 +165,7 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counte
 
 
 class _Counted(FarStorage):
-    """It knows how often each object was read."""
+    """A storage that counts the reads of each object."""
 
     def __init__(self, bucket: Bucket, latency_seconds: float) -> None:
         super().__init__(bucket, latency_seconds)
@@ -197,7 +197,7 @@ class _Counted(FarStorage):
 
 
 class _Zeros:
-    """An archive whose tensors are all zeros."""
+    """The archive of tensors that are all zeros."""
 
     def __init__(self, layout: Layout) -> None:
         self._literals = [literal for literal in layout.literals if literal[1]]

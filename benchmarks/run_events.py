@@ -1,9 +1,9 @@
-"""The events of a training that never was: what the history of a run has after many saves.
+"""The events of a simulated training, as the history of a run has them after many saves.
 
-In: how many saves. Out: events, or the log of a run. Knows nothing of: what is made of them.
+In: the number of saves. Out: events, or the log of a run. Knows nothing of: the use of the events.
 
-It has one of each thing that happens to a run: a first save that is slow, a pause, a failure, skipped saves, a rollback,
-retention, a group that is borrowed, and saves that a busy disk has slowed down.
+They include each thing that happens to a run: a slow first save, a pause, a failure, skipped saves, a rollback,
+retention, a borrowed group, and saves that a busy disk has slowed down.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from async_ckpt.core.events.kinds import Event, event
 from async_ckpt.core.events.log import EventLog
-from async_ckpt.core.events.shapes import Event, event
 from async_ckpt.core.storage.local import LocalStorage
 
 BEGIN: Final = 1_790_000_000.0
@@ -25,12 +25,12 @@ _KEPT_EVERY: Final = 20
 _LENT_EVERY: Final = 50
 _STATE: Final = {"model": 500_000_000, "optimizer": 1_000_000_000, "rng": 5_000}
 _BASE_BYTES: Final = 700_000_000
-# A log takes no more at once than one of its files may have.
+# A log accepts at once only as much as one of its files may have.
 _EVENTS_A_WRITE: Final = 50
 
 
 def events_of_run(num_saves: int, *, seed: int = 0, every: int = 100, num_ranks: int = 1) -> list[Event]:
-    """The events of a run that saves each `every` steps, as `async_ckpt.history` returns them."""
+    """The events of a run that saves every `every` steps, as `async_ckpt.history` returns them."""
     random = Random(seed)
     events: list[Event] = []
     live: dict[int, Event] = {}

@@ -1,7 +1,8 @@
-"""How saving grows with the number of ranks: plans, commits, restarts, and words to real clients of a store; beside the planner of
-torch.distributed.checkpoint.
+"""How saving grows with the number of ranks: plans, commits, restarts, and messages to real clients of a store.
 
 In: a setting. Out: figures and growths by name. Knows nothing of: how ranks are simulated.
+
+Plans are compared with the planner of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A cost by the number of ranks, for each way to spread a state over them. The slope is that of the logarithms: 0 is
-    constant, 1 linear.
+    """A cost by the number of ranks, for each way to spread a state over them.
+
+    The slope is that of the logarithms: 0 is constant, 1 is linear.
     """
 
     title: str
@@ -54,7 +56,7 @@ class Growth:
     HEAD: ClassVar = ["what", "fewest ranks", "most ranks", "slope"]
 
     def slope(self, kind: str) -> float | None:
-        """None where there is nothing to take a logarithm of."""
+        """The slope; None if a logarithm does not exist."""
         xs, ys = zip(*self.points[kind], strict=True)
         if len(xs) < 2 or min(ys) <= 0:
             return None
@@ -79,7 +81,7 @@ def _two(slope: float | None) -> str:
 
 
 def _each(told: Mapping[str, str]) -> str:
-    """One value where all have the same."""
+    """A single value if all are equal, else the value of each kind."""
     if len({*told.values()}) == 1:
         return next(iter(told.values()))
     return ", ".join(f"{kind} {value}" for kind, value in told.items())
@@ -89,7 +91,7 @@ def _each(told: Mapping[str, str]) -> str:
 
 
 def plans(setting: Setting) -> dict[str, Row]:
-    """What stands between the capture of a state and its bytes on the way, by processor time."""
+    """The work between the capture of a state and its first written bytes, in processor time."""
     largest = max(setting.world_sizes)
     measured = {
         (kind, size): [_planned(kind, size, setting.world_tensors) for _ in range(setting.few_rounds)]
@@ -116,7 +118,7 @@ def plans(setting: Setting) -> dict[str, Row]:
 
 
 class _Planned(NamedTuple):
-    """Milliseconds of the plans of a rank: who writes what, and where that lies in the file."""
+    """Milliseconds of a rank's plans: which rank writes which part, and its position in the file."""
 
     first: float
     cached: float
@@ -125,7 +127,7 @@ class _Planned(NamedTuple):
 
 
 def _planned(kind: Kind, size: int, num_tensors: int) -> _Planned:
-    """Of a rank in the middle."""
+    """The plans of a rank in the middle."""
     rank, mates = size // 2 + 1, list(range(size))
     placed = Placed(kind, rank, size)
     captures = [captured(kind, rank, size, num_tensors, placed) for _ in range(1 + _NUM_CACHED)]
@@ -145,7 +147,7 @@ def _planned(kind: Kind, size: int, num_tensors: int) -> _Planned:
 def _beside_dcp(setting: Setting) -> dict[str, Row]:
     sizes = setting.central_sizes
     largest = max(sizes)
-    # First, for what the other leaves in memory would slow it down.
+    # First, since the other one leaves memory behind that would slow it down.
     ours = [_planned("FSDP", largest, setting.world_tensors).who / 1e3 for _ in range(setting.few_rounds)]
     of_dcp = {size: _planned_by_dcp(size, setting.world_tensors) for size in sizes}
     return {
@@ -187,7 +189,7 @@ def _planned_by_dcp(size: int, num_tensors: int) -> tuple[float, float]:
 
 
 def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any]:
-    """The same state, in DTensors."""
+    """The same state as DTensors."""
 
     def shard(whole: torch.Tensor) -> Any:
         if not whole.dim():
@@ -208,7 +210,7 @@ def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any
 
 
 def commits(setting: Setting) -> dict[str, Row]:
-    """Simulated seconds from the moment on at which the last archive is durable."""
+    """Simulated seconds from the moment at which the last archive is durable."""
     worlds = {(kind, size): _saved(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes}
     saves = {key: world.saves for key, world in worlds.items()}
     memory = {
@@ -339,7 +341,7 @@ def _rank_0_mib(kind: Kind, size: int, num_tensors: int) -> float:
 
 
 def storm(setting: Setting) -> dict[str, Row]:
-    """All ranks restore one step at the same time, each what it had. What a few of them ask of the store is measured."""
+    """All ranks restore one step at the same time, each its own part. The requests of a few of them are measured."""
     found = {
         size: restarts.of_one_reader(size, setting.world_tensors, setting.few_rounds) for size in setting.reader_sizes
     }

@@ -1,4 +1,4 @@
-"""How large and how often: the real sizes, and toy ones that only show that everything runs.
+"""Sizes and numbers of rounds: the real ones, and toy ones that only show that everything runs.
 
 In: the command line. Out: one frozen value that every figure gets. Knows nothing of: figures.
 """
@@ -127,14 +127,14 @@ class Setting:
 
 
 def elapsed(action: Callable[[], object]) -> float:
-    """The seconds that an action takes."""
+    """The seconds of an action."""
     begin = perf_counter()
     action()
     return perf_counter() - begin
 
 
 def side_by_side(rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:
-    """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
+    """Pairs (measured, limit). The order alternates between rounds, since the second one finds warmer caches."""
     pairs = []
     for number in range(rounds) if isinstance(rounds, int) else rounds:
         if number % 2:

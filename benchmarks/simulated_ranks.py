@@ -1,15 +1,17 @@
-"""Saves of many ranks in one process: rank 0 and one follower as they are, and what all others do as far as these see it.
+"""Saves of many ranks in one process: rank 0 and one follower are real, the other ranks are simulated.
 
-In: how tensors are spread, how many ranks there are. Out: how long a commit takes, and what it asks of the object store, of the ranks' store
-and of rank 0. Knows nothing of: archives, which are said to be durable at random moments.
+In: how tensors are sharded, the number of ranks. Out: the time of a commit, and its requests to the object store, to
+the ranks' store and to rank 0. Knows nothing of: archives, which become durable at random moments.
 
-What is real: captures, shares, words, receipts, the agreement, manifest, layout, coverage, tracker and journal. What is not: digests
-of large tensors, which would take hours here, and the two stores: `far_store` has the objects, `far_words` what ranks tell each other.
+The other ranks are simulated as far as the real ones see them. Captures, shares, words, receipts, the agreement,
+manifest, layout, coverage, tracker and journal are real. Digests of large tensors are not, since they would take hours
+here. The stores are simulated: `far_store` stores objects, and `far_words` the words between ranks.
 
-A commit is timed from the last durable archive to manifest, tracker and journal, in simulated time: 30 ms a request, at most 16 at a
-time, 1,000 names a page of a listing, what the ranks' store takes, plus what rank 0 computes. Archives become durable within two seconds of
-each other. Meanwhile all other ranks look at the ranks' store for rank 0's next word, and say that they live; each look, receipt and
-heartbeat takes the time of its server. More words have been said before than the log keeps, as in a long training.
+A commit is timed from the last durable archive to manifest, tracker and journal, in simulated time: 30 ms per request,
+at most 16 at a time, 1,000 names per page of a listing, the time of the ranks' store, and the computing time of rank 0.
+Archives become durable within two seconds of each other. Meanwhile all other ranks poll the ranks' store for the next
+word of rank 0, and send heartbeats. Each poll, receipt and heartbeat takes time of its server. As in a long training,
+there were more words before than the log keeps.
 """
 
 from __future__ import annotations
@@ -64,24 +66,24 @@ Kind = Literal["FSDP", "HSDP", "DDP"]
 KINDS: Final[tuple[Kind, ...]] = ("FSDP", "HSDP", "DDP")
 NUM_TENSORS: Final = 1000
 LATENCY_SECONDS: Final = 0.03
-# Ranks that HSDP has a whole copy on.
+# The number of ranks that hold one copy under HSDP.
 _SHARDS: Final = 8
-# Of a Llama-3.1-405B.
+# The shapes of Llama-3.1-405B.
 _VOCABULARY, _HIDDEN, _INNER, _KEYS = 128_256, 16_384, 53_248, 1_024
 _ARCHIVE_BYTES: Final = 1 << 30
 _FOLLOWER: Final = 1
-# From the call to the first durable archive: by then all ranks pause between looks as long as they ever do.
+# From the call to the first durable archive. By then, all ranks poll at their longest interval.
 _WRITE_SECONDS: Final = 30.0
-# From the first durable archive to the last one.
+# From the first durable archive to the last.
 _SPREAD_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.02
 _REST_BEATS: Final = 10
-# Of the rank that a task is of: its blocking calls take as long as their requests.
+# The storage of a task's rank. Its blocking calls take the time of their requests.
 _storage: ContextVar[FarStorage] = ContextVar("_storage")
 
 
 def state(num_tensors: int) -> dict[str, Any]:
-    """Parameters of a Llama, and for each of them what AdamW has. They have shapes and no memory to speak of."""
+    """The parameters of a Llama with AdamW's state. The tensors have shapes, and almost no memory."""
     model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     for name, shape in itertools.islice(_parameters(), num_tensors // 4):
@@ -110,14 +112,14 @@ def _large(shape: Sequence[int]) -> torch.Tensor:
 
 
 class Placed(Slicer):
-    """Says of every tensor what a rank of a world has of it, without a process group. Scalars are whole on each rank."""
+    """The slices of each tensor on one rank of a world, without a process group. Each rank has all scalars."""
 
     def __init__(self, kind: Kind, rank: int, size: int) -> None:
         super().__init__()
         self._cuts: tuple[Cut, ...] | None = None if kind == "DDP" else (Cut(0, int(kind == "HSDP")),)
         self._mesh = Mesh(0, (size,), (1,))
         self._coordinate: tuple[int, ...] = (rank,)
-        self._held: dict[Any, Slices] = {}  # as a `Slicer` remembers them
+        self._held: dict[Any, Slices] = {}  # cached as in `Slicer`
         if kind == "HSDP":
             self._mesh = Mesh(0, (size // _SHARDS, _SHARDS), (_SHARDS, 1))
             self._coordinate = divmod(rank, _SHARDS)
@@ -135,13 +137,13 @@ class Placed(Slicer):
 
 
 def captured(kind: Kind, rank: int, size: int, num_tensors: int, placed: Placed | None = None) -> Capture:
-    """What a rank holds; `placed` is what it keeps from save to save."""
+    """The capture of a rank's state. `placed` is what the rank keeps from save to save."""
     return capture(state(num_tensors), slicer=placed or Placed(kind, rank, size))
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One save, in simulated seconds from the moment on at which the last archive was durable."""
+    """One save, in simulated seconds from the moment at which the last archive was durable."""
 
     commit_seconds: float
     """Until it is committed, and rank 0 is done with all that comes before its handle is."""
@@ -171,7 +173,7 @@ class Saved:
 
 
 class Rest(NamedTuple):
-    """What all ranks together ask of their store in a second in which nobody saves."""
+    """The load of all ranks on their store, per second, while nobody saves."""
 
     requests: float
     bytes: float
@@ -179,7 +181,7 @@ class Rest(NamedTuple):
 
 
 class SimulatedWorld:
-    """The ranks of one training. `save` again and again: only the first of them is a first one."""
+    """The ranks of one training. Call `save` repeatedly; only the first call is a first save."""
 
     def __init__(self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS) -> None:
         self.kind, self.size, self._num_tensors = kind, size, num_tensors
@@ -198,7 +200,7 @@ class SimulatedWorld:
         """Until each rank has heard rank 0's answer to its hello."""
 
     def _patched(self) -> ExitStack:
-        """The library's clocks, loop and connections are those of this world."""
+        """Patch the library's clocks, loop and connections to those of this world."""
         patches = ExitStack()
         for module in (calls, heartbeats, rendezvous):
             patches.enter_context(patch.object(module, "monotonic", self._loop.time))
@@ -216,7 +218,7 @@ class SimulatedWorld:
         self._patches.close()
 
     def save(self, step: int) -> Saved:
-        """All ranks save a step."""
+        """Save a step on all ranks."""
         for one in (self._rank_0, self._follower):
             one.storage.traffic, one.client.traffic = Traffic(), Traffic()
         attempt = self._begun(step)
@@ -234,7 +236,7 @@ class SimulatedWorld:
         assert made.ranks is not None
         last = max(durable)
         rank_0, follower = self._rank_0, self._follower
-        looks = follower.committed_at - follower.heard_at  # at what is committed, as all others do, too
+        looks = follower.committed_at - follower.heard_at  # the time to read the commit, which all others need, too
         known_at = max([follower.committed_at, *(at + looks for at in others.heard.values())])
         share = (self._server.busy_seconds - busy[0]) / (known_at - first + others.longest)
         when = self._requests(told, others)
@@ -258,7 +260,7 @@ class SimulatedWorld:
         )
 
     def rank_0_bytes(self, step: int) -> int:
-        """The most memory that rank 0 has taken at one time to commit a step, besides what it had."""
+        """The peak of additional memory of rank 0 during a commit."""
         attempt = self._begun(step)
         self._others_say(attempt, [self._loop.time()] * self.size)
         self._loop.run_until_complete(self._follower.say_first(attempt))
@@ -273,7 +275,7 @@ class SimulatedWorld:
         return peak
 
     def rest(self) -> Rest:
-        """Nobody saves for some time."""
+        """Measure some time in which nobody saves."""
         seconds = _REST_BEATS * self._start.heartbeats.interval
         for one in (self._rank_0, self._follower):
             one.client.traffic = Traffic()
@@ -290,7 +292,7 @@ class SimulatedWorld:
     # --- what the others do -----------------------------------------------------------------------------------
 
     async def _meet(self) -> None:
-        """The ranks find each other, and tell how their states look."""
+        """Let the ranks find each other, and publish the structures of their states."""
         others = [rank for rank in range(1, self.size) if rank != _FOLLOWER]
         for rank in others:
             self._server.put(f"async_ckpt/hello/{rank}", f"{_nonce(rank)} {self.size} elsewhere {rank} 1")
@@ -309,14 +311,14 @@ class SimulatedWorld:
         self._beat()
 
     def _is_late_in_training(self) -> None:
-        """More words were said than the log keeps, and all ranks have read them."""
-        said = self._start.log._num_said = 2 * word_log._KEPT
+        """Pretend that more words were said than the log keeps, and that all ranks have read them."""
+        said = self._start.log._num_written = 2 * word_log._KEPT
         self._follower.ranks.meeting.start.log._num_read = said
         prefix = f"{self._start.prefix}/log"
         self._server.put(f"{prefix}/first", str(said - word_log._KEPT))
 
     def _beat(self) -> None:
-        """The heartbeats of the others, of a moment."""
+        """Charge the server for the others' heartbeats of one tick."""
         number = (self.size - 2) * _TICK_SECONDS / self._start.heartbeats.interval
         self._server.serve(number * (SET_SECONDS + CHECK_SECONDS))
         self._loop.call_later(_TICK_SECONDS, self._beat)
@@ -328,7 +330,7 @@ class SimulatedWorld:
         return _Attempt(self._rank_0.run.folder(step), self._rank_0.joint.attempt)
 
     def _others_say(self, attempt: _Attempt, durable: Sequence[float]) -> dict[int, float]:
-        """Have all other ranks say that their archives are durable; when each of them does."""
+        """Have all other ranks report that their archives are durable. Returns the moment for each of them."""
         part, shares_by = self._rank_0.part, self._rank_0.joint.shares_by
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
         key = self._rank_0.ranks.calls.key_of(attempt.name)
@@ -336,7 +338,7 @@ class SimulatedWorld:
         more = self._copies if self._is_first else [None] * _SHARDS
         says = [(NO_TABLE, b"") if one is None else (agreement._digest(one), seal({"copies": one})) for one in more]
         told: dict[int, float] = {}
-        # One of them has the balance of all these.
+        # The first of them carries the balance of all of them.
         balance = -(part.balance + self._follower.part.balance) % MODULUS
         for rank in range(self.size):
             archive = attempt.archive(rank)
@@ -356,7 +358,7 @@ class SimulatedWorld:
                 has_details=self._is_first,
             )
             balance = 0
-            # At the first save, each looks first whether it sees what rank 0 has put into the root.
+            # At the first save, each rank checks first that it sees rank 0's object in the root.
             told[rank] = durable[rank] + LATENCY_SECONDS * 2 * self._is_first
             if self._is_first:
                 self._bucket.put(exchange._details_of(rank), details, told[rank])
@@ -364,7 +366,7 @@ class SimulatedWorld:
         return told
 
     def _say(self, at: float, key: str, rank: int, text: str) -> None:
-        """A receipt: a value, and a count."""
+        """Send a receipt: set a value, and add to a count."""
 
         def arrives() -> None:
             self._server.put(f"{key}/{rank}", text)
@@ -377,7 +379,7 @@ class SimulatedWorld:
 
     @cached_property
     def _copies(self) -> list[dict[str, dict[str, str]]]:
-        """What ranks say at the first save of what others may have, too: the same by the shard that they hold."""
+        """For each shard, the report of its ranks at the first save on data that other ranks may also have."""
         found = []
         for rank in range(_SHARDS):
             here = captured(self.kind, rank, self.size, self._num_tensors)
@@ -387,7 +389,7 @@ class SimulatedWorld:
         return found
 
     def _requests(self, told: dict[int, float], others: _Others) -> Counter[int]:
-        """The requests of the others to the object store, in each second: each makes as many as the follower."""
+        """The others' requests to the object store, by second. Each makes as many as the follower."""
         when: Counter[int] = Counter()
         before, after = self._follower.until_said.requests, self._follower.storage.traffic.requests
         for rank, at in told.items():
@@ -402,16 +404,16 @@ class SimulatedWorld:
 
 
 class _Others:
-    """All other ranks, as they look for the word that says what was decided, each at its own moments."""
+    """All other ranks, which poll for the word with the decision, each at its own moments."""
 
     def __init__(self, world: SimulatedWorld, first: float) -> None:
-        """They do so from the first durable archive on."""
+        """Begin to poll at the first durable archive."""
         self._random, self._loop, self._server = world._random, world._loop, world._server
         self.longest = word_log.longest_pause(world.size)
         start = world._start
         self._client = Client(world._server, world._follower.storage)
-        self._log, self._number = f"{start.prefix}/log", start.log._num_said + 1  # the next word is that of the call
-        self._seconds: dict[bool, float] = {}  # of a look at the store, by whether the word is there
+        self._log, self._number = f"{start.prefix}/log", start.log._num_written + 1  # the next is the call's word
+        self._seconds: dict[bool, float] = {}  # of a poll, by whether the word is there
         self.heard: dict[int, float] = {}
         self._have_all = asyncio.Event()
         others = [rank for rank in range(world.size) if rank not in (0, _FOLLOWER)]
@@ -448,7 +450,7 @@ class _Attempt(NamedTuple):
 
 
 class _Rank:
-    """One of the two that are as they are."""
+    """One of the two real ranks."""
 
     def __init__(self, world: SimulatedWorld, rank: int, capture: Capture) -> None:
         loop = self._loop = world._loop
@@ -457,10 +459,10 @@ class _Rank:
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
         self.ranks = Ranks(Meeting(), 1)
         self.ranks.meeting._world = ranks_world.World(rank, world.size, store=self.client, has_group=True)
-        self._hear_as_it_is = self.ranks.calls._hear
-        self.ranks.calls._hear = self._hear  # type: ignore[method-assign]
-        self._say_as_it_is = self.ranks.calls.say_decision
-        self.ranks.calls.say_decision = self._say_decision  # type: ignore[method-assign, assignment]
+        self._receive_as_it_is = self.ranks.calls._receive
+        self.ranks.calls._receive = self._receive  # type: ignore[method-assign]
+        self._announce_as_it_is = self.ranks.calls.announce_decision
+        self.ranks.calls.announce_decision = self._announce_decision  # type: ignore[method-assign, assignment]
         self._lineage = Lineage(
             Roots([self.run]),
             Ledger(),
@@ -475,17 +477,17 @@ class _Rank:
         self.until_committed = self.until_said = Traffic()
         assert self.ranks.meeting.start
 
-    def _hear(self, word: Word) -> None:
+    def _receive(self, word: Word) -> None:
         if "decision" in word:
             self.heard_at = self._loop.time()
-        self._hear_as_it_is(word)
+        self._receive_as_it_is(word)
 
-    def _say_decision(self, *arguments: Any) -> Any:
+    def _announce_decision(self, *arguments: Any) -> Any:
         self.said_at = self.storage.moment
-        return self._say_as_it_is(*arguments)
+        return self._announce_as_it_is(*arguments)
 
     def begin(self, step: int) -> None:
-        """What the call of `save` does, but for copying."""
+        """The call of `save` without the copies."""
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
@@ -535,7 +537,7 @@ class _Rank:
         self.committed_at = self._loop.time()
 
     async def say_first(self, attempt: _Attempt) -> None:
-        """Ahead of rank 0."""
+        """Send the follower's receipt before rank 0 begins."""
         _storage.set(self.storage)
         await self._target.begin(_goes_on)
         await self._say(attempt.archive(_FOLLOWER))
@@ -545,7 +547,7 @@ class _Rank:
 
     async def hear(self) -> None:
         _storage.set(self.storage)
-        self._target._manifest = await self._agreement.hear()
+        self._target._manifest = await self._agreement.receive()
 
 
 def _goes_on() -> None: ...
@@ -560,7 +562,7 @@ def _nonce(rank: int) -> str:
 
 
 def _told(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """In the place of digests of what ranks hold: alike where that is."""
+    """Replaces the digests of ranks' data: digests of names, equal where the data is equal."""
     found: dict[str, dict[str, str]] = {}
     for what, name, _ in copies:
         digest = hashlib.blake2b(f"{what}{name}".encode(), digest_size=8).hexdigest()

@@ -1,13 +1,14 @@
-"""A loopback server that speaks enough S3 to take and give objects, and spends next to nothing on it.
+"""A loopback server that speaks enough S3 to receive and return objects, at almost no cost.
 
-In: requests. Out: answers as S3 gives them, to clients that need not prove who they are. Knows nothing of: clients.
-Run as `python -m benchmarks.store_server KEEP GIGABITS LATENCY GIVES_WAY` it is such a server itself, and ends when its standard input does.
+In: requests. Out: answers like those of S3, to clients without authentication. Knows nothing of: clients.
 
-Servers that keep and hash what they are sent spend seconds of processor on each GB, and on a few cores hide what the
-client costs. Here the kernel throws large bodies away before they are copied out of it. With `keep` they stay, in
-memory that the kernel sends from without a copy. What is small, such as a manifest, is kept in either case. With
-`gigabits` what is sent comes in no faster than over a link of so many per second, and each request is answered
-`latency` seconds late.
+`python -m benchmarks.store_server KEEP GIGABITS LATENCY GIVES_WAY` runs such a server. It ends when its standard input
+closes.
+
+Servers that store and hash their data need seconds of processor time per GB. On a few cores, this hides the costs of
+the client. Here the kernel discards large bodies without copying them. With `keep` they are stored in memory, which the
+kernel sends without a copy. Small objects, such as a manifest, are always stored. `gigabits` limits the bandwidth of
+uploads like a link, and each request is answered `latency` seconds late.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-MIB: Final = 1024 * 1024  # limits.py has it too, and takes torch along, which this process is better without
+MIB: Final = 1024 * 1024  # not from limits.py, which would import torch
 _KEPT_BYTES: Final = MIB
 _DISCARD_BYTES: Final = 1024 * MIB
 _LINE_BYTES: Final = 64 * 1024
@@ -51,8 +52,9 @@ _REASONS: Final = {
 def store_server(
     *, keep: bool = False, gigabits: float = math.inf, latency: float = 0.0, gives_way: bool = False
 ) -> Iterator[str]:
-    """The endpoint of such a server, in a process of its own, for as long as the block lasts. A server that `gives_way`
-    takes only time of the processors that nobody else wants, as if it were on another machine.
+    """The endpoint of such a server, which runs in another process during the block.
+
+    A server that `gives_way` only uses processor time that no other process wants, as if it ran on another machine.
     """
     command = [sys.executable, "-m", __name__, str(int(keep)), str(gigabits), str(latency), str(int(gives_way))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -68,13 +70,13 @@ def store_server(
 
 
 def options_for(endpoint: str) -> dict[str, str]:
-    """The options of a place at such a server. Requests are signed, as for a real store, by keys that it ignores."""
+    """The options of a place at such a server. Requests are signed, as for a real store, with keys that it ignores."""
     return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "anyone", "secret_access_key": "anything"}
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What came in one request: its size, and its bytes unless they were thrown away."""
+    """The body of one request: its size, and its bytes unless they were discarded."""
 
     num_bytes: int
     data: bytes | None = None
@@ -95,7 +97,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object under its key."""
+    """An object with its e-tag."""
 
     bodies: list[Body]
     e_tag: str
@@ -115,7 +117,7 @@ class Object:
 
 
 class Link:
-    """What all connections together come through."""
+    """The link that all connections share."""
 
     def __init__(self, gigabits: float) -> None:
         self._seconds_per_byte = 8 / (gigabits * 1e9)
@@ -124,7 +126,7 @@ class Link:
         self._free_at = 0.0  # under _lock
 
     def take(self, num_bytes: int) -> None:
-        """Return when so many bytes have come through."""
+        """Return when this many bytes have passed the link."""
         with self._lock:
             now = monotonic()
             self._free_at = max(now, self._free_at) + num_bytes * self._seconds_per_byte
@@ -134,7 +136,7 @@ class Link:
 
 
 class Store:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(self, *, keep: bool, link: Link, latency: float) -> None:
         self.keep = keep
@@ -142,7 +144,7 @@ class Store:
         self.link = link
         self._lock = threading.Lock()
         self._objects: dict[str, Object] = {}  # under _lock, like all below
-        self._paths: list[str] | None = None  # of the objects, sorted; None since one came or went
+        self._paths: list[str] | None = None  # the sorted keys; None after a change
         self._uploads: dict[str, dict[int, Body]] = {}
         self._numbers = itertools.count(1)
 
@@ -151,7 +153,7 @@ class Store:
             return f'"{next(self._numbers):032x}"'
 
     def put(self, key: str, bodies: list[Body], headers: Mapping[str, str]) -> Object | None:
-        """The new object, or None where the request's condition does not hold."""
+        """Store an object and return it, or None if the condition of the request does not hold."""
         new = Object(bodies, self.new_e_tag())
         with self._lock:
             found = self._objects.get(key)
@@ -188,8 +190,9 @@ class Store:
         return [parts[number] for number in sorted(parts)]
 
     def list(self, bucket: str, prefix: str, delimiter: str, after: str) -> dict[str, Object | None]:
-        """A page of what is below the prefix and after a key: objects, and None for what the keys of others begin with,
-        up to the delimiter. One more than a page holds is there if another page follows.
+        """A page of the keys below a prefix and after a key: objects, and None for common prefixes up to the delimiter.
+
+        It has one entry more than a page holds if another page follows.
         """
         with self._lock:
             if self._paths is None:
@@ -211,13 +214,13 @@ class Store:
 
 
 class Connection:
-    """One client's connection: requests are answered one after the other, on a thread of its own."""
+    """The connection of one client. Requests are answered one after the other, on the connection's own thread."""
 
     def __init__(self, store: Store, connection: socket.socket, nowhere: mmap.mmap) -> None:
         self._store = store
         self._socket = connection
-        self._nowhere = nowhere  # address space that nothing is ever written to
-        self._ahead = bytearray()  # received, and not looked at yet
+        self._nowhere = nowhere  # address space that is never written to
+        self._ahead = bytearray()  # received, and not parsed yet
         self._method = ""
         self._headers: dict[str, str] = {}
 
@@ -299,7 +302,7 @@ class Connection:
         if "location" in query:
             self._reply_xml("LocationConstraint", "")
             return
-        if "uploads" in query:  # none is older than this server
+        if "uploads" in query:  # no upload is older than this server
             self._reply_xml("ListMultipartUploadsResult", "<IsTruncated>false</IsTruncated>")
             return
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -342,7 +345,7 @@ class Connection:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def _lines(self) -> list[str]:
-        """The head of the next request; nothing where the client has closed instead."""
+        """The head of the next request; empty if the client has closed the connection."""
         while (end := self._ahead.find(b"\r\n\r\n")) < 0:
             if not self._receive():
                 return []
@@ -353,7 +356,7 @@ class Connection:
     def _body(self) -> Body:
         framed = "aws-chunked" in self._headers.get("content-encoding", "")
         if self._headers.get("transfer-encoding"):
-            # Of the two framings that could be around each other here, clients send only one.
+            # Here two framings could be nested, but clients send only one.
             chunks = list(iter(self._chunk, Body(0, b"")))
             while self._line():
                 pass  # trailers, up to an empty line
@@ -432,7 +435,7 @@ class Connection:
 
 
 def _unframed(data: bytes) -> bytes:
-    """What is in an aws-chunked body."""
+    """The content of an aws-chunked body."""
     at = 0
     parts: list[bytes] = []
     while True:
@@ -446,7 +449,7 @@ def _unframed(data: bytes) -> bytes:
 
 def main(keep: bool, gigabits: float, latency: float, gives_way: bool) -> None:
     if gives_way and sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that begin later have it, too
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that begin later inherit it
     store = Store(keep=keep, link=Link(gigabits), latency=latency)
     nowhere = mmap.mmap(-1, _DISCARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -460,7 +463,7 @@ def main(keep: bool, gigabits: float, latency: float, gives_way: bool) -> None:
 
     threading.Thread(target=accept, daemon=True).start()
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    sys.stdin.read()  # until whoever started this process is gone
+    sys.stdin.read()  # until the parent process is gone
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The figures of object stores: uploads and restores beside those of the bare client, and beside other ways to upload.
+"""The figures of object stores: uploads and restores, compared with the bare client, and with other ways to upload.
 
 In: a setting. Out: figures and peers by name. Knows nothing of: how they are printed.
 
-The store is a process of its own on loopback that throws away what it is sent, so that the client is what is seen.
-What is measured is this process, all threads of it, from the call until the checkpoint is committed.
+The store is another process on loopback that discards its data, so that the figures show the client. The measurements
+are of all threads of this process, from the call until the checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ_BYTES: Final = 8 * MIB
 _NUM_READERS: Final = 12
 # The client's own buffers, threads and connections.
 _OVERHEAD_BYTES: Final = 64 * MIB
-# A link that hosts have.
+# The bandwidth of a common link.
 _GIGABITS: Final = 10
 _GB: Final = 1e9
 
@@ -115,7 +115,7 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
 
 
 def peers(setting: Setting) -> dict[str, Row]:
-    """Other ways to the same store. None of them copies a snapshot or digests, and training waits for each."""
+    """Other ways to the same store. None of them copies a snapshot or makes digests, and each blocks the training."""
     setting.folder.mkdir(parents=True, exist_ok=True)
     state = {"model": tensors(setting.store_bytes)}
     num_bytes = setting.store_bytes
@@ -134,7 +134,7 @@ def peers(setting: Setting) -> dict[str, Row]:
 
 
 def real_servers(setting: Setting) -> dict[str, Row]:
-    """What they cost is on the same cores as the client."""
+    """Real servers. Their costs are on the same cores as the client's."""
     rows: dict[str, Row] = {}
 
     def measure(name: str, server: Server) -> None:
@@ -157,9 +157,9 @@ def real_servers(setting: Setting) -> dict[str, Row]:
 def _beside_raw(
     options: Mapping[str, str], num_bytes: int, rounds: int, *, copies: bool = False
 ) -> list[tuple[Cost, Cost]]:
-    """(obstore.put, save) of as many bytes, with the same parts and as many at once.
+    """Pairs (obstore.put, save) of as many bytes, with the same parts and concurrency.
 
-    If it `copies`, the bytes of the state are copied before it, and digests are made meanwhile.
+    With `copies`, the bytes of the state are copied before the put, and digests are made during it.
     """
     state = {"model": tensors(num_bytes)}
     saves = Saves(_run(options, "run-copied" if copies else "run"), state)
@@ -184,7 +184,7 @@ def _beside_raw(
 
 
 def _beside(saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: int) -> list[tuple[Cost, Cost]]:
-    """(another way, save). The first time, untimed, opens connections and warms memory, as a first save does."""
+    """Pairs (another way, save). A first, untimed transfer opens connections and warms memory, as a first save does."""
     theirs()
     return side_by_side(
         rounds,
@@ -194,7 +194,7 @@ def _beside(saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: 
 
 
 def _cost(num_bytes: int, transfer: Callable[[], float]) -> Cost:
-    """What a transfer costs that says itself how long it took."""
+    """The cost of a transfer that returns its own seconds."""
     processor = process_time()
     seconds = transfer()
     return Cost(seconds, (process_time() - processor) / num_bytes * _GB)
@@ -209,7 +209,7 @@ def _run(options: Mapping[str, str], path: str = "run") -> Place:
 
 
 def _client(options: Mapping[str, str]) -> S3Store:
-    """obstore's, set as the library sets it for a store on loopback."""
+    """A client of obstore, configured as by the library for a store on loopback."""
     settings: Any = dict(options)
     return S3Store(_BUCKET, client_options={"allow_http": True}, unsigned_payload=True, **settings)
 

@@ -1,11 +1,10 @@
-"""A figure: what was measured, side by side with the limit that it is held against; a peer: with another's cost.
+"""A figure: a measurement, side by side with its limit. A peer: a measurement, side by side with another way's cost.
 
-In: pairs of samples. Out: ratios, verdicts, a JSON file and markdown tables. Knows nothing of: what was measured.
+In: pairs of samples. Out: ratios, verdicts, a JSON file and Markdown tables. Knows nothing of: what was measured.
 
-Other work on the machine slows both halves of a pair, so the ratio of each pair is taken first and the median of
-the ratios is the figure. The medians of the halves themselves are shown to make the ratio readable. A verdict needs
-all of the interval that the median is in, widened by the noise where that was measured: a bound inside of it is neither
-met nor missed.
+Other work on the machine slows both halves of a pair, so the ratio of each pair is taken first, and the figure is the
+median of the ratios. The medians of the halves are shown to make the ratio readable. A verdict needs the whole interval
+of the median, widened by the noise if that was measured: a bound inside the interval is neither met nor missed.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
-# What steps of a training differ by on their own: no save is known to cost less.
+# Steps of a training differ by as much without a save, so no save is known to cost less.
 NOISE_SECONDS: Final = 0.005
-# What the median may be outside of its interval with, on either side.
+# The probability that the median is outside of its interval, on each side.
 _TAIL: Final = 0.025
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The bound that a figure's ratio is to keep."""
+    """The bound for a figure's ratio."""
 
     sign: Literal["≤", "≥"]
     ratio: float
@@ -43,9 +42,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row. `pairs` are (measured, limit), one for each round; none at all: it could not be measured here.
+    """One row. `pairs` are (measured, limit), one for each round; empty if it could not be measured here.
 
-    Without a target it is shown for information.
+    Without a target, it is shown for information.
     """
 
     title: str
@@ -68,7 +67,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None if there is no target, or if the pairs cannot tell: not even with the noise, added or taken away."""
+        """None if there is no target, or if the pairs cannot decide, with the noise added or subtracted."""
         if not (self.pairs and self.target):
             return None
         verdicts = {
@@ -111,18 +110,18 @@ class Figure:
 
 
 def fixed(title: str, unit: str, samples: Iterable[float], most: float, note: str = "") -> Figure:
-    """A figure that is held against a number."""
+    """A figure that is compared with a fixed number."""
     return Figure(title, unit, "fixed", Target("≤", 1.0), [(sample, most) for sample in samples], note)
 
 
 def above_noise(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Seconds that are lost to saves: what steps differ by on their own is the least that one can be said to cost."""
+    """Pairs of seconds lost to saves, raised to the noise of steps if they are below it."""
     return [(max(NOISE_SECONDS, measured), max(NOISE_SECONDS, limit)) for measured, limit in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Nothing, measured as a save is, twice in each round. `pairs` are the seconds that it seems to cost."""
+    """No save, measured like a save, twice in each round. `pairs` are the seconds that it seems to cost."""
 
     title: str
     pairs: Sequence[tuple[float, float]]
@@ -136,7 +135,7 @@ class Noise:
 
     @property
     def seconds(self) -> float:
-        """The largest difference that two measurements of the same may have."""
+        """The largest difference that two equal measurements may have."""
         return max(map(abs, interval(self.differences)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,7 +149,7 @@ class Noise:
 
 
 class Cost(NamedTuple):
-    """What one transfer took."""
+    """The cost of one transfer."""
 
     seconds: float
     processor_seconds: float
@@ -159,7 +158,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another way to do the same. `pairs` are (its cost, ours), one for each round; none: it could not be measured."""
+    """Another way to do the same. `pairs` are (its cost, our cost), one for each round; empty if not measured."""
 
     title: str
     configuration: str
@@ -181,7 +180,7 @@ class Peer:
         return [title, *([f"{value:.3g}" for value in values] or ["-"] * 6)]
 
     def _medians(self, number: int) -> tuple[float, float, float]:
-        """Theirs, ours, and how much of theirs ours is."""
+        """The peer's median, our median, and the median ratio of ours to the peer's."""
         theirs = [pair[0][number] for pair in self.pairs]
         ours = [pair[1][number] for pair in self.pairs]
         ratios = [own / other for other, own in zip(theirs, ours, strict=True)]
@@ -189,7 +188,7 @@ class Peer:
 
 
 class Row(Protocol):
-    """A line of a table; those of one kind have one table, and one place in the file."""
+    """A line of a table. Rows of one kind share a table, and a group in the file."""
 
     GROUP: ClassVar[str]
     HEAD: ClassVar[list[str]]
@@ -203,7 +202,7 @@ Environment = dict[str, str | int | float]
 
 
 def kept_of(rows: Mapping[str, Row], environment: Environment) -> dict[str, Any]:
-    """What a file of results holds: every sample, by group and name, and the tables that people are shown."""
+    """The content of a file of results: every sample, by group and name, and the tables."""
     kept: dict[str, Any] = {"environment": environment, "tables": []}
     for name, row in rows.items():
         kept.setdefault(row.GROUP, {})[name] = row.as_dict()
@@ -215,7 +214,7 @@ def kept_of(rows: Mapping[str, Row], environment: Environment) -> dict[str, Any]
 
 
 def markdown(*kept: Mapping[str, Any]) -> str:
-    """The tables of such files, and what they were measured on. Tables with the same columns are one."""
+    """The tables of such files, with the facts about their machines. Tables with the same columns are joined."""
     lines: dict[tuple[str, ...], list[Sequence[str]]] = {}
     for table in (table for one in kept for table in one["tables"]):
         lines.setdefault(tuple(table["head"]), []).extend(table["lines"])
@@ -229,16 +228,16 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(stem: Path, kept: Mapping[str, Any]) -> None:
-    """`stem`.json for programs and `stem`.md for people, who are shown nothing else."""
+    """Write `stem`.json for programs, and `stem`.md with the tables for people."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     stem.with_suffix(".md").write_text(markdown(kept))
 
 
 def show_in(page: Path, mark: str, text: str) -> None:
-    """Put a table where a page shows it, so that its figures are never others.
+    """Put a table into a page, so that the page's figures are always the measured ones.
 
-    It stands behind the mark, up to the next heading or the end.
+    The table replaces the text from the mark to the next heading, or to the end.
     """
     mark = f"<!-- {mark} -->\n\n"
     before, found, after = page.read_text(encoding="utf-8").partition(mark)
@@ -254,9 +253,11 @@ def shown(value: float) -> str:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The interval that the median of what these are drawn from is in, by at least 95 %, whatever their distribution: that
-    of the sign test (W. J. Conover, Practical Nonparametric Statistics, 3rd edition, 1999, section 3.2). Of fewer than
-    six ratios it is their range, in which the median of five is by 94 %, of four by 88 %, of three by 75 %.
+    """The interval that has the median of the ratios' distribution with a probability of at least 95 %.
+
+    It is that of the sign test (W. J. Conover, Practical Nonparametric Statistics, 3rd edition, 1999, section 3.2), for
+    any distribution. For fewer than six ratios it is their range, which has the median with 94 % for five, 88 % for
+    four and 75 % for three.
     """
     ordered, count = sorted(ratios), len(ratios)
     rank, tail = 0, 1 / 2**count

@@ -1,5 +1,6 @@
-"""`make bench-check`: every benchmark runs to its end at toy size, in seconds; the values say nothing at that size. And the
-pictures that are kept show the figures that are kept.
+"""`make bench-check`: every benchmark runs to its end at toy size, in seconds; its values mean nothing at that size.
+
+The stored pictures show the stored figures.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
 
 
 def kept_by(program: list[str], name: str, folder: Path) -> dict[str, Any]:
-    """What the table of this name keeps when a program measures it at toy size."""
+    """The stored content of a table after a program has measured it at toy size."""
     command = [sys.executable, *program, name, "--dir", str(folder / "disk"), "--out", str(folder)]
     quick = {**os.environ, "QUICK": "1"}
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=quick)
@@ -148,7 +149,7 @@ def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
 def test_every_part_of_the_gpu_benchmark_runs_on_a_simulated_device_and_keeps_what_it_saves(
     tmp_path: Path,
 ) -> None:
-    """With nothing installed but torch and xxhash."""
+    """With only torch and xxhash installed."""
     rows = kept_by(["tests/support/bench_on_simulation.py"], "gpu", tmp_path)["figures"]
     why_not = {name: row["note"] for name, row in rows.items() if "pairs" not in row}
     peers = [name for name in rows if name.endswith(("_torch_checkpointing", "_resiliency"))]
@@ -160,7 +161,7 @@ def test_every_part_of_the_gpu_benchmark_runs_on_a_simulated_device_and_keeps_wh
 
 @pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.svg")))
 def test_a_picture_is_what_the_kept_figures_make(picture: Path, tmp_path: Path) -> None:
-    """As far as its words go, which are the figures; lines differ with the version of the library that draws them."""
+    """Only the words, which are the figures, are compared: lines differ with the version of the drawing library."""
     stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
     shutil.copy(picture.parent / f"{stem}.json", tmp_path)
     drawn = {path.name: path for path in draw(tmp_path / stem)}

@@ -1,6 +1,6 @@
-"""One rank of a small world, each node of which has memory of its own; it saves and restores when it is told to.
+"""One rank of a small world whose nodes have their own memory. It saves and restores on request.
 
-In: commands on stdin, one a line. Out: what each has cost, as JSON on stdout. Knows nothing of: other worlds.
+In: commands on stdin, one per line. Out: the costs of each, as JSON on stdout. Knows nothing of: other worlds.
 
 Commands: "save N", once; "restart N" opens the run and restores the step; "copy N" copies as many bytes. "end" ends it.
 """

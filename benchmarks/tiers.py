@@ -1,10 +1,10 @@
-"""The figures of a run at several places: what the places behind the first one cost a training, and restarts from memory.
+"""The figures of a run at several places: the cost of further places for a training, and restarts from memory.
 
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
-A further place is a folder on the same disk, or a store on loopback that keeps what it is sent; its server takes time of the same
-processors. Processor time is that of a process, all its threads: of this one while it does nothing but move, and of `async-ckpt move`
-from before the save until the step has arrived.
+A further place is a folder on the same disk, or a store on loopback that stores its data; its server uses the same
+processors. Processor time is that of all threads of a process: of this one while it only moves, and of `async-ckpt
+move` from before the save until the step has arrived.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from .workloads import Training, tensors
 
 PACKAGES: Final = ("obstore",)
 _GB: Final = 1e9
-# Links that hosts have: one that is slower than a disk, and one that is slower than the saves of a training.
+# Common links: one that is slower than a disk, and one that is slower than the saves of a training.
 _GIGABITS, _SLOW_GIGABITS = 10, 2
 _SLOW_SYNC_SECONDS: Final = 3.0
 _MOVE_SECONDS: Final = 0.5  # of processor time for a GB
-_WARM: Final = 2  # moves that come first
-_EXIT_SECONDS: Final = 1.0  # for the places that answer nothing
+_WARM: Final = 2  # moves that do not count
+_EXIT_SECONDS: Final = 1.0  # for places that never respond
 _NODES: Final = 2
 _RAM: Final = Path("/dev/shm")
 
 
 def until_committed(setting: Setting) -> dict[str, Figure]:
-    """A disk with a store behind it: until a save is committed, beside the disk alone, and until it is at the store, beside
-    the store alone.
+    """A disk with a store behind it: until a save is committed, and until it is at the store.
+
+    The former is compared with the disk alone, and the latter with the store alone.
     """
     state = {"model": tensors(setting.served_bytes)}
-    names = map(str, itertools.count())  # a run of its own for each
+    names = map(str, itertools.count())  # a new run for each
 
     def beside(alone: str, endpoint: str) -> list[tuple[float, float]]:
         name = next(names)
@@ -86,8 +87,10 @@ def until_committed(setting: Setting) -> dict[str, Figure]:
 
 
 def lost(setting: Setting) -> dict[str, Figure]:
-    """Steps count until the last step is at the store. One thread trains; on two cores, the threads of the library have
-    the other one, and the server of the store, which would be on another machine, takes what both leave.
+    """Steps count until the last step is at the store. One thread trains.
+
+    On two cores, the threads of the library have the other core. The store's server, which would be on another machine,
+    only uses time that both leave.
     """
     with (
         one_thread(),
@@ -119,7 +122,7 @@ def lost(setting: Setting) -> dict[str, Figure]:
 
 
 class _Burst:
-    """Saves that follow one upon the other, and have ended once the last one is at its farthest place. For `slowed`."""
+    """Saves in a row, which end when the last one is at its farthest place. For `slowed`."""
 
     def __init__(self, saves: Saves, num_saves: int, far: Place | None = None) -> None:
         self._saves, self._num_left, self._far = saves, num_saves, far
@@ -133,7 +136,7 @@ class _Burst:
         return self._saves.begin()
 
     def done(self) -> bool:
-        """Between two steps."""
+        """Called between two steps."""
         if self._num_left and self._handle.done():
             self._handle = self._next()
         return not self._num_left and self._arrived().done()
@@ -146,8 +149,9 @@ class _Burst:
 
 
 def moves(setting: Setting) -> dict[str, Figure]:
-    """What a move costs in processor time, by the thread of a training and by a process of its own. The first ones, which make
-    clients and memory and import what sweeps, do not count.
+    """The processor time of a move, by a thread of the training, and by another process.
+
+    The first moves, which create clients, allocate memory and import modules, do not count.
     """
     state = {"model": tensors(setting.store_bytes)}
     gigabytes = setting.store_bytes / _GB
@@ -184,7 +188,7 @@ def _moved_by_process(places: list[Path | Place], state: Any, rounds: int) -> li
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **keys}) as mover,
     ):
         assert mover.stdout is not None
-        mover.stdout.readline()  # the first step is there, and this process has the word
+        mover.stdout.readline()  # the first step has arrived, and the command runs
         try:
             clock = partial(processor_seconds, mover.pid)
             return [_moved(saves, places[-1], clock, after=False) for _ in range(rounds + _WARM)][_WARM:]
@@ -193,7 +197,7 @@ def _moved_by_process(places: list[Path | Place], state: Any, rounds: int) -> li
 
 
 def _moved(saves: Saves, far: Path | Place, clock: Callable[[], float], *, after: bool = True) -> float:
-    """What a clock shows between a commit, or the call before it, and the arrival of the step at a further place."""
+    """The time on a clock from a commit, or from the call before it, to the arrival of the step at a further place."""
     begin = clock()
     handle = saves.begin()
     handle.result()
@@ -207,7 +211,7 @@ def _moved(saves: Saves, far: Path | Place, clock: Callable[[], float], *, after
 
 @contextmanager
 def _without_copies_in_the_pass() -> Iterator[None]:
-    """Have steps moved that would be copied while they are saved."""
+    """Move steps that would otherwise be copied while they are saved."""
     real = Mover.may_follow
     Mover.may_follow = lambda *_: False  # type: ignore[method-assign]
     try:
@@ -217,7 +221,7 @@ def _without_copies_in_the_pass() -> Iterator[None]:
 
 
 def never_waits(setting: Setting) -> dict[str, Figure]:
-    """A save is committed at the disk as fast as without the place behind it, whatever becomes of that one."""
+    """A save is committed at the disk as fast as without a further place, whatever happens to that place."""
     state = {"model": tensors(setting.served_bytes)}
     rows = {}
     cases: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
@@ -240,7 +244,7 @@ def never_waits(setting: Setting) -> dict[str, Figure]:
 
 
 def _held(saves: Saves) -> tuple[float, float]:
-    """The seconds that the call takes, and those until the save is committed."""
+    """The seconds of the call, and the seconds until the save is committed."""
     begin = perf_counter()
     handle = saves.begin()
     call = perf_counter() - begin
@@ -250,7 +254,7 @@ def _held(saves: Saves) -> tuple[float, float]:
 
 @contextmanager
 def _slow_to_sync(folder: Path) -> Iterator[Path]:
-    """A folder in which each fsync takes three seconds, as on a disk that is overloaded."""
+    """A folder in which each fsync takes three seconds, like an overloaded disk."""
     real, never = os.fsync, threading.Event()
 
     def fsync(fd: int) -> None:
@@ -279,7 +283,7 @@ def _refusing() -> Iterator[Place]:
 
 
 def restarts(setting: Setting) -> dict[str, Figure]:
-    """From memory in front of a disk, each rank into tensors that it has, which are touched; the first time does not count."""
+    """Restores from memory in front of a disk, on each rank into touched tensors. The first one does not count."""
     if not _RAM.is_dir():
         return {}
     with ExitStack() as stack:

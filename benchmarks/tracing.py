@@ -1,4 +1,4 @@
-"""Where the time of one save goes: the trace that the library writes of it, and the spans in it by name.
+"""The time of one save: the trace that the library writes, and its spans by name.
 
 In: a setting. Out: rows, and the trace itself, for Perfetto. Knows nothing of: how spans are made.
 """
@@ -19,13 +19,13 @@ from .setting import KEPT, Setting
 from .table import Row, shown
 from .workloads import Training
 
-# Before and after the save, so that the picture shows the training as it is.
+# Steps before and after the save, so that the picture shows the usual training.
 _OTHER_STEPS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """All spans of one name: (thread, begin, milliseconds), where the call of save begins at 0."""
+    """All spans of one name: (thread, begin, milliseconds). The call of save begins at 0."""
 
     title: str
     spans: Sequence[tuple[str, float, float]]
@@ -53,11 +53,11 @@ class Span:
 
 
 def trace(setting: Setting) -> dict[str, Row]:
-    """The first save of a run, guarded, beside a training on one thread."""
+    """The first save of a run, guarded, during a training on one thread."""
     path = setting.folder / KEPT / "one_save.json"
     with one_thread():
         called, steps = _save(setting, path)
-    # A place of this machine is of no interest elsewhere.
+    # Remove paths of this machine.
     text = path.read_text().replace(f"{setting.folder}/", "")
     path.write_text(text)
     events = json.loads(text)
@@ -67,14 +67,14 @@ def trace(setting: Setting) -> dict[str, Row]:
         by_name["step of the training"].append(("MainThread", *_milliseconds(begin - called, seconds)))
     for event in events:
         begin = event.get("ts", 0) / 1e6 - called
-        if event["ph"] == "X" and begin > 0:  # what came before is the prewarming
+        if event["ph"] == "X" and begin > 0:  # earlier spans belong to prewarm
             span = (names[event["tid"]], *_milliseconds(begin, event["dur"] / 1e6))
             by_name.setdefault(event["name"], []).append(span)
     return {name.replace(" ", "_"): Span(name, found) for name, found in by_name.items()}
 
 
 def _save(setting: Setting, path: Path) -> tuple[float, list[tuple[float, float]]]:
-    """Write the trace. When save was called, and (begin, seconds) of each step of the training, by the wall's clock."""
+    """Write the trace. Returns the time of the call, and (begin, seconds) of each training step, by the wall clock."""
     subject = Training(setting.compare_bytes, batch=4)
     steps: list[tuple[float, float]] = []
 

@@ -1,9 +1,9 @@
-"""Saves of trainers, by the plug-ins for them and by the frameworks themselves: what a save costs the training.
+"""Saves of trainers, by our plug-ins and by the frameworks themselves: the cost of a save for the training.
 
 In: a setting. Out: figures by name. Knows nothing of: how a plug-in saves.
 
-Under each framework the same model trains by the same steps, and what saves takes turns: `AsyncCheckpointer` by itself, the
-plug-in in its layouts, and the framework.
+Under each framework, the same model trains by the same steps, and the ways to save take turns: a bare
+`AsyncCheckpointer`, the plug-in in its layouts, and the framework.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTH: Final = 16
 
 
 class Gpt2:
-    """GPT-2 with 124 million parameters under AdamW, by Transformers' own class; a small one for toys."""
+    """GPT-2 with 124 million parameters under AdamW, by Transformers' own class, or a small one for toys."""
 
     def __init__(self, setting: Setting) -> None:
         transformers: Any = import_module("transformers")
@@ -55,7 +55,7 @@ class Gpt2:
 
 
 class Way:
-    """One way to save, again and again, each time into a folder or file of its own, which is deleted afterwards."""
+    """One way to save, repeatedly, each time into a new folder or file, which is deleted afterwards."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Way:
         *,
         is_durable: bool = True,
     ) -> None:
-        """`save` begins a save by its number, or makes a whole one that is not synced; `path` says where that is."""
+        """`save` begins save number N, or makes a complete save that is not synced. `path` maps N to its path."""
         self._save, self._wait, self._path_of, self._is_durable = save, wait, path, is_durable
         self._number, self._began = 0, 0.0
 
@@ -91,7 +91,7 @@ class Way:
         return Took(seconds)
 
     def durable_seconds(self) -> float:
-        """From the call until all is durable."""
+        """Seconds from the call until everything is durable."""
         handle = self.begin()
         handle.result()
         if not self._is_durable:
@@ -109,20 +109,20 @@ class Way:
 
 
 class Took(NamedTuple):
-    """The seconds of a save, from the call until it is durable, or written by a framework."""
+    """The seconds of a save, from the call until it is durable, or until a framework has written it."""
 
     total_seconds: float
 
 
 class Costs(NamedTuple):
-    """What the saves of one way have cost."""
+    """The costs of the saves of one way."""
 
     windows: list[Window]
     durable: list[float]
 
 
 def compared(setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves]) -> dict[str, Costs]:
-    """Each way in turn, again and again; the first turn is for memory that is made once."""
+    """Measure all ways in turn, repeatedly. The first turn allocates memory, and does not count."""
     costs = {name: Costs([], []) for name in ways}
     with one_thread():
         for number in range(setting.few_rounds + 1):
@@ -135,7 +135,7 @@ def compared(setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves])
 
 
 def figures_of(name: str, costs: Mapping[str, Costs]) -> dict[str, Figure]:
-    """The figures of one framework. `costs` are by way: "plain", "own", and those of the plug-in, by layout."""
+    """The figures of one framework. The keys of `costs` are "plain", "own", and the layouts of the plug-in."""
     plain, own = costs["plain"], costs["own"]
     rows = {}
     for layout, of in layouts_of(costs).items():
@@ -160,7 +160,7 @@ def figures_of(name: str, costs: Mapping[str, Costs]) -> dict[str, Figure]:
 
 
 def beside_asynchronous(name: str, mode: str, costs: Mapping[str, Costs], own: Costs | str) -> dict[str, Figure]:
-    """What the layouts cost beside a save that the framework itself makes behind the training, or why that is not known."""
+    """The cost of the layouts compared with the framework's own asynchronous save, or why it is not known."""
     rows = {}
     for layout, of in layouts_of(costs).items():
         pairs = [] if isinstance(own, str) else _pairs(_lost(of), _lost(own))
@@ -172,7 +172,7 @@ def beside_asynchronous(name: str, mode: str, costs: Mapping[str, Costs], own: C
 
 
 def layouts_of(costs: Mapping[str, Costs]) -> dict[str, Costs]:
-    """Those of the plug-in. The others are plain, or a framework's own."""
+    """The costs of the plug-in's layouts, without "plain" and the framework's own."""
     return {name: of for name, of in costs.items() if name.partition(" ")[0] not in ("plain", "own")}
 
 
@@ -240,7 +240,7 @@ def _way_of_trainer(kind: type[Any], folder: Path, subject: Gpt2) -> Way:
 
 
 def lightning(setting: Setting) -> dict[str, Figure]:
-    """Inside of both trainings, since Lightning's Trainer saves asynchronously only while it trains."""
+    """Measured inside both trainings, since Lightning's Trainer saves asynchronously only while it trains."""
     from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 
     subject, folder = Gpt2(setting), setting.folder / "lightning"
@@ -266,7 +266,7 @@ def lightning(setting: Setting) -> dict[str, Figure]:
 def _fit_lightning(
     subject: Gpt2, inside: Callable[[Any], None], *, callbacks: Sequence[Any] = (), **options: Any
 ) -> None:
-    """Train by Lightning for one step, and call a function with its Trainer after that."""
+    """Train by Lightning for one step, then call a function with its Trainer."""
     pl: Any = import_module("pytorch_lightning")
 
     class Module(pl.LightningModule):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One candidate in a process of its own: what a save costs the training, how long it takes, and whether it is true.
+"""One candidate in a new process: the cost of a save for the training, its duration, and whether it is correct.
 
 In: a candidate, a workload, a folder. Out: numbers. Knows nothing of: other candidates, tables.
 """
@@ -30,22 +30,23 @@ from .processes import processor_seconds, status_bytes
 from .setting import Setting, elapsed
 from .workloads import WORKLOADS, State, Subject
 
-# On either side of each save, as many as the slower saves overlap: a step's usual time is no better known by fewer.
+# How many steps are timed on either side of each save: as many as slower saves overlap. Fewer steps would make the
+# usual time of a step less certain.
 _UNDISTURBED_STEPS: Final = 6
 _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
 _NUM_ALONE: Final = 2
-# Of which the first also imports modules.
+# The first of them also imports modules.
 _NUM_COLD: Final = 3
 
 
 def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool) -> dict[str, Any]:
-    """In a process of its own, with processes of its own: what `Trial.measured` says, or why it says nothing.
+    """Run a trial in a new process. Returns the result of `Trial.measured`, or the reason why there is none.
 
-    With `burst`, also of saves that come faster than the disk.
+    `burst` also measures saves that come faster than the disk.
     """
     settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 4
-    # What is given a sample takes long, and always as long.
+    # A candidate that gets only a part of the state takes long, and its times vary little.
     num_later = setting.num_later if CANDIDATES[name].share == 1 else 1
     folder.mkdir(parents=True)
     try:
@@ -57,7 +58,7 @@ def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting
 
 
 def lost_to_nothing(workload: str, num_bytes: int, folder: Path, setting: Setting) -> list[float]:
-    """The seconds that a training seems to lose to no save at all, in a process of its own; measured like any save."""
+    """The seconds that a training seems to lose to no save at all, in a new process, measured like a save."""
     return result_of(_nothing, workload, num_bytes, folder, setting)  # type: ignore[no-any-return]
 
 
@@ -72,21 +73,21 @@ def _measured(
     name: str, workload: str, num_bytes: int, folder: Path, num_later: int, settle_seconds: float, burst: bool
 ) -> dict[str, Any]:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some share each tensor by a descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some candidates share each tensor by a descriptor
     candidate = CANDIDATES[name]
     subject = WORKLOADS[workload](int(num_bytes * candidate.share))
     return Trial(candidate, subject, folder).measured(num_later, settle_seconds, burst=burst)
 
 
 class Trial:
-    """One thread trains, and the other processors are free; save after save, each with the ones before deleted."""
+    """Save after save, with the previous ones deleted. One thread trains, and the other processors are free."""
 
     def __init__(self, candidate: type[Candidate], subject: Subject, folder: Path) -> None:
-        import_module(candidate.package)  # what it takes is no memory of a save
+        import_module(candidate.package)  # its memory does not count as memory of a save
         self.subject = subject
         self._device = here()
         self.num_bytes = num_bytes_of(subject.state_dict())
-        for _ in range(_UNDISTURBED_STEPS):  # until memory is what training takes
+        for _ in range(_UNDISTURBED_STEPS):  # until the training has allocated its memory
             subject.forward_backward()
             subject.optimizer_step()
         _trim()
@@ -103,11 +104,11 @@ class Trial:
         self.settle(settle_seconds)
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
         result["first"] = self.while_training()
-        self.while_training()  # the second is often unlike all others: memory and files are taken up once more
+        self.while_training()  # the second save often differs: it allocates memory and files once more
         result["later"] = [self.while_training() for _ in range(num_later - 1)]
         wanted = _digest(self.subject.state_dict())
         result["later"].append(self.while_training())
-        torch.set_num_threads(num_threads)  # nothing trains meanwhile
+        torch.set_num_threads(num_threads)  # without a training
         looked_at = self.number
         result["alone"] = [self._alone() for _ in range(_NUM_ALONE)]
         result |= self._restored(looked_at, wanted)
@@ -121,13 +122,13 @@ class Trial:
         return result
 
     def settle(self, seconds: float) -> None:
-        """Train alone for so long."""
+        """Train without saves for some time."""
         end = perf_counter() + seconds
         while perf_counter() < end:
             self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], elapsed(self._step)]
 
     def while_training(self) -> dict[str, Any]:
-        """Seconds that steps take longer than others do, until a save is durable; and what the call and its waits took."""
+        """Seconds that steps lose until a save is durable, and the seconds of its call and its waits."""
         before = self._undisturbed
         begin = perf_counter()
         self._save()
@@ -154,7 +155,7 @@ class Trial:
         }
 
     def _alone(self) -> dict[str, float]:
-        """From the call to durable, with nothing else to do; and processor seconds, of child processes too."""
+        """Seconds from the call until durable without a training, and processor seconds, including child processes."""
         processor, begin = _processor_seconds(), perf_counter()
         self._save()
         self._wait()
@@ -167,7 +168,7 @@ class Trial:
         self.candidate.save(self.number)
 
     def _finish(self) -> None:
-        """Until it is durable; then the one before is deleted, so that each finds as much room."""
+        """Wait until the save is durable, then delete the previous one, so that each save finds as much space."""
         self._wait()
         self.candidate.delete(self.number - 1)
 
@@ -188,13 +189,14 @@ class Trial:
                 held.append(perf_counter() - begin)
             with self._pinned():
                 self.subject.optimizer_step()
-        if self._device is not None:  # else a step would end in the time of another
+        if self._device is not None:  # otherwise, a step would end during the next one
             self._device.synchronize()
 
     @contextmanager
     def _pinned(self) -> Iterator[None]:
-        """Keep this thread on one processor, so that each step finds the same caches. The threads of a candidate begin in
-        its own calls, outside of this, and may run anywhere.
+        """Keep this thread on one processor, so that each step finds the same caches.
+
+        The threads of a candidate begin in its own calls, outside of this block, and may run anywhere.
         """
         os.sched_setaffinity(0, {max(self._processors)})
         try:
@@ -203,7 +205,7 @@ class Trial:
             os.sched_setaffinity(0, self._processors)
 
     def _peak_bytes(self) -> int:
-        """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""
+        """The peak of host memory during a save, beyond the memory before any save. Shared memory counts once."""
         _trim()
         ended, peak = threading.Event(), [0]
 
@@ -222,7 +224,7 @@ class Trial:
         return peak[0] - self._before
 
     def _burst(self) -> dict[str, Any]:
-        """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
+        """Saves one step apart, faster than any disk: seconds lost to each, and whether each has its own values."""
         before, first, lost, states = self.number, self.number + 1, 0.0, []
         usual = median(elapsed(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
@@ -240,7 +242,7 @@ class Trial:
         return {"lost": lost / _NUM_IN_BURST, "same": same}
 
     def bring_back(self, number: int) -> float:
-        """Seconds, into tensors that were zeroed before."""
+        """Seconds to restore into zeroed tensors."""
         live = self.subject.state_dict()
         for _, tensor in tensors_of(live):
             tensor.zero_()
@@ -251,9 +253,7 @@ class Trial:
         return perf_counter() - begin
 
     def _restored(self, number: int, wanted: str) -> dict[str, Any]:
-        """A save, into zeroed tensors: seconds with no page of its files in the cache, and with all; and whether it is
-        what was to be saved.
-        """
+        """Restores into zeroed tensors: seconds with a cold and a warm page cache, and whether the values are right."""
         path = self.candidate.path(number)
         files, cold = files_of(path), []
         for _ in range(_NUM_COLD):
@@ -269,7 +269,7 @@ class Trial:
 
 
 def _digest(state: State) -> str:
-    """Of the bits of every tensor, under its name."""
+    """The digest of the bits and names of all tensors."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors_of(state):
         digest.update(name.encode())
@@ -278,14 +278,14 @@ def _digest(state: State) -> str:
 
 
 def _trim() -> None:
-    """Give back what was freed: it is no memory of what comes next."""
+    """Return freed memory to the system, so that it does not count for later measurements."""
     gc.collect()
-    with suppress(AttributeError, OSError):  # glibc alone has it
+    with suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _tree() -> list[int]:
-    """This process and those that it started, and they."""
+    """This process and all its descendants."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -308,7 +308,7 @@ def _held_bytes() -> int:
 
 
 def _processor_seconds() -> float:
-    """Of all processes, those that have ended included."""
+    """Processor seconds of all processes, including those that have ended."""
     seconds = 0.0
     for pid in _tree():
         with _gone():
@@ -318,7 +318,7 @@ def _processor_seconds() -> float:
 
 @contextmanager
 def _gone() -> Iterator[None]:
-    """A process that has ended meanwhile is left out."""
+    """Skip a process that has ended meanwhile."""
     try:
         yield
     except (FileNotFoundError, ProcessLookupError):

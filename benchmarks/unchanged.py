@@ -1,6 +1,6 @@
-"""What `unchanged="auto"` saves of a LoRA training, and what it costs one in which every tensor changes.
+"""The savings of `unchanged="auto"` in a LoRA training, and its cost for a training in which every tensor changes.
 
-In: a setting. Out: figures by name. Knows nothing of: how a tensor is seen to be unchanged.
+In: a setting. Out: figures by name. Knows nothing of: how an unchanged tensor is recognized.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .table import Figure, Row, Target, above_noise
 from .workloads import Lora, Training
 
 _NUM_SAVES: Final = 10
-# In each round, of calls that take milliseconds.
+# How many calls are timed in each round, since they take milliseconds.
 _CALLS: Final = 5
-# From one save to the next; the save ends before.
+# Steps from one save to the next, which outlast a save.
 _STEPS: Final = 8
 _OURS: Final = "ours_keeping"
-_ALL_KEPT: Final = "ours_guarded"  # which keeps all steps, where nobody deletes them
+_ALL_KEPT: Final = "ours_guarded"  # it keeps all steps that are not deleted
 _PEERS: Final = ("torch_checkpointing", "moonclip")
-# Of what torch_checkpointing loses, and of a save of the adapter alone.
+# The largest shares of the seconds that other ways lose.
 _MOST_OF: Final = {"torch_checkpointing": Target("≤", 0.1), "moonclip": None}
 
 _Pairs: TypeAlias = list[tuple[float, float]]
 
 
 class Whole(Saves):
-    """Each save writes everything."""
+    """Saves that write everything."""
 
     def begin(self) -> SaveHandle:
         return self.checkpointer.save(self._state, next(self._steps), unchanged=())
 
 
 def bytes_of_ten(setting: Setting) -> dict[str, Row]:
-    """Each way keeps ten saves, in a process of its own."""
+    """Each way keeps ten saves, in a new process."""
     names = [name for name in (_ALL_KEPT, *_PEERS) if not CANDIDATES[name].why_not()]
     kept = {name: result_of(_kept_bytes, name, setting.frozen_bytes, setting.folder / name) for name in names}
     ours, base, adapter = kept[_ALL_KEPT]
@@ -60,7 +60,7 @@ def bytes_of_ten(setting: Setting) -> dict[str, Row]:
 
 
 def _kept_bytes(name: str, num_bytes: int, folder: Path) -> tuple[int, int, int]:
-    """Of ten saves on the disk; of the base; of the adapter and its optimizer."""
+    """The bytes of ten saves on the disk, of the base, and of the adapter with its optimizer."""
     folder.mkdir(parents=True)
     subject = Lora(num_bytes)
     candidate = CANDIDATES[name](folder, subject)

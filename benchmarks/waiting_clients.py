@@ -1,9 +1,11 @@
-"""Real clients of one real store: ranks that wait for rank 0's word as the library does, `python -m benchmarks.waiting_clients`.
+"""Real clients of a real store, which wait for rank 0's word as ranks do: `python -m benchmarks.waiting_clients`.
 
-In: how many. Out: how long a word takes to all of them, and the processor time of the store's server. Knows nothing of: saves.
+In: the number of clients. Out: the time until all have a word, and the processor time of the store's server. Knows
+nothing of: saves.
 
-Each client is a `WorldStart` of the library with a connection of its own, a few hundred of them in one process; rank 0 is in another one, and so
-is the server. All of them share the processors of this machine, so what the clients compute is part of the time that a word takes.
+Each client is a `WorldStart` of the library with its own connection. A process has a few hundred of them; rank 0 and
+the server have their own processes. All of them share the processors of this machine, so the computing time of the
+clients is part of the time of a word.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from .table import Row
 
 NUM_CLIENTS: Final = 200
 _PER_PROCESS: Final = 250
-# That connect at the same time: each has a host of its own elsewhere, and here all share two processors.
+# How many clients connect at the same time. Elsewhere, each has its own host; here, all share two processors.
 _AT_ONCE: Final = 50
 _NUM_WORDS: Final = 5
 _TOPIC: Final = "benchmark"
-# Between two words, in which pauses grow to what they are in a long save; and of what is measured where nobody says a thing.
+# The time between two words, in which polling intervals grow as in a long save, and the time of measurements without
+# words.
 _QUIET_SECONDS: Final = 4.0
 _PATIENCE_SECONDS: Final = 150.0
 
@@ -51,7 +54,7 @@ class Waited(NamedTuple):
 
 
 def clients(setting: Setting) -> Mapping[str, Row]:
-    """A word to many; `CLIENTS=1000` takes that many."""
+    """The time of a word to many clients. `CLIENTS=1000` in the environment sets a larger number."""
     from .scale import Growth
 
     toy = max(setting.world_sizes) < NUM_CLIENTS
@@ -76,8 +79,8 @@ def clients(setting: Setting) -> Mapping[str, Row]:
 
 
 def waited(num_clients: int) -> Waited:
-    """Raises RuntimeError if a client does not hear in time."""
-    # torch asks for the name of each address, which takes long where nobody answers.
+    """Measure words to this many clients. Raises RuntimeError if a client does not receive a word in time."""
+    # torch looks up the name of each address, which takes long without a name server.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     context = multiprocessing.get_context("spawn")
     heard: Any = context.Queue()
@@ -143,7 +146,7 @@ def _next_heard(heard: Any, number: int) -> float:
 
 
 def _share(pid: int) -> float:
-    """Of one processor, over a while."""
+    """The share of one processor that a process uses for some seconds."""
     before, begin = processor_seconds(pid), time.monotonic()
     time.sleep(_QUIET_SECONDS)
     return (processor_seconds(pid) - before) / (time.monotonic() - begin)
@@ -176,7 +179,7 @@ def _lead(port: int, size: int, pipe: Pipe) -> None:
     pipe.send("begun")
     while True:
         number, at = pipe.recv(), time.monotonic()
-        start.log.say(_TOPIC, {"number": number}).result()
+        start.log.append(_TOPIC, {"number": number}).result()
         pipe.send(at)
 
 
@@ -198,7 +201,7 @@ def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
             start.connection.ask(_nothing).result(_PATIENCE_SECONDS)
         starts += few
     for start in starts:
-        start.log.hear(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
+        start.log.subscribe(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
     pipe.send("met")
     pipe.recv()
     for start in starts:

@@ -1,4 +1,4 @@
-"""What is saved, and the training that goes on meanwhile.
+"""The saved states, and the trainings that run during saves.
 
 In: sizes. Out: states, and steps of a real training. Knows nothing of: checkpoints, clocks.
 """
@@ -20,27 +20,27 @@ _RANK: Final = 16
 
 
 def tensors(num_bytes: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """fp32 matrices of 16 MiB. The headers in the file shift them, so that they straddle segments as real ones do."""
+    """fp32 matrices of 16 MiB. Headers in the file shift them, so that they straddle segments as real ones do."""
     count = max(1, num_bytes // _TENSOR_BYTES)
     return {f"layers.{i}.weight": torch.rand(_WIDTH, _WIDTH, device=device) for i in range(count)}
 
 
 def small_tensors(count: int) -> dict[str, torch.Tensor]:
-    """1 KiB each."""
+    """Tensors of 1 KiB each."""
     return {f"layers.{i}.scale": torch.randn(256) for i in range(count)}
 
 
 class Training:
-    """Linear layers under AdamW, whose parameters and state together have about `num_bytes`."""
+    """Linear layers under AdamW, whose parameters and state have about `num_bytes` together."""
 
     def __init__(self, num_bytes: int, *, batch: int, device: str = "cpu") -> None:
         count = max(1, num_bytes // (3 * _TENSOR_BYTES))
         layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, device=device) for _ in range(count)]
         self.model: nn.Module = nn.Sequential(*layers)
-        # Fused as anyone would have it who cares for speed; it is also the step that touches memory hardest.
+        # Fused, as one would choose for speed. This step also uses the memory most.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self._inputs = torch.randn(batch, _WIDTH, device=device)
-        self.step()  # the optimizer makes its state in the first step
+        self.step()  # the optimizer creates its state in the first step
 
     @property
     def state(self) -> State:
@@ -57,7 +57,7 @@ class Training:
         self.optimizer.step()
 
     def forward_backward(self) -> None:
-        # Gradients keep their memory, as step times should not vary.
+        # Gradients keep their memory, so that step times vary less.
         self.optimizer.zero_grad(set_to_none=False)
         self.model(self._inputs).square().mean().backward()
 
@@ -91,7 +91,7 @@ class Lora(Training):
 
 
 class Subject(Protocol):
-    """What is saved, and what trains it."""
+    """A saved state, and the training that changes it."""
 
     @property
     def state(self) -> State: ...
@@ -107,7 +107,7 @@ class Subject(Protocol):
 
 
 class Still:
-    """A state that nothing changes, beside a processor that is busy."""
+    """A state that nothing changes, and a busy processor."""
 
     optimizer = None
 
@@ -123,11 +123,11 @@ class Still:
             self._inputs @ self._inputs
 
     def optimizer_step(self) -> None:
-        """Nothing learns."""
+        """Change nothing."""
 
 
 class Transformer(nn.Module):
-    """GPT-2 in its own shapes and names, the head tied to the embedding."""
+    """GPT-2 with its own shapes and names, and the head tied to the embedding."""
 
     def __init__(self, num_layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class _Block(nn.Module):
 
 
 class Gpt2(Training):
-    """124 million parameters and AdamW's two moments, 1.5 GB in fp32; fewer layers where that is too much."""
+    """124 million parameters with AdamW's two moments, 1.5 GB in fp32; fewer layers if that is too much."""
 
     def __init__(self, num_bytes: int, *, batch: int = 1, length: int = 16, device: str = "cpu") -> None:
-        own = 12 * (768 * 768 * 12 + 768 * 13)  # bytes of a block, its moments included
+        own = 12 * (768 * 768 * 12 + 768 * 13)  # bytes of a block, including its moments
         ends = 12 * (50257 + 1024 + 2) * 768
         tiny = num_bytes < ends + own
         shape = {"num_layers": 2, "width": 128, "vocabulary": 1000} if tiny else {}
@@ -183,7 +183,7 @@ class Gpt2(Training):
         self.loss(self.model).backward()
 
     def loss(self, model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """That of the model itself, or of what calls it."""
+        """The loss of the model, or of a wrapper that calls it."""
         logits = model(self._tokens)
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), self._tokens[:, 1:].flatten())
 
@@ -199,7 +199,7 @@ _RANKS: Final = 8
 def rank_of_8b(num_bytes: int) -> Still:
     """One rank of Llama 3 8B under FSDP over 8: shards of each tensor, fp32, with AdamW's moments.
 
-    All 32 layers would be 12 GB; there are as many as `num_bytes` hold.
+    All 32 layers would be 12 GB. The state has as many layers as fit in `num_bytes`.
     """
     shapes = {name: (shape[0] // _RANKS, *shape[1:]) for name, shape in _LLAMA.items()}
     of_layer = 12 * sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -213,7 +213,7 @@ def rank_of_8b(num_bytes: int) -> Still:
 
 
 def lora(num_bytes: int) -> Still:
-    """A frozen base in bf16, adapters of rank 16 in fp32, and the moments of these alone."""
+    """A frozen base in bf16, adapters of rank 16 in fp32, and the moments of the adapters."""
     width, rank = 2048, 16
     count = max(1, num_bytes // (2 * width * width))
     base = {f"layers.{i}.weight": torch.rand(width, width).bfloat16() for i in range(count)}

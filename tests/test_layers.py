@@ -38,7 +38,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("core.pickles",),  # programs
     ("core.backends",),  # devices
     (
-        "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.collector", "core.notebooks",
+        "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.garbage", "core.notebooks",
     ),  # words
 ]  # fmt: skip
 # What imports from another room on its own floor, or, on first use, from one above.
@@ -378,7 +378,7 @@ def test_no_room_has_a_circle_under_type_checking_either():
 
 
 # Modules that have one name because they are the same thing for two clients, or for two packages to run.
-NAMED_ALIKE = {"store", "refusals", "__main__"}
+NAMED_ALIKE = {"store", "__main__"}
 
 
 def test_no_two_modules_have_one_name():

@@ -85,7 +85,7 @@ class Destination:
 
     `num_bytes` counts all objects of the step, of all ranks. `write_seconds` is the time from the call until the
     archive of this rank was durable at the place. `retryable` is True if the whole archive stayed in memory until then,
-    so that a failed upload could have been repeated. `error` is None: a save is committed at one place, or fails.
+    so that a failed upload could have been repeated.
     """
 
     path: str
@@ -93,7 +93,6 @@ class Destination:
     write_seconds: float
     retries: int = 0
     retryable: bool = False
-    error: str | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -101,8 +100,6 @@ class Destination:
         return self.num_bytes / self.write_seconds if self.write_seconds > 0 else 0.0
 
     def __str__(self) -> str:
-        if self.error is not None:
-            return f"{self.path}: {self.error}"
         return f"{self.path}: {sized(self.num_bytes)} at {sized(self.bandwidth)}/s"
 
 

@@ -20,7 +20,7 @@ from ..core.loading.verify import verify_path
 from ..core.ranks.one_off import OneOffFolder
 from ..core.ranks.world import warn_of_ranks, world_of_group
 from ..core.report import VerifyReport
-from ..core.saving import default
+from ..core.saving import kept_memory
 from ..core.saving.file_target import Compression, FileTarget
 from ..core.saving.handle import SaveHandle
 from ..core.saving.planner import pool_for
@@ -34,7 +34,7 @@ from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, Place, storage_at, written_at
 
 # The wing that verifies published versions, imported when something is verified.
-_VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"
+_VERSIONS: Final = "async_ckpt.weights.publishing.verify_versions"
 
 
 def save(
@@ -80,10 +80,10 @@ def save(
     if not is_spread or world.is_one:
         target = FileTarget.at(place, compression)
         warn_of_ranks(stacklevel=2)
-        saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
+        saver = kept_memory.ranks_saver(world)[1] if is_spread else kept_memory.one_off_saver()
         return saver.save(FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of))
     refuse_archive_name(place.shown)
-    folder, (ranks, saver) = OneOffFolder(*place.object()), default.ranks_saver(world)
+    folder, (ranks, saver) = OneOffFolder(*place.object()), kept_memory.ranks_saver(world)
     request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
     try:
         if compression is not None:
@@ -132,7 +132,7 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     held = HeldSnapshot(
         state,
         guard=guard,
-        memory=default.host_memory(),
+        memory=kept_memory.host_memory(),
         max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
     )
     try:
@@ -148,7 +148,7 @@ def release() -> None:
 
     async_ckpt.release()
     """
-    default.release()
+    kept_memory.release()
 
 
 def load(

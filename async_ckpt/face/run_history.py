@@ -15,15 +15,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ..core.events.goodput import Goodput, goodput_of
+from ..core.events.kinds import Event, bandwidth_of
 from ..core.events.log import EventLog
-from ..core.events.shapes import Event, bandwidth_of
 from ..core.notebooks.markup import line, paragraph, table
 from ..core.report import sized
-from ..core.runs.announce import event_of
 from ..core.runs.manifest import Manifest
 from ..core.runs.root import formats_at
 from ..core.runs.roots import Roots
 from ..core.runs.run import Run
+from ..core.runs.trackers import event_of
 from ..core.storage.place import Anywhere, storage_at
 from ..core.timing import shown_time, wall_time
 from ..errors import StorageUnavailableError

@@ -11,6 +11,6 @@
 - `vllm/`: a source, transfer engines and a model loader for vLLM; `sglang.py`: weights for SGLang's engines;
   `parameter_server.py`: for checkpoint-engine's server.
 - `wandb.py`, `mlflow.py`, `trackio.py`, `tensorboard.py`: experiment trackers, for `AsyncCheckpointer.track`.
-- `prometheus.py`, `opentelemetry.py`: metrics and traces; `measurements.py` has their names.
+- `prometheus.py`, `opentelemetry.py`: metrics and traces; `metric_table.py` has their names.
 - `dcp/`: storage writer, storage reader, stager and converters for torch.distributed.checkpoint.
 """

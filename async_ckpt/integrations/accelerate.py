@@ -23,9 +23,9 @@ from typing import Any, Final, Literal, Self
 from .. import SaveHandle, load, snapshot
 from ..errors import StateMismatchError
 from ..plumbing import runs, timing, write_by_torch
-from .common.checkpoint_history import HistoryEntry
+from .common.event_history import HistoryEntry
 from .common.folder_saves import FolderSave, FolderSaves, noted_on
-from .common.frameworks import name_in, require, require_names
+from .common.framework_checks import name_in, require, require_names
 from .common.fsdp1_state import optimizer_of, optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from .common.fsdp_files import kind_for, refuse, sharded_parts
 from .common.joint_errors import meet

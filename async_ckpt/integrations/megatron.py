@@ -32,7 +32,7 @@ from .. import SaveHandle, SaveReport, inspect, load, save
 from ..errors import StateMismatchError, UntrustedObjectError
 from ..plumbing import locks, places, threads
 from .common.folders import latest_in
-from .common.frameworks import require, require_names
+from .common.framework_checks import require, require_names
 from .common.joint_errors import meet
 from .common.training_archive import url_in
 from .dcp import restore

@@ -17,7 +17,7 @@ except ImportError as error:
 
 from .. import SaveReport, __version__
 from ..plumbing import operations
-from .measurements import ACTIVE, IO, METRICS, RETRIES, STALL, ActiveOperations, measured
+from .metric_table import ACTIVE, IO, METRICS, RETRIES, STALL, ActiveOperations, measured
 
 _SCOPE: Final = "async_ckpt"
 

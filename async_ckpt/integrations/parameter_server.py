@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..errors import PeerFailedError
 from ..plumbing import captured, timing, waits
-from .common.frameworks import require, require_names
+from .common.framework_checks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 
 # The events of a ZMQ socket.

@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError('this needs the client of Prometheus: pip install "async_ckpt[prometheus]"') from error
 
 from ..plumbing import operations
-from .measurements import ACTIVE, METRICS, ActiveOperations, Metric, measured
+from .metric_table import ACTIVE, METRICS, ActiveOperations, Metric, measured
 
 _UNITS: Final = {"s": "seconds", "By": "bytes"}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from .. import AsyncCheckpointer, Place, SaveHandle
-from .common.frameworks import LOGGED_AS, require, require_names
+from .common.framework_checks import LOGGED_AS, require, require_names
 
 if TYPE_CHECKING:
     Checkpoint = Any

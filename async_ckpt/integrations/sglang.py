@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..plumbing import backends, captured, spec, timing
 from ..weights.following.web import EngineError, HttpClient
-from .common.frameworks import require, require_module, require_names
+from .common.framework_checks import require, require_module, require_names
 from .common.held_weights import SnapshotWeights, in_buckets
 from .common.joint_errors import lists_of_all_ranks, meet
 

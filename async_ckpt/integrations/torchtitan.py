@@ -19,7 +19,7 @@ import torch
 from .. import AsyncCheckpointer, Naming, PerRank, SaveHandle, export_hf, load
 from ..errors import StateMismatchError
 from ..plumbing import places, runs, sharded, worlds
-from .common.frameworks import require, require_names
+from .common.framework_checks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard
 from .common.training_archive import refuse_missing

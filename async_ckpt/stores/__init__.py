@@ -1,7 +1,7 @@
-"""Stores: object stores by obstore (`s3/`), and whatever fsspec reaches (`fsspec/`).
+"""Stores: object stores through obstore (`s3/`), and all filesystems of fsspec (`fsspec/`).
 
 In: places. Out: storages. Knows nothing of: what is stored.
 
-For both, `conditions.py` has conditional puts, `retry.py` calls that are tried again, `watched_calls.py` foreign calls
-that may never return, and `proven/` finds out what a store can do.
+`proven/` finds out what a store can do, and `conditions.py` makes conditional puts, for both. `retry.py` repeats calls,
+and `watched_calls.py` makes foreign calls that may never return.
 """

@@ -1,10 +1,10 @@
-"""The conditions of a put: whether a store obeys them, and in which form of an e-tag, with its quotes or without.
+"""Conditional puts: whether a store obeys the condition, and whether it accepts e-tags with quotes or without.
 
-In: a put that creates an object, or replaces one version of it only. Out: its result, or the fact that the store
-refuses, or ignores, all of them. Knows nothing of: clients.
+In: a put that creates an object, or replaces one version of it. Out: its result, or the fact that the store refuses
+or ignores all such puts. Knows nothing of: clients.
 
-Some servers accept a condition and ignore it. Ceph's gateway (RGW 16) compares the header with the bare e-tag, byte for
-byte, so it refuses every quoted one.
+Some servers accept a condition and ignore it. Ceph's gateway (RGW 16) compares the header byte by byte with the e-tag
+without quotes, so it refuses every quoted e-tag.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def toggle_quotes(etag: str) -> str:
 
 
 NEVER: Final = f'"{"0" * 32}"'
-_FORMS: Final[tuple[Form, ...]] = (str, toggle_quotes)  # as it is, or changed
+_FORMS: Final[tuple[Form, ...]] = (str, toggle_quotes)  # the e-tag unchanged, or changed
 
 
 class Conditions(Generic[T]):
-    """The conditions that one store obeys. The storage creates and owns it. From any thread.
+    """Conditional puts to one store. The storage creates and owns it. Thread-safe.
 
-    `put` replaces one version of an object only, whose e-tag is to have a form, or creates the object if the version
-    is None; it raises FileExistsError if it is refused, and an error that `is_unsupported` if the store knows no such
-    put. `version_of` is that of an object, and `probe` a small object that exists within its block. `are_obeyed` is
-    None for a store of which that is not known.
+    `put` replaces one version of an object, with the e-tag in a given form; or it creates the object, if the version is
+    None. It raises FileExistsError if the store refuses, and an error that `is_unsupported` if the store does not
+    support such puts. `version_of` returns the version of an object, and `probe` makes a small object that exists
+    within its block. `are_obeyed` is None if it is unknown whether the store obeys conditions.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Conditions(Generic[T]):
         self._is_unsupported, self._never = is_unsupported, never
         self._are_obeyed = are_obeyed
         self._lock = threading.Lock()
-        # The forms that the store may accept: both, one once it is known, none if it refuses both. Under _lock.
+        # The forms that the store may accept: both at first, later the accepted form, or no form. Under _lock.
         self._forms = _FORMS
 
     def are_obeyed(self) -> bool:
-        """Whether the store refuses what it is to refuse. Tested at the first call, by two puts on a probe."""
+        """Whether the store refuses puts whose condition is false. Tested at the first call, by two puts to a probe."""
         if self._are_obeyed is None:
             with self._probe() as path:
                 self._are_obeyed = all(self._is_refused(path, version) for version in (None, self._never))
@@ -72,14 +72,14 @@ class Conditions(Generic[T]):
         return False
 
     def create(self, path: str, data: bytes) -> T:
-        """The result of `put` of a new object. Raises FileExistsError if there is one."""
+        """Create an object. Returns the result of `put`. Raises FileExistsError if the object exists."""
         return self._put(path, data, None, str)
 
     def replace(self, path: str, data: bytes, version: str) -> T | None:
-        """The result of `put` in a form that the store accepts; None if it accepts none.
+        """Replace a version of an object. Returns the result of `put`, or None if the store accepts no form of e-tag.
 
-        If it is refused, and the version is there all the same, each form is tried on a probe, where no other writer
-        can be the reason. Raises FileExistsError if the version is no longer there.
+        If the put is refused although the object has this version, each form is tried on a probe, where no other writer
+        can be the reason. Raises FileExistsError if the object no longer has this version.
         """
         with self._lock:
             forms = self._forms

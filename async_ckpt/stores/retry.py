@@ -1,9 +1,9 @@
-"""Repetition of requests to a store that does not answer.
+"""Retries of requests to a store that is unavailable.
 
-In: a call that fails. Out: its result, or its last error once the deadline is over. Knows nothing of: any store.
+In: a call that fails. Out: its result, or its last error after the deadline. Knows nothing of: any store.
 
-The code that translates a client's error says whether it is transient: `error.transient`. The waits grow and are
-random, so that a thousand ranks that a store has turned away together do not come back together.
+The code that translates a client's error records in `error.transient` whether a retry may help. The waits grow and are
+random, so that a thousand ranks that were refused at the same time do not all retry at the same time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 _FIRST_WAIT_SECONDS: Final = 0.2
 _LONGEST_WAIT_SECONDS: Final = 30.0
-# tenacity's own random waits draw from Python's generator, whose next numbers are the training's.
+# The random waits of tenacity would draw from Python's global generator, and change the random numbers of the training.
 _RANDOM: Final = random.SystemRandom()
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed later, with nothing changed on our side."""
+    """Whether the same call may succeed later without any change on our side."""
     return bool(getattr(error, "transient", False))
 
 
@@ -39,11 +39,11 @@ def persist(
     timer: timing.Timekeeper = timing.TIMEKEEPER,
     sleep: Callable[[float], None] | None = None,
 ) -> T:
-    """Repeat `call` until it succeeds, fails for good, or has failed for `deadline_seconds`; then raise its last error.
+    """Repeat `call` until it succeeds, raises a permanent error, or has failed for `deadline_seconds`.
 
-    The deadline runs from the beginning, or from the moment that `since` returns once the first call has failed: so a
-    long upload is not out of time when its first part fails. `on_retry` is called with the error before each wait, for
-    which `sleep` is called, by default the timer's.
+    Raises the last error. The deadline is counted from the start, or from the moment that `since` returns when the
+    first call has failed: so a long upload has time left when its first part fails. Before each wait, `on_retry` is
+    called with the error. `sleep` makes the wait; by default, it is the `sleep` of the timer.
     """
     try:
         import tenacity

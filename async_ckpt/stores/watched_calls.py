@@ -1,10 +1,10 @@
 """Calls into foreign code that may never return.
 
-In: a call, and how long it may stand still. Out: its result, or StuckError. Knows nothing of: the called code.
+In: a call, and a limit on the time without progress. Out: its result, or StuckError. Knows nothing of: the called code.
 
 A call runs on a thread of its own, so that its caller can go on without it. Unlike all other threads of the library,
-these are daemons: a stuck one must not keep the process from its end. Nothing is lost by that, since the caller of a
-call that may end waits for it on a thread that the interpreter joins.
+these are daemons, since a stuck thread must not keep the process from exiting. No work is lost: while a call may still
+end, its caller waits for it on a thread that the interpreter joins.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..plumbing import process, threads
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
-# Starting a thread costs ten times as much as handing a call to one that waits for it.
+# Starting a thread costs ten times as much as handing a call to an idle thread.
 _IDLE_SECONDS: Final = 10.0
 
 _inboxes: deque[queue.SimpleQueue[threads.Task]] = deque()  # of threads that wait for a call
 
 
 class StuckError(Exception):
-    """A call has made no progress for too long and was abandoned. It may still be under way."""
+    """A call has made no progress for too long and was abandoned. It may still be running."""
 
 
 class AbandonedError(Exception):
-    """Raised inside a call that its caller has abandoned, before it touches memory that the caller has lent to it."""
+    """Raised inside an abandoned call, before it touches memory that its caller has lent to it."""
 
 
 class WatchedCall:
@@ -42,15 +42,15 @@ class WatchedCall:
 
     def __init__(self, stuck_seconds: float) -> None:
         self.stuck_seconds = stuck_seconds
-        self._num_moves = 0  # only compared, so that a lost update does no harm
+        self._num_moves = 0  # only compared, so a lost update is harmless
         self._is_ours = False
         self._lock = threading.Lock()
         self._is_abandoned = False  # under _lock
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Return the result of `fn`, or raise its error, or StuckError once it has not moved for `stuck_seconds`.
+        """Return the result of `fn`, or raise its error. Raises StuckError after `stuck_seconds` without progress.
 
-        If no thread can be started, `fn` runs on the caller's, unwatched.
+        If no thread can be started, `fn` runs unwatched on the thread of the caller.
         """
         outcome: Future[T] = Future()
         try:
@@ -64,10 +64,10 @@ class WatchedCall:
             if not outcome.done():
                 with self._lock:
                     self._is_abandoned = True
-            del outcome  # its error holds this frame
+            del outcome  # its error refers to this frame
 
     def _wait_for(self, outcome: Future[Any]) -> None:
-        """Wait for the outcome. Wake-ups are counted, not seconds: a process that was stopped has not waited."""
+        """Wait for the outcome. Counts wake-ups instead of seconds, since a process that was stopped has not waited."""
         look_seconds = min(_LOOK_SECONDS, self.stuck_seconds / 4)
         still_seconds, num_moves = 0.0, self._num_moves
         while still_seconds < self.stuck_seconds:
@@ -87,7 +87,7 @@ class WatchedCall:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Hold this while the call uses memory of its caller. Raises AbandonedError once the caller has gone."""
+        """Hold this while the call uses memory of its caller. Raises AbandonedError if the call was abandoned."""
         with self._lock:
             if self._is_abandoned:
                 raise AbandonedError("the call was abandoned")
@@ -96,7 +96,7 @@ class WatchedCall:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Hold this while the foreign code calls the caller back, which may take any time; on one thread at a time."""
+        """Hold this during a callback from the foreign code, which may take any time. On one thread at a time."""
         self._is_ours = True
         try:
             yield
@@ -106,7 +106,7 @@ class WatchedCall:
 
 
 def _hand_over(task: threads.Task) -> None:
-    """Run `task` on a thread that is idle, or a new one. Raises RuntimeError if none can be started."""
+    """Run `task` on an idle thread, or on a new one. Raises RuntimeError if no thread can be started."""
     try:
         inbox = _inboxes.pop()
     except IndexError:
@@ -126,12 +126,12 @@ def _serve(inbox: queue.SimpleQueue[threads.Task]) -> None:
                 continue
             return
         task()
-        del task  # what the task holds must not live until the next one comes
+        del task  # the objects that it refers to must not live until the next task
         _inboxes.append(inbox)
 
 
 @process.in_forked_child
 def _forget() -> None:
-    """Forget the threads, which only the parent has."""
+    """Forget the threads, which exist only in the parent."""
     global _inboxes
     _inboxes = deque()

@@ -1,9 +1,9 @@
-"""Tests for storages: the contract, real S3 servers on loopback, and a proxy that breaks connections by a script.
+"""Tests for storages: the contract, real S3 servers on loopback, and a proxy that breaks connections as scripted.
 
-`contract.py` is the contract, in parts: `archive_contract.py` and `objects.py`, with memory from `lending.py`.
-`servers.py` runs S3 servers, by `_child.py`. `proxy.py` is the proxy, `requests.py` a request in it. No other
-room imports this one.
-pytest, moto, boto3 and rclone's binary are needed on use: `pip install "async_ckpt[test]"`.
+`contract.py` is the contract, in two parts: `archive_contract.py` and `objects.py`, with memory from `lending.py`.
+`servers.py` runs S3 servers in processes of `_child.py`. `proxy.py` is the proxy, and `requests.py` handles a request
+in it. No other room imports this room.
+pytest, moto, boto3 and the binary of rclone are needed only on use: `pip install "async_ckpt[test]"`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FaultyProxy", "StorageContract", "moto_server", "rclone_server"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on use, since it needs pytest, which has to rewrite its assertions first.
+    # Imported on use, since it needs pytest, and pytest must first be told to rewrite its assertions.
     if name == "StorageContract":
         import pytest
 

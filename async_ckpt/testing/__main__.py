@@ -1,6 +1,6 @@
-"""Run a command with a bundled S3 server on loopback: no account, no network. The end of the command deletes all.
+"""Run a command with a bundled S3 server on loopback: no account, no network. Its data is deleted at the end.
 
-In: a command, behind `--`. Out: its exit status. Knows nothing of: what the command does.
+In: a command, after `--`. Out: its exit status. Knows nothing of: what the command does.
 
     python -m async_ckpt.testing [--bucket NAME] -- COMMAND ...
 

@@ -1,8 +1,8 @@
 """The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`, or
 `_child.py program <a port, or 0> <a command line, perhaps with {port} in it>`.
 
-In: standard input, which closes when the owner ends in any way. Out: the endpoint, one line on standard output, once
-the server answers. Knows nothing of: async_ckpt, which it must not import.
+In: standard input, which closes when the owner ends for any reason. Out: the endpoint, as a line on standard output
+once the server answers. Knows nothing of: async_ckpt, which it must not import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def moto() -> None:
 
 
 def date_uploads() -> None:
-    """Give uploads their real start. Moto reports 2010 for all, so that a sweep would take new ones for stale."""
+    """Give uploads their real start time. Moto reports 2010 for all, so a sweep would consider new uploads stale."""
     from moto.core.utils import iso_8601_datetime_with_milliseconds as now
     from moto.s3 import models, responses
 

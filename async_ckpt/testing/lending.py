@@ -20,7 +20,7 @@ from ..plumbing import Sink, Storage, spec
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS: Final = 60.0  # longer than any test takes; reached only if it fails
+PATIENCE_SECONDS: Final = 60.0  # longer than any test takes; reached only if a test fails
 SEGMENT_BYTES: Final = 4 * spec.MIB
 NUM_THREADS: Final = 8
 SIZES: Final = [
@@ -36,7 +36,7 @@ SIZES: Final = [
 ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d", "~(it's)*!"]
 
 
-# Folders whose names sort on either side of others by the slash behind them, or otherwise in UTF-16.
+# Names of folders that sort differently with a slash at their end, or in UTF-16.
 SORTED_NAMES: Final = [
     "step",
     "step 1",
@@ -53,7 +53,7 @@ SORTED_NAMES: Final = [
 
 
 class Loan:
-    """A segment on loan, which counts its holders. LentMemory makes it. From any thread."""
+    """A segment on loan, which counts its holders. LentMemory creates it. Thread-safe."""
 
     def __init__(self, memory: LentMemory, segment: mmap.mmap) -> None:
         self.view = memoryview(segment)
@@ -82,7 +82,7 @@ class Loan:
 
 
 class LentMemory:
-    """A pool of a few segments. A test creates and owns it. From any thread."""
+    """A pool of a few segments. A test creates and owns it. Thread-safe."""
 
     def __init__(self, num_segments: int = 8, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.segment_bytes = segment_bytes
@@ -93,7 +93,7 @@ class LentMemory:
         self.misuse = ""
 
     def lease(self, relieve: Callable[[], bool] = lambda: False) -> Loan:
-        """Wait for a segment. If there is none, `relieve` asks a holder to release one."""
+        """Wait for a free segment. While none is free, `relieve` asks a holder to release one."""
         with self.changed:
             for _ in range(int(PATIENCE_SECONDS / 0.1)):
                 if self.free:
@@ -136,7 +136,7 @@ def put_archive(storage: Storage, path: str, data: bytes, memory: LentMemory) ->
 
 
 def write(sink: Sink, data: bytes, memory: LentMemory, *, order: Iterable[int]) -> None:
-    """Write these segments by several threads, each as soon as there is memory for it."""
+    """Write these segments with several threads, each segment as soon as memory is free."""
 
     def write(number: int, loan: Loan) -> None:
         begin = number * memory.segment_bytes
@@ -195,7 +195,7 @@ class ContractBase:
         return []
 
     def content(self, storage: Storage, path: str) -> bytes:
-        """The bytes of an object. Override it if the storage cannot read, or to read by other means."""
+        """The bytes of an object. Override this if the storage cannot read, or to read by other means."""
         with storage.open(path) as reader:
             data = bytearray(reader.num_bytes)
             reader.read_into(0, memoryview(data))

@@ -1,11 +1,11 @@
 """A proxy between a client and an S3 server that passes everything through, except for scripted faults.
 
 In: the endpoint of a server, and faults. Out: an endpoint, all requests, and how often each fault struck.
-Knows nothing of: storages, signatures. It changes no byte that it passes on, the Host header included.
+Knows nothing of: storages, signatures. It forwards bytes unchanged, the Host header included.
 
 One thread runs one asyncio loop. A client's connection is one task, and each request has its own connection to the
 server, so that a cut hits exactly one request. Bodies are streamed: only a few pieces are held in each direction. A cut
-is a reset on both sides: bytes that were passed on before it may still arrive.
+is a reset on both sides: bytes that were forwarded before it may still arrive.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .requests import (
     predicate,
 )
 
-_ROUNDS: Final = 8  # rounds of the loop; asyncio needs four from an accepted connection to its task
+_ROUNDS: Final = 8  # rounds of the loop; asyncio needs four from accepting a connection to starting its task
 
 
 class FaultyProxy:
-    r"""A proxy for the server at `upstream`, within a `with` block. From any thread.
+    r"""A proxy for the server at `upstream`, within a `with` block. Thread-safe.
 
     Give the client `proxy.endpoint`, as in `{**server.options, "endpoint": proxy.endpoint}`. Signatures stay
-    valid: they cover the Host header, which is passed on unchanged.
+    valid: they cover the Host header, which is forwarded unchanged.
 
-    A fault strikes the first `times` requests that match (see `RequestMatch`), or all of them. A request meets one
-    fault at most: the first of those added that is not used up. Faults may be added and cleared at any time, from any
-    thread; when the call returns, the next request meets the new script.
+    A fault strikes the first `times` requests that match (see `RequestMatch`), or all of them. A request meets at most
+    one fault: the earliest added fault that matches and is not used up. Faults may be added and cleared at any time,
+    from any thread; once the call has returned, the next request follows the new script.
 
         with moto_server() as server, FaultyProxy(server.endpoint) as proxy:
             fault = proxy.cut_request(100_000, target=r"partNumber=7\b", times=5)
@@ -64,7 +64,7 @@ class FaultyProxy:
         self._port = int(self._bound.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy")
-        # All below is changed only by that thread.
+        # All fields below are changed only by that thread.
         self._listener: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._requests: list[Request] = []
@@ -78,11 +78,11 @@ class FaultyProxy:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests so far, in the order in which they came."""
+        """All requests so far, in the order of their arrival."""
         return list(self._requests)
 
     def count(self, **match: Unpack[RequestMatch]) -> int:
-        """The number of requests so far that match."""
+        """The number of matching requests so far."""
         return sum(map(predicate(match), self.requests))
 
     def clear(self) -> None:
@@ -99,9 +99,9 @@ class FaultyProxy:
         return fault
 
     def cut_request(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Cut after so many bytes of the request's body were passed on; at 0, before the request.
+        """Cut the connection after `after_bytes` of the request's body were forwarded; at 0, before the request.
 
-        Strikes only requests with more bytes than that.
+        Strikes only requests with longer bodies.
         """
         act, matches = partial(ProxiedRequest.forward, cut_request=after_bytes), predicate(match)
 
@@ -113,23 +113,23 @@ class FaultyProxy:
         return self._add(f"cut request after {after_bytes} bytes", act, times, {"where": is_long})
 
     def cut_response(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Cut after the head of the response and so many bytes of its body; a shorter response passes."""
+        """Cut the connection after the head of the response and `after_bytes` of its body. Shorter responses pass."""
         act = partial(ProxiedRequest.forward, cut_response=after_bytes)
         return self._add(f"cut response after {after_bytes} bytes", act, times, match)
 
     def lose_response(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Let the server handle the request, and cut instead of passing on its response."""
+        """Let the server handle the request, and cut the connection instead of forwarding the response."""
         return self._add("lose response", partial(ProxiedRequest.forward, lose_response=True), times, match)
 
     def throttle(self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Pass on the bodies of a request and its response at this rate, for each request."""
+        """Forward the bodies of a request and its response at this rate, for each request."""
         act = partial(ProxiedRequest.forward, bytes_per_second=bytes_per_second)
         return self._add(f"throttle to {bytes_per_second} bytes/s", act, times, match)
 
     def delay(self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Pass on the request after so many seconds, or when the fault is cleared; with None, only then.
+        """Forward the request after `seconds`, or when the fault is cleared; with None, only when it is cleared.
 
-        Until then only the system's buffers take bytes of the body.
+        Until then, bytes of the body are only held in the system's buffers.
         """
 
         async def act(exchange: ProxiedRequest) -> bool:
@@ -138,11 +138,11 @@ class FaultyProxy:
             return await exchange.forward()
 
         name = "hold" if seconds is None else f"delay {seconds} s"
-        fault = Fault(name, act, times, match, self._remove_fault)  # before a request can meet it
+        fault = Fault(name, act, times, match, self._remove_fault)  # assigned before a request can meet it
         return self._begin(fault)
 
     def black_hole(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Read the request, pass on nothing and never answer, even when the fault is cleared."""
+        """Read the request, forward nothing, and never answer, even when the fault is cleared."""
 
         async def act(exchange: ProxiedRequest) -> bool:
             await exchange.consume()
@@ -154,7 +154,7 @@ class FaultyProxy:
     def answer(
         self, code: str, *, status: int | None = None, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """Answer with this error of S3 ("SlowDown", "AccessDenied", …), and pass on nothing."""
+        """Answer with this error of S3 ("SlowDown", "AccessDenied", …), and forward nothing."""
         number = STATUS[code] if status is None else status
 
         async def act(exchange: ProxiedRequest) -> bool:
@@ -165,7 +165,7 @@ class FaultyProxy:
         return self._add(f"answer {number} {code}", act, times, match)
 
     def ignore_conditions(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Remove If-Match and If-None-Match from the request, as a store would that ignores them."""
+        """Remove If-Match and If-None-Match from the request, so that the store seems to ignore conditions."""
 
         async def act(exchange: ProxiedRequest) -> bool:
             exchange.remove_headers("if-match", "if-none-match")
@@ -174,7 +174,7 @@ class FaultyProxy:
         return self._add("ignore conditions", act, times, match)
 
     def lose(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Acknowledge with an e-tag, and pass on nothing: the object is lost.
+        """Acknowledge the request as a success, and forward nothing, so that the object is lost.
 
         For put_object, upload_part, complete_multipart_upload and delete_object.
         """
@@ -293,9 +293,9 @@ class FaultyProxy:
 
 
 def _bind(port: int) -> socket.socket:
-    # All arguments, or asyncio would not set TCP_NODELAY.
+    # With all three arguments, or asyncio would not set TCP_NODELAY.
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    if hasattr(socket, "SO_REUSEPORT"):  # the socket that holds the port, and the one that listens
+    if hasattr(socket, "SO_REUSEPORT"):  # one socket holds the port, and another listens
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     sock.bind(("127.0.0.1", port))
     return sock

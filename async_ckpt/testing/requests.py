@@ -1,4 +1,4 @@
-"""One request on its way through the proxy.
+"""The handling of one request in the proxy.
 
 In: a connection, and scripted faults. Out: the server's response, or a scripted one. Knows nothing of: stores.
 """
@@ -83,12 +83,12 @@ class Request:
 
     @property
     def num_bytes(self) -> int | None:
-        """The bytes of the body; None if the request does not tell."""
+        """The bytes of the body; None if the request does not state them."""
         return None if "transfer-encoding" in self.headers else int(self.headers.get("content-length", 0))
 
 
 class RequestMatch(TypedDict, total=False):
-    """A filter of requests: those that match everything given."""
+    """A filter of requests: a request must match every given field."""
 
     method: str
     kind: str
@@ -97,7 +97,7 @@ class RequestMatch(TypedDict, total=False):
 
 
 class Fault:
-    """A scripted action on the requests that match. The methods of FaultyProxy make it. From any thread."""
+    """A scripted action on the requests that match. The methods of FaultyProxy create it. Thread-safe."""
 
     def __init__(
         self, name: str, act: Act, times: int | None, match: RequestMatch, remove: Callable[[Fault], None]
@@ -118,7 +118,7 @@ class Fault:
             raise TimeoutError(f"{self!r} met no request")
 
     def clear(self) -> None:
-        """End the fault, and pass on the requests that it delays. Idempotent."""
+        """End the fault, and forward the requests that it delays. Idempotent."""
         self._remove(self)
 
     def __repr__(self) -> str:
@@ -138,9 +138,9 @@ class ScriptedCut(Exception):
 
 
 class ProxiedRequest:
-    """One request and its response in the proxy. Methods that handle it return whether the connection can go on.
+    """One request and its response in the proxy. Methods that handle it return whether the connection can be reused.
 
-    FaultyProxy makes it. All on the proxy's thread.
+    FaultyProxy creates it. Used only on the proxy's thread.
     """
 
     def __init__(self, upstream: tuple[str, int], client: HttpConnection, request: Request, head: bytes) -> None:
@@ -164,7 +164,7 @@ class ProxiedRequest:
         lose_response: bool = False,
         bytes_per_second: float | None = None,
     ) -> bool:
-        """Pass the request to the server, and its response to the client."""
+        """Forward the request to the server, and its response to the client."""
         if cut_request == 0:
             raise ScriptedCut
         server = HttpConnection(*await asyncio.open_connection(*self._upstream, limit=PIECE_BYTES))
@@ -230,7 +230,7 @@ class ProxiedRequest:
         fields = {"Server": "AmazonS3", "Content-Length": str(len(body)), **(headers or {})}
         if body:
             fields["Content-Type"] = "application/xml"
-        if self.waits_to_send:  # the client may send its body or not
+        if self.waits_to_send:  # the client may or may not send its body
             fields["Connection"] = "close"
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in fields.items())]
         head = "\r\n".join([*lines, "", ""]).encode()
@@ -250,7 +250,7 @@ class ProxiedRequest:
 
 
 class HttpConnection:
-    """A connection with HTTP/1.1 on one side of the proxy. All on the proxy's thread."""
+    """An HTTP/1.1 connection on one side of the proxy. Used only on the proxy's thread."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -267,7 +267,7 @@ class HttpConnection:
             return None
 
     async def body(self, headers: Mapping[str, str], *, until_closed: bool = False) -> AsyncGenerator[bytes]:
-        """The body after a head with these headers, in pieces as they come, with the lines that frame chunks."""
+        """The body after a head with these headers, in pieces as they arrive, including the lines that frame chunks."""
         if headers.get("transfer-encoding"):
             num_bytes = 1
             while num_bytes:

@@ -4,7 +4,7 @@ In: nothing, or a folder to serve. Out: an endpoint and the options to reach it,
 Knows nothing of: storages, checkpoints.
 
 In its own process, a server does not share the GIL with the tested client. The process watches a pipe, which closes
-when its owner ends, so it ends even if the owner is killed.
+when the owner ends, so the server ends even if the owner is killed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Server:
 
 @contextmanager
 def moto_server() -> Iterator[Server]:
-    """Run moto's S3 server, empty, on a free port. It implements the API, conditions included, in memory."""
+    """Run an empty S3 server of moto on a free port. It implements the API in memory, conditions included."""
     missing = [name for name in ("moto", "flask", "flask_cors") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f'{", ".join(missing)} is not installed: pip install "async_ckpt[test]"')
@@ -88,7 +88,7 @@ def moto_server() -> Iterator[Server]:
 
 @contextmanager
 def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
-    """Run `rclone serve s3` on a folder, whose folders are the buckets, on a free port.
+    """Run `rclone serve s3` on a free port. The folders in `folder` are the buckets.
 
     It checks signatures and writes to a real disk. It answers a ranged read with the whole object and status 200, and
     ignores conditions, so it is not suitable for tests of reads and races.
@@ -105,7 +105,7 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
 
 @contextmanager
 def run_program(*arguments: str, port: int = 0) -> Iterator[str]:
-    """Run a program that listens on this port, or on a free one in place of `{port}` in its arguments.
+    """Run a program that listens on `port`, or on a free port if that is 0. `{port}` in its arguments is replaced.
 
     Yields its endpoint once it accepts connections. Raises RuntimeError if it ends before that.
     """
@@ -131,7 +131,7 @@ def _run_server(*arguments: str) -> Iterator[Server]:
 
 @contextmanager
 def _run_child(*arguments: str) -> Iterator[tuple[str, int]]:
-    """The endpoint and the process id of a server that is run by the child."""
+    """Yields the endpoint and the process id of a server that the child runs."""
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tools: what people look at runs with.
+"""Tools: programs with which people inspect and change runs.
 
-In: roots. Out: what they hold, for eyes and scripts. Knows nothing of: trainings.
+In: roots. Out: their contents, for people and scripts. Knows nothing of: trainings.
 """

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from async_ckpt.integrations.measurements import METRICS
+from async_ckpt.integrations.metric_table import METRICS
 from async_ckpt.integrations.opentelemetry import CheckpointTelemetry
 
 

@@ -26,7 +26,7 @@ prometheus_client = pytest.importorskip("prometheus_client", reason="needs prome
 from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402
 from prometheus_client.openmetrics.parser import text_string_to_metric_families  # noqa: E402
 
-from async_ckpt.integrations.measurements import METRICS  # noqa: E402
+from async_ckpt.integrations.metric_table import METRICS  # noqa: E402
 from async_ckpt.integrations.prometheus import CheckpointCollector  # noqa: E402
 
 DOCS = Path(async_ckpt.__file__).parent.parent / "docs"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import async_ckpt
-from async_ckpt.integrations.common.checkpoint_history import HistoryEntry
+from async_ckpt.integrations.common.event_history import HistoryEntry
 from async_ckpt.integrations.common.save_queue import SaveQueue
 
 

@@ -16,7 +16,7 @@ from async_ckpt.core.storage.locks import TEMP_SUFFIX
 from async_ckpt.stores.fsspec import file_tree
 from async_ckpt.stores.fsspec.sinks import AppendingSink
 from async_ckpt.stores.fsspec.store import FsspecStorage
-from async_ckpt.stores.proven.known import ClientFacts
+from async_ckpt.stores.proven.client_facts import ClientFacts
 
 
 @pytest.fixture

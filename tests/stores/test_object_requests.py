@@ -23,7 +23,7 @@ from states import MIB, open_run, state_at
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.core.storage import store_facts
 from async_ckpt.stores.s3 import aws_settings
-from async_ckpt.stores.s3.refusals import translate
+from async_ckpt.stores.s3.error_translation import translate
 from async_ckpt.stores.s3.settings import BucketSettings
 from async_ckpt.stores.s3.store import ObjectStorage
 

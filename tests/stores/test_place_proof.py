@@ -86,6 +86,20 @@ def test_a_store_that_replaces_nothing_is_refused_before_a_save_is_acknowledged(
     assert bucket.keys() == []
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_store_where_a_new_object_exists_already_is_refused_in_words(bucket, proxy, engine):
+    size = str(len(place_proof._OLD))
+    proxy.answer(
+        "PreconditionFailed", kind="put_object", where=lambda request: request.headers.get("content-length") == size
+    )
+    with open_run(at(bucket, proxy, "runs/a", engine)) as ckpt:
+        with pytest.raises(StorageUnavailableError, match="an object with a new name cannot be created"):
+            ckpt.save(state_at(1), step=1).result()
+        proxy.clear()
+        assert ckpt.save(state_at(2), step=2).result().status == "committed"
+    assert not [key for key in bucket.keys() if PROBE in key]
+
+
 def test_credentials_that_may_not_delete_save_all_the_same(bucket, proxy, caplog):
     """They are given on purpose where nobody is to delete checkpoints."""
     proxy.answer("AccessDenied", kind="delete_object")

@@ -474,8 +474,8 @@ LAST = """
     from async_ckpt.core.saving import exit as end, signals
     from async_ckpt.core.saving.mover import Mover
     from states import open_run, state_at
-    say = end.say_on_stderr
-    end.say_on_stderr = lambda line: (print(" has waited " in line, flush=True), say(line))
+    say = end.log_to_stderr
+    end.log_to_stderr = lambda line: (print(" has waited " in line, flush=True), say(line))
     waits._FIRST_SECONDS, waits.FINISH_SECONDS, waits.ANSWER_SECONDS = 0.0, 3600.0, float(sys.argv[4])
     far = Place(sys.argv[2], options=json.loads(sys.argv[3]))
     ckpt = open_run([Place(sys.argv[1], volatile=sys.argv[5] == "memory"), far], segment_bytes=8 << 20)

@@ -309,6 +309,6 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "sweep": (Sweeper, "sweep_once", lambda *_: "sweep"),
     "decision": (Exchange, "manifest", lambda exchange, *_: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
-    "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
+    "verdict": (Agreement, "_announce", lambda agreed, *_: agreed._exchange.folder),
     "hear": (Agreement, "hear", lambda agreed, *_: "" if agreed.decides else agreed._run.folder(agreed._joint.step)),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from states import names_below
 
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 
 
 def records(path: Path) -> dict[str, bytes]:
@@ -30,7 +30,7 @@ def _nothing_is_left(tmp_path):
     """After every test: no temporary file, and no memory counted as in use."""
     yield
     assert [name for name in names(tmp_path) if "async_ckpt-tmp" in name] == []
-    assert not default.host_memory()._bytes(held=False)
+    assert not kept_memory.host_memory()._bytes(held=False)
 
 
 def names(root: Path) -> list[str]:

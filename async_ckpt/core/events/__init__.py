@@ -1,6 +1,6 @@
 """The history of a run: a log of its events for people. Nothing in this library trusts it.
 
-`shapes.py` has the kinds of events and their fields, `log.py` is the bounded log at one root, and `goodput.py` computes
+`kinds.py` has the kinds of events and their fields, `log.py` is the bounded log at one root, and `goodput.py` computes
 how a run has spent its time. The names imported here are for code outside the core, through `plumbing.events`.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .goodput import Goodput as Goodput
 from .goodput import goodput_of as goodput_of
+from .kinds import MEASURED as MEASURED
+from .kinds import Event as Event
+from .kinds import bandwidth_of as bandwidth_of
+from .kinds import shortened as shortened
 from .log import EventLog as EventLog
-from .shapes import MEASURED as MEASURED
-from .shapes import Event as Event
-from .shapes import bandwidth_of as bandwidth_of
-from .shapes import shortened as shortened

@@ -28,7 +28,7 @@ from ..host.threads import run_together
 from ..spec import KIB, MIB
 from ..storage.interface import Storage
 from ..timing import Clock
-from .shapes import Event, dump, event, parse
+from .kinds import Event, dump, event, parse
 
 NAME: Final = "history.jsonl"
 FOLDER: Final = "history"

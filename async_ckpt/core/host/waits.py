@@ -87,8 +87,8 @@ _log = logging.getLogger("async_ckpt")
 class Wait:
     """One wait of one thread, from its creation on. `caller` and `ctrl_c` are parts of the logged line."""
 
-    def __init__(self, caller: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
-        self._caller, self._ctrl_c, self._say = caller, ctrl_c, say
+    def __init__(self, caller: str, ctrl_c: str, *, log: Callable[[str], None] = _log.warning) -> None:
+        self._caller, self._ctrl_c, self._log = caller, ctrl_c, log
         self._begin = TIMEKEEPER.now()
         self._next = self._begin + _FIRST_SECONDS
 
@@ -100,7 +100,7 @@ class Wait:
         self._next = now + _AGAIN_SECONDS
         caller = f" {self._caller}" if self._caller else ""
         line = f"async_ckpt has waited {now - self._begin:.0f} s{caller} for {progress()}"
-        self._say(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
+        self._log(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
 
 
 def wait_for(future: Future[Any], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None) -> bool:

@@ -1,4 +1,4 @@
-"""Copies of steps from root to root, whole and verified; and the catching up of a root that was unavailable.
+"""Copies whole, verified steps from root to root, and lets a root that was unavailable catch up.
 
 In: runs. Out: the same commits at another root. Knows nothing of: tensors, saves under way.
 """
@@ -42,10 +42,10 @@ def catch_up(
     skip: Collection[int] = (),
     pace: Pace | None = None,
 ) -> list[int]:
-    """Copy to a run the steps that only other roots have, the newest first, except `skip`. Returns the copied steps.
+    """Copy to a run the steps that only other roots have, newest first, except `skip`. Returns the copied steps.
 
-    `pace` limits the bandwidth. Raises StorageUnavailableError, and CorruptCheckpointError for a damaged source; the
-    steps that have been copied stay.
+    `pace` limits the bandwidth. Raises StorageUnavailableError, and CorruptCheckpointError for a damaged source; steps
+    that were copied before the error stay.
     """
     copied = []
     errors: list[CheckpointError] = []
@@ -56,9 +56,9 @@ def catch_up(
             try:
                 copy_step(source, run, step, background=True, pace=pace)
             except (NotCommittedError, StepExistsError):
-                break  # retention was faster, or another process has committed the step here
+                break  # retention has deleted the step at the source, or another process has committed it here
             except CorruptCheckpointError as error:
-                errors.append(error)  # another root may hold it whole
+                errors.append(error)  # another root may hold the step undamaged
             else:
                 copied.append(step)
                 break
@@ -85,16 +85,16 @@ def copy_step(
     retires: Sequence[Retired] = (),
     pool: SegmentPool | None = None,
 ) -> list[int]:
-    """Copy a step and its marks to another root, and first the steps that lend to it. Returns the steps that it has
-    committed there.
+    """Copy a step and its marks to another root, after the steps that lend to it. Returns the steps committed there.
 
-    A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
-    copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
-    `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests. With `mends`,
-    archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile. With
-    `retires`, the copy retires these commits at the other root. `pool` is as for `storage.bulk.copy`.
+    If another version of the step is committed at the target, it is replaced. An archive that already exists there,
+    such as after an interrupted copy, is not copied again. The copies are locked until the commit, so that no sweep
+    deletes them. `on_bytes` is called on any thread with the number of bytes that were compared with their digests.
+    With `mends`, existing archives at the target are read, too, and damaged archives are replaced; the step stays
+    committed meanwhile. With `retires`, the commit retires these commits at the target. `pool` is passed to
+    `storage.bulk.copy`.
 
-    Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
+    Raises NotCommittedError, StepExistsError if another process has committed the step at the target meanwhile,
     CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
     """
     committed: list[int] = []
@@ -115,7 +115,7 @@ def copy_step(
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
             path = target.root.archive_path(step, archive)
             if _is_there(target.storage, path, archive, reads_all=mends):
-                if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
+                if not target.storage.is_held(path):  # another copy in progress holds the archive until its commit
                     locks.callback(target.storage.hold(path))
                 target.storage.settle(path)
                 on_bytes(archive.num_bytes)
@@ -144,7 +144,7 @@ def copy_step(
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
             data = read_beside(source.storage, folder, entry, step)
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
-        if manifest.ranks is None and len(manifest.archives) > 1:  # a layout is advice, which may be missing
+        if manifest.ranks is None and len(manifest.archives) > 1:  # a layout is only a hint, and may be missing
             name = layout_name(manifest.attempt)
             with contextlib.suppress(FileNotFoundError):
                 target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
@@ -156,7 +156,7 @@ def copy_step(
 def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, pace: Pace | None = None) -> None:
     """Copy one archive of a step to another place, verified, for a process that commits the step there.
 
-    Raises as `copy_step`.
+    Raises the same errors as `copy_step`.
     """
     parcel = _parcel(source, path, -1, archive, lambda _: None)
     copy([parcel], target.storage, background=True, pace=pace, compresses=target.compresses)
@@ -164,7 +164,7 @@ def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, p
 
 @contextlib.contextmanager
 def _deletion_translated(source: Run, manifest: Manifest) -> Iterator[None]:
-    """Damage that the block finds is none if the step has been deleted meanwhile: then NotCommittedError is raised."""
+    """Raises NotCommittedError instead of CorruptCheckpointError if the step was deleted during the block."""
     try:
         yield
     except CorruptCheckpointError:
@@ -173,8 +173,9 @@ def _deletion_translated(source: Run, manifest: Manifest) -> Iterator[None]:
 
 
 def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool) -> bool:
-    """Whether an object is this archive, by its size and its own digest: objects appear whole. With `reads_all`,
-    by all of its bytes.
+    """Whether an object has the size and the digest of this archive, which suffice since objects appear whole.
+
+    With `reads_all`, all of its bytes are compared.
     """
     try:
         with storage.open(path) as stored:
@@ -187,7 +188,7 @@ def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool)
 
 
 def _parcel(storage: Storage, path: str, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> Parcel:
-    """An archive to be copied to the same path. It is opened when its copy begins, and forgotten with its last byte."""
+    """An archive to copy to the same path. It is opened when its copy begins, and dropped after its last byte."""
     opened: OpenArchive | None = None
     num_left = archive.num_bytes  # under the lock
     lock = threading.Lock()
@@ -214,6 +215,6 @@ def _parcel(storage: Storage, path: str, step: int, archive: Archive, on_bytes: 
         with lock:
             num_left -= len(data)
             if not num_left:
-                opened = None  # of hundreds of ranks, the indices would add up
+                opened = None  # otherwise the indices of hundreds of ranks would stay in memory
 
     return Parcel(begin, path, archive.num_bytes, verify)

@@ -1,4 +1,4 @@
-"""Reads from archives into memory: planned first, then made in large pieces, and copied to the tensors.
+"""Reads from archives into memory: reads are planned, made in large pieces, and copied to the tensors.
 
 In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of: names, states, runs of bytes.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ..backends import backend_of, device_of, has_plain_bytes, is_dense
-from ..collector import no_collection
+from ..garbage import no_collection
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
@@ -34,20 +34,19 @@ from .archives.contents import CPU, Contents
 READ_BYTES: Final = 8 * MIB
 # The size of a read from the page cache: a block is verified and copied while it is in the processor's caches.
 _SHARED_READ_BYTES: Final = BLOCK_BYTES
-# The most items that torch copies on the calling thread; it divides larger copies among threads of its own.
+# The most items that torch copies on the calling thread; torch divides larger copies among its own threads.
 _FEW_ITEMS: Final = 32 * 1024 - 1
-# More than a disk needs at a time, since some threads verify and copy while others read.
+# More than a disk needs to be busy, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
-# From the page cache the processors read, which the readers of all ranks share.
+# Fewer suffice for reads from the page cache: they use the processors, which all ranks share.
 _MIN_SHARED_READERS: Final = 4
 _MAX_READERS: Final = 16
 
 
 class Wanted(NamedTuple):
-    """Memory to fill, on any device, with the rectangle of a tensor that begins at `offsets` and has the memory's
-    shape.
+    """Memory to fill with the rectangle of a tensor that begins at `offsets` and has the memory's shape.
 
-    `number` is that of the tensor, whose dtype is that of the memory. `offsets` is None for the whole tensor.
+    The memory may be on any device, and has the dtype of tensor `number`. `offsets` is None for the whole tensor.
     """
 
     number: int
@@ -60,7 +59,7 @@ class Wanted(NamedTuple):
         return None if self.offsets is None else Box(self.offsets, tuple(self.into.shape))
 
 
-# Bytes of a read, and the number of the memory that they go to. Not a class: there are many.
+# The index of the memory to fill, and a copy from the bytes of a read. Not a class, because there are many.
 _Stretch: TypeAlias = tuple[int, StridedCopy]
 
 
@@ -74,7 +73,7 @@ class Read:
 
 
 class Plan(NamedTuple):
-    """Memory, and the reads that fill it. Made by `planned` for one `fill`."""
+    """The memory to fill, and the reads that fill it. `planned` creates a plan for one `fill`."""
 
     wanted: Sequence[Wanted]
     reads: Sequence[Read]
@@ -88,7 +87,7 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
     """
     requests: list[Wanted] = []
     files: dict[int, _FilePlan] = {}
-    copies = functools.cache(_copies)  # the layers of a model are alike
+    copies = functools.cache(_copies)  # layers of a model have the same shapes
     for archive, items in wanted:
         for item in items:
             tensor = archive.index.tensors[item.number]
@@ -106,10 +105,10 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
 
 
 def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> None:
-    """Read everything into its memory in parallel, through buffers that `pool` can spare.
+    """Read everything into its memory in parallel, through buffers from `pool` as far as it can spare them.
 
-    With `copy=False` the bytes are only verified. Tensors on a device are filled in the order of its current stream.
-    Raises CorruptCheckpointError; tensors that have been filled by then stay so.
+    With `copy=False` the bytes are only verified. Copies to a device are ordered with its current stream. Raises
+    CorruptCheckpointError; tensors that were filled before the error stay filled.
     """
     targets = [_FillTarget(item.into) for item in plan.wanted] if copy else []
     devices = {device for target in targets if (device := device_of(target.flat)) is not None}
@@ -139,10 +138,10 @@ def run_reads(
     pool: SegmentPool | None = None,
     max_threads: int = _MAX_READERS,
 ) -> None:
-    """Read in parallel, and call `use` for each read on the thread that made it.
+    """Read in parallel, and call `use` for each read on the thread that made the read.
 
-    The buffers, one for each thread, are taken from `pool` as far as it has memory to spare, which then stays warm for
-    the next save.
+    Each thread has one buffer. Buffers are taken from `pool` as far as it can spare memory. Memory that the pool
+    allocates for this is reused by the next save.
 
     Raises CorruptCheckpointError for an archive that ends too early, and the errors of `use`.
     """
@@ -168,8 +167,9 @@ def run_reads(
 
 @contextmanager
 def _buffers(num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> Iterator[list[Segment]]:
-    """Buffers for threads that take the last one of the list: parts of segments that a pool can spare, which are taken
-    first, and new memory for the rest, whose pages are not there before they are filled.
+    """A list of buffers: new memory, and then parts of segments that the pool can spare. Threads take the last one.
+
+    New memory is used last, since its pages are only allocated when they are filled.
     """
     per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
     own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
@@ -182,7 +182,7 @@ def _buffers(num_buffers: int, pin: torch.device | None, pool: SegmentPool | Non
             for lease in leases
             for begin in range(0, per_segment * READ_BYTES, READ_BYTES)
         ]
-        new = own.borrow(num_buffers - len(lent), pin=pin)  # page-locked by one call, since each takes long
+        new = own.borrow(num_buffers - len(lent), pin=pin)  # page-locked by one call, since each call takes long
         leases += new
         yield [*(lease.segment for lease in new), *lent]
     finally:
@@ -191,7 +191,7 @@ def _buffers(num_buffers: int, pin: torch.device | None, pool: SegmentPool | Non
         own.close()
 
 
-# One stream of each device for all loads: others may use the streams of torch's pool, too.
+# One stream per device for all loads. Streams from torch's pool may also be used by other code.
 _stream_of: Final[OnceInProcess[torch.device, Any]] = OnceInProcess(
     lambda device: backend_of(device).new_stream(device)
 )
@@ -201,7 +201,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
     """Copy a read to its targets on the host."""
     for wanted, run in read.parts:
         target = targets[wanted]
-        if target.pointer and run.times > 1 and run.length <= _FEW_ITEMS:  # a longer row is worth a call
+        if target.pointer and run.times > 1 and run.length <= _FEW_ITEMS:  # a longer row is worth a call of its own
             _copy_rows(run, segment, target)
         elif target.pointer:
             for source, into, length, *_ in run.apart():
@@ -211,7 +211,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
 def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
     """Copy many short pieces a few at a time: a call for each would hold the GIL too often.
 
-    Their bytes are copied as the widest integers that divide all distances, so that a call copies more of them.
+    The bytes are copied as the widest integers that divide all distances, so that one call copies more bytes.
     """
     rows = segment.tensor[run.source : run.source + run.source_bytes]
     into = target.flat[run.target : run.target + (run.times - 1) * run.target_step + run.length]
@@ -227,7 +227,7 @@ def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the bytes of a tensor begin, in memory and in its storage: a view as wider items asks for both."""
+    """The address and the storage offset of a tensor: a view with wider items requires that both are aligned."""
     return tensor.data_ptr(), int(tensor.storage_offset())
 
 
@@ -237,19 +237,19 @@ class _Upload:
     def __init__(self, device: torch.device, targets: Sequence[_FillTarget]) -> None:
         self._device, self._backend, self._targets = device, backend_of(device), targets
         self._stream = _stream_of(device)
-        # Keeps the copies into the scratch buffer and out of it together. The stream keeps them in order.
+        # Keeps the copies into and out of the scratch buffer together. The stream keeps them in order.
         self._lock = threading.Lock()
 
     def follow_caller(self) -> None:
-        """Order the copies after everything on the caller's stream until now."""
+        """Order the copies after everything enqueued on the caller's stream so far."""
         self._stream.wait_stream(self._backend.current_stream(self._device))
 
     def hold_caller(self) -> None:
-        """Order everything on the caller's stream from now on after the copies."""
+        """Order everything enqueued on the caller's stream from now on after the copies."""
         self._backend.current_stream(self._device).wait_stream(self._stream)
 
     def copy(self, read: Read, segment: Segment) -> None:
-        """Copy the parts of a read that go to this device, and wait: the device reads from the buffer until then."""
+        """Copy the parts of a read that go to this device, and wait until the device no longer reads the buffer."""
         parts = [
             (self._targets[wanted].flat, run)
             for wanted, run in read.parts
@@ -258,7 +258,7 @@ class _Upload:
         if not parts:
             return
         ended = self._backend.waiting_event()  # for these copies only
-        # In inference mode, because inference tensors of the caller accept no writes outside of it.
+        # In inference mode, since the caller's inference tensors can only be written there.
         with torch.inference_mode(), self._backend.on_stream(self._device, self._stream):
             try:
                 for flat, run in parts:
@@ -271,9 +271,9 @@ class _Upload:
                 ended.synchronize()
 
     def _copy_rows(self, parts: Sequence[tuple[torch.Tensor, StridedCopy]], segment: Segment) -> None:
-        """Copy what is not one piece: the bytes cross the bus as they are, and the device takes its rows out of them.
+        """Copy strided parts: copy the bytes to the device in one piece, and let the device pick the rows out of them.
 
-        For a copy from the host that is not one piece, torch would first make one in pageable memory.
+        For a strided copy from the host, torch would first make a contiguous copy in pageable memory.
         """
         if not parts:
             return
@@ -299,11 +299,11 @@ class _Upload:
 
 
 class _FillTarget:
-    """Memory to fill. What is not dense, or on a device without a backend, is filled by way of a dense copy."""
+    """Memory to fill. A tensor that is not dense, or on a device without a backend, is filled through a dense copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        # Autograd detects writes by the version counter, which our copies do not change.
+        # Autograd detects writes by the version counter, which the copies here do not change.
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
@@ -326,7 +326,7 @@ class _FillTarget:
 
 
 def _dense_copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for the items of a tensor side by side, on its device if there is room, else on the host."""
+    """Dense memory for the items of a tensor, on its device if there is room, else on the host."""
     if device_of(tensor) is not None:
         with suppress(torch.OutOfMemoryError):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -334,9 +334,9 @@ def _dense_copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(held: Box, piece: Box, target: Box, item_bytes: int) -> Sequence[StridedCopy]:
-    """The copies that bring what is `held` of a piece to a target, counted from the begin of the piece.
+    """The copies from the box `held` of a piece to a target, with offsets from the begin of the piece.
 
-    Bytes between two of them are read with them, unless that would be a read of its own.
+    Bytes between two copies are also read, unless the gap is at least a digest block long.
     """
     common = held.common(target)
     runs = () if common is None else strided_copies(common, piece, target, item_bytes)
@@ -352,8 +352,9 @@ class _FilePlan(NamedTuple):
     members: set[int]
 
     def reads(self) -> list[Read]:
-        """Whole digest blocks (or pages), neighbours together, up to the size of a read; no byte is read twice. Each
-        has the stretches that lie in it, counted from its begin.
+        """Reads of whole digest blocks (or pages), neighbours together up to the size of a read. No byte is read twice.
+
+        Each read has the stretches inside it, with offsets from the begin of the read.
         """
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
         at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES

@@ -1,10 +1,10 @@
-"""A load from top to bottom. No threads are started here, and nothing is logged.
+"""Loading a state from an archive. This module starts no threads and logs nothing.
 
 In: an archive that may be damaged or forged. Out: the state. Knows nothing of: steps, manifests.
 
-Data comes by parallel ranged reads through a small ring of (page-locked) buffers into its tensors. With `verify`, a
-buffer holds whole digest blocks, and is compared before anything leaves it. Nothing is unpickled unless the caller
-passes `trust=True` or torch's own weights-only unpickler accepts it. Nothing is allocated on the word of the file: all
+Parallel ranged reads bring the data through a small ring of (page-locked) buffers into the tensors. With `verify`, a
+buffer holds whole digest blocks, which are compared before they are copied to a tensor. Nothing is unpickled unless the
+caller passes `trust=True` or torch's own weights-only unpickler accepts it. Sizes in the file are not trusted: all
 tensors together are never larger than the file, and a pickle is examined before it is loaded.
 """
 
@@ -24,12 +24,12 @@ from .archives.contents import CPU, Contents, Groups, Part, load_parts
 from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]
-# Returns so many bytes of host memory, as a dense uint8 tensor.
+# Returns this number of bytes of host memory, as a dense uint8 tensor.
 Memory = Callable[[int], torch.Tensor]
 
 
 class LoadOptions(NamedTuple):
-    """The options of `async_ckpt.load` for what is built."""
+    """The options of `async_ckpt.load` for building the state."""
 
     map_location: str | torch.device | None = None
     select: Select = None
@@ -49,23 +49,23 @@ def load_state(
     memory: Memory | None = None,
     pool: SegmentPool | None = None,
 ) -> Any:
-    """Build the saved state on the CPU, or on the device `map_location`. Tied tensors are tied again.
+    """Build the saved state on the CPU, or on the device `map_location`. Tied tensors share memory again.
 
-    With `mmap`, tensors are views of the mapped archive. Their pages are read when they are first touched, or now if
-    the archive is verified. With `memory`, tensors lie in what that returns. Buffers are taken from `pool` as far as it
-    can spare them.
+    With `mmap`, tensors are views of the mapped archive. Their pages are read when they are first touched, or at once
+    if the archive is verified. With `memory`, tensors are placed in the memory that it returns. Buffers are taken from
+    `pool` as far as it can spare them.
     """
     map_location, select, trust, mmap, types = options
     device = CPU if map_location is None else torch.device(map_location)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
     wanted = {leaf.number for leaf in stored if leaf.kind != "object"}
-    archive.need((number, None) for number in wanted)  # before `primary`: some ties are known only afterwards
+    archive.need((number, None) for number in wanted)  # before `primary`: opening more archives may reveal a tie
     numbers = sorted({*map(archive.primary, wanted)})
     on_host = {archive.primary(leaf.number) for leaf in stored if leaf.kind in ("ndarray", "bytes")}
     maps: dict[Contents, mmap_module.mmap] = {}
     if mmap:
-        archive.map().close()  # refused where it cannot be mapped, even without a tensor
+        archive.map().close()  # raises if the archive cannot be mapped, even if there is no tensor to map
         tensors = {n: _view(archive, n, maps) for n in numbers}
     elif memory is not None:
         tensors = {n: _in_memory(archive, n, memory) for n in numbers}
@@ -91,7 +91,7 @@ def load_state(
 
 
 def check_lent(parts: Sequence[Part], select: Select) -> None:
-    """Raises CorruptCheckpointError if one of several archives lacks a selected group that the manifest says it has."""
+    """Raises CorruptCheckpointError if one of several archives lacks a selected group that the manifest lists."""
     chosen = selector(select)
     for part in parts if len(parts) > 1 else ():
         while lacking := _lacking_groups(part, chosen):
@@ -110,7 +110,7 @@ def _lacking_groups(part: Part, chosen: Selector | None) -> list[str]:
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
-    """Raises KeyError if one of several patterns selects nothing: it has a typo."""
+    """Raises KeyError if one of several patterns selects nothing, since it probably has a typo."""
     chosen = None if isinstance(select, str) else selector(select)
     if chosen is None:
         return
@@ -125,7 +125,7 @@ def check_select(parts: Sequence[Part], select: Select) -> None:
 
 
 def check_verify(verify: Verify) -> None:
-    """Raises ValueError for an invalid `verify`, which must not be taken for True or False."""
+    """Raises ValueError for an invalid `verify`, which must not be interpreted as True or False."""
     if verify not in (True, False, "first"):
         raise ValueError(f'verify must be True, False or, for restore, "first"; got {verify!r}')
 
@@ -137,7 +137,7 @@ def state_of(
     memory: Memory | None = None,
     pool: SegmentPool | None = None,
 ) -> Any:
-    """Build the state from the files, or from maps of them."""
+    """Build the state from archives, or from maps of them."""
     location = options.map_location
     if location is not None:
         _check_device(location, is_used=not options.mmap)
@@ -153,7 +153,7 @@ def state_of(
 
 
 def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
-    """Raises ValueError for an invalid device, and for one that is used but not available in this process."""
+    """Raises ValueError for an invalid device, and for a used device that is not available here."""
     try:
         device = torch.device(map_location)
         if is_used:
@@ -167,7 +167,7 @@ def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
 
 
 def _in_memory(archive: Contents, number: int, memory: Memory) -> torch.Tensor:
-    archive.sources(number)  # all of its items are there
+    archive.sources(number)  # raises if an item is missing
     tensor, dtype = archive.index.tensors[number], archive.dtype(number)
     flat = memory(math.prod(tensor.shape) * dtype.itemsize)
     return flat.view(dtype).view(tensor.shape)
@@ -187,5 +187,5 @@ def _view(archive: Contents, number: int, maps: dict[Contents, mmap_module.mmap]
     mapped = maps[file] = maps.get(file) or file.map()
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
     if piece.extent.offset % dtype.itemsize:
-        flat = flat.clone()  # other programs may not align tensors
+        flat = flat.clone()  # files of other programs may have unaligned tensors
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(tensor.shape)

@@ -1,9 +1,9 @@
-"""Restoring in place: live objects are filled where they are, without a second copy of the state.
+"""Restoring in place: live objects are filled without a second copy of the state.
 
-In: live objects and open archives. Out: the objects as they were saved. Knows nothing of: files, steps.
+In: live objects and open archives. Out: the objects with their saved values. Knows nothing of: files, steps.
 
-Everything is compared first: one error lists all missing and unexpected names, and wrong shapes and dtypes, before the
-first byte is written. Then tensors are filled, and finally other values are set.
+Everything is compared first: before the first byte is written, one error lists all missing and unexpected names and all
+wrong shapes and dtypes. Then tensors are filled, and finally other values are set.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..state.plain import is_frozen, is_record, method_of
 from ..state.wrappers import StateDictCache
 from ..timing import Spans
 from .archives.contents import Contents, Part, raise_unless_any
+from .broadcast import Item, Share, Sharing
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping, with_left_out
 from .live.match import Match
 from .load import Verify, check_lent, check_select
-from .sharing import Item, Share, Sharing
 
 _ToFill: TypeAlias = tuple[Contents, Sequence[Wanted]]
 
@@ -59,15 +59,14 @@ def restore_state(
     state_dicts: StateDictCache | None = None,
     spans: Spans | None = None,
 ) -> Share | None:
-    """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
-    borrows.
+    """Fill live objects from archives: the first has the step's own groups, the others have borrowed groups.
 
-    Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
-    writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
-    part of what other ranks hold, too, and returns what remains to be done. With `strict=False`, missing and unexpected
-    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same. A data loader
-    that gives another order than it did is a warning, and with `strict=True` an error. `spans` get the parts: "plan",
-    "read" and "fill".
+    Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice, to find
+    damage before anything is overwritten. Buffers are taken from `pool` as far as it can spare them. With `sharing`,
+    this rank reads only its part of the tensors that the ranks of the group share, and returns the work that remains.
+    With `strict=False`, missing and unexpected names are ignored if at least one name is on both sides; shapes and
+    dtypes must still match. A data loader whose order differs from the saved order causes a warning, or an error with
+    `strict=True`. `spans` receives the spans "plan", "read" and "fill".
 
     Raises StateMismatchError before anything is written, and CorruptCheckpointError, with `partly_overwritten` if
     something was written.
@@ -104,7 +103,7 @@ def restore_state(
 def _plan_of(
     parts: Sequence[Part], live: Any, options: RestoreOptions, state_dicts: StateDictCache
 ) -> tuple[list[_ToFill], list[Callable[[], None]]]:
-    """The memory to fill from each archive, and the actions to take then. Nothing is overwritten before.
+    """The memory to fill from each archive, and the actions to take afterwards. Overwrites nothing.
 
     Raises StateMismatchError, and KeyError if nothing was selected.
     """
@@ -117,7 +116,7 @@ def _plan_of(
     for part, share in shares:
         try:
             matches.append((_match(part, share, live, state_dicts, options), share))
-        except KeyError as error:  # this archive has nothing that was selected
+        except KeyError as error:  # nothing was selected in this archive
             errors.append(error)
     raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
@@ -131,7 +130,7 @@ def _plan_of(
                 order=options.strict is True,
             )
         except StateMismatchError:
-            archive.check_headers()  # if the index is damaged, raise that error instead
+            archive.check_headers()  # if the index is damaged, raises CorruptCheckpointError instead
             raise
     for match, _ in matches:
         match.differences.warn_of_order(match.archive.path)
@@ -141,10 +140,10 @@ def _plan_of(
 
 
 def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, options: RestoreOptions) -> Match:
-    """The match of live objects with one archive, or with the archives of several ranks.
+    """Match live objects with one archive, or with the archives of several ranks.
 
-    If something has no counterpart in the open archives, those that know all names are opened, and matched again.
-    Raises KeyError if nothing in them was selected.
+    If an entry has no counterpart in the open archives, archives that together have all names are opened, and the match
+    is repeated. Raises KeyError if nothing in the archives was selected.
     """
     archive = part.archive
     while True:
@@ -168,7 +167,7 @@ def _match(part: Part, share: Any, live: Any, state_dicts: StateDictCache, optio
 
 
 def _apart(wanted: Sequence[_ToFill]) -> tuple[list[_ToFill], list[Item]]:
-    """The tensors that each rank has separately, of each archive, and those that the ranks of a group share."""
+    """The tensors of each archive that each rank has separately, and the tensors that the ranks of a group share."""
     own: list[_ToFill] = []
     shared: list[Item] = []
     for number, (archive, items) in enumerate(wanted):
@@ -179,7 +178,7 @@ def _apart(wanted: Sequence[_ToFill]) -> tuple[list[_ToFill], list[Item]]:
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
-    """Each archive, and the live objects that it fills."""
+    """Each archive with the live objects that it fills."""
     if len(parts) == 1:
         yield parts[0], live
         return
@@ -194,12 +193,12 @@ def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
         share = {key: live[key] for key in part.groups or () if key in live}
         if share:
             yield part._replace(groups=frozenset(share)), share
-        elif not len(live):  # an empty dict takes all that was saved
+        elif not len(live):  # an empty dict receives everything that was saved
             yield part, share
 
 
 def _update(live: Any, share: dict[Any, Any]) -> None:
-    """Put the entries of a share into the live mapping, which may be of a class that refuses `update`."""
+    """Put the entries of a share into the live mapping, whose class may refuse `update`."""
     for key, value in share.items():
         if key not in live or live[key] is not value:
             live[key] = value

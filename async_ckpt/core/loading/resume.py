@@ -1,10 +1,10 @@
-"""The step that a run continues from: the newest, or with several ranks the one that rank 0 names.
+"""The step that a run continues from: the newest step, or with several ranks the step that rank 0 names.
 
-In: runs, and a function for a step's archives. Out: the step, and the function's result. Knows nothing of: live
-objects.
+In: runs, and a function for a step's archives. Out: the step, and the function's result.
+Knows nothing of: live objects.
 
-Several ranks must not start from different steps, whatever each of them sees or can read. So if the user gives no step,
-rank 0 names one, and no rank falls back to an older one alone.
+Ranks must not start from different steps, even if they see or can read different steps. So if the user gives no step,
+rank 0 names one, and no rank falls back to an older step on its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .archives.step_archives import Readers
 
 T = TypeVar("T")
 
-# How long a rank may not see a step that another rank sees: NFS hides it for up to a minute.
+# The time after which a rank must see a step that rank 0 sees: NFS hides a new step for up to a minute.
 SEEN_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
 _FINE: Final = "fine"
@@ -33,7 +33,7 @@ _CORRUPT: Final = "corrupt"
 
 
 class SeeOwnSaves(Protocol):
-    """A function that returns when the saves of this rank are decided. `meanwhile` is called now and then."""
+    """A function that waits until the saves of this rank are decided, and calls `meanwhile` repeatedly."""
 
     def __call__(self, *, meanwhile: Callable[[], None] = ...) -> None: ...
 
@@ -50,14 +50,14 @@ def resume(
     on_skip: Callable[[int, str], None],
     only_good: bool = False,
 ) -> tuple[int, T] | None:
-    """The newest committed step that can be read and is not marked bad, and the result of `use` for it; None if nothing
-    is committed. With `only_good`, the newest that is marked good. Steps that are passed over are told to `on_skip`.
+    """The newest committed step that can be read and is not marked bad, and the result of `use` for it.
 
-    Each rank first waits for its own saves under way; rank 0 does so before it names a step.
+    Returns None if nothing is committed. With `only_good`, only steps that are marked good are tried. `on_skip`
+    receives each skipped step. Each rank first waits for its own unfinished saves, rank 0 before it names a step.
 
-    With `talk`, all ranks take the step that rank 0 names. A rank that finds it corrupt raises; with `fallback` it
-    tells the others, and rank 0 names an older step. Any other error of a rank is then a PeerFailedError on the
-    others. Raises CorruptCheckpointError, NoGoodStepError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    With `talk`, all ranks use the step that rank 0 names. A rank that finds the step corrupt raises. With `fallback`,
+    rank 0 names an older step instead, and any other error of a rank is a PeerFailedError on the other ranks. Raises
+    CorruptCheckpointError, NoGoodStepError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
@@ -81,12 +81,12 @@ def resume(
             passed.note(step, error)
             continue
         except BaseException as error:
-            if talk is None and isinstance(error, NotCommittedError):  # deleted while it was read
+            if talk is None and isinstance(error, NotCommittedError):  # the step was deleted while it was read
                 num_gone += 1
                 if num_gone < TRIES:
                     continue
                 raise overtaken_error(", ".join(roots.names)) from error
-            if talk is not None and fallback:  # the others wait for the answer of this rank
+            if talk is not None and fallback:  # the other ranks wait for this rank's answer
                 _say_failure(talk, step, error)
             raise
         if talk is None or not fallback or _is_fine_everywhere(talk, step, is_fine=True):
@@ -99,20 +99,18 @@ def resume(
 def _agreed_step(
     roots: Roots, talk: Talk, number: int, skipped: dict[int, str], see_own_saves: SeeOwnSaves, *, only_good: bool
 ) -> int | None:
-    """The step that rank 0 names, other than those that are `skipped`. It adds those that it passes over for their
-    marks. Returns once this rank sees the step, too.
-    """
+    """The step, not in `skipped`, that rank 0 names, once this rank sees it. `skipped` gets steps excluded by marks."""
     key = f"{number}/step"
     if talk.rank == 0:
         try:
             see_own_saves(meanwhile=talk.take_time)
             newest = _newest_but(roots, skipped, only_good=only_good)
         except BaseException as error:
-            talk.say(key, json.dumps({"error": in_words(error)}))
+            talk.send(key, json.dumps({"error": in_words(error)}))
             raise
-        talk.say(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
+        talk.send(key, json.dumps({"found": newest, "skipped": [*skipped.items()]}))
         return newest[0] if newest else None
-    (text,) = talk.hear([key], "the step that rank 0 restores")
+    (text,) = talk.receive([key], "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
@@ -153,13 +151,13 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-    """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
-    talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
+    """True if all ranks could read a step. Waits for all answers. Raises PeerFailedError if a rank has failed."""
+    talk.send(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
-        words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
+        words = talk.receive([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
         failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
-        talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
-    (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
+        talk.send(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
+    (word,) = talk.receive([f"{step}/all"], "what the other ranks read")
     if word not in (_FINE, _CORRUPT):
         failure = json.loads(word)
         raise PeerFailedError(
@@ -169,8 +167,8 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
-    """Tell all ranks to fail: an older step would not help, as the error is not damage. Does not wait."""
+    """Make all ranks fail, without waiting for them: an older step would not help, since the error is not damage."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
-    talk.say(f"{step}/{talk.rank}", word)
+    talk.send(f"{step}/{talk.rank}", word)
     if talk.rank == 0:
-        talk.say(f"{step}/all", word)
+        talk.send(f"{step}/all", word)

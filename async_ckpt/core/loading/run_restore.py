@@ -1,6 +1,6 @@
-"""One call of `AsyncCheckpointer.restore`: the step is chosen, and read into live objects.
+"""One call of `AsyncCheckpointer.restore`: chooses the step, and reads it into live objects.
 
-In: the roots of a run, live objects, options. Out: the step that they hold now. Knows nothing of: saves, bytes.
+In: the roots of a run, live objects, options. Out: the step that was restored. Knows nothing of: saves, bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..timing import Spans
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
+from .broadcast import Share, Sharing
 from .live.match import is_looked_into
 from .load import check_verify
 from .restore import RestoreOptions, restore_state
 from .resume import SeeOwnSaves, resume
-from .sharing import Share, Sharing
 
 
 class RunRestore:
-    """One call of `AsyncCheckpointer.restore`, which makes it, and uses it on its own thread."""
+    """One call of `AsyncCheckpointer.restore`, which creates the object and uses it on the calling thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RunRestore:
         only_good: bool,
         before: Callable[[Sequence[Part], StateDictCache], None] = lambda *_: None,
     ) -> None:
-        """`before` the state is filled, it reads what it wants of the archives, of each step that is tried."""
+        """`before` is called for each step that is tried, before the state is filled. It may read from the archives."""
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
@@ -55,13 +55,13 @@ class RunRestore:
 
     @property
     def damaged(self) -> list[int]:
-        """The steps that were skipped; none if some were skipped that may be sound, which a save must not replace."""
+        """The skipped steps; empty if some of them may be sound, since a save must not replace those."""
         return [] if NOT_GOOD in self._skipped.values() else [*self._skipped]
 
     def restore(self, step: int | None, broadcast: Any, spans: Spans) -> int | None:
-        """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed.
+        """Fill the state from `step`, or from the newest step. Returns the step, or None if nothing is committed.
 
-        `spans` get the parts: "find", until its archives are open; "plan"; "read", into tensors; "fill", the rest.
+        `spans` receives "find" (until the archives are open), "plan", "read" (tensors) and "fill" (other values).
         """
         self._spans, self._finds_since = spans, spans.clock()
         sharing = None if broadcast is None else Sharing(broadcast)
@@ -75,14 +75,14 @@ class RunRestore:
             self._ranks.hang_up()
 
     def restored_groups(self) -> list[str]:
-        """The names of the groups whose memory has the bytes of the step now, so that `unchanged=` may refer to it."""
+        """The names of the groups whose memory now has the step's bytes, so that `unchanged=` may refer to them."""
         if not (self._options.compares_names and self._options.select is None and isinstance(self._state, Mapping)):
             return []
         groups = ((name, value) for name, value in self._state.items() if isinstance(name, str))
         return [name for name, value in groups if is_looked_into(value, self.state_dicts.of)]
 
     def _read(self, step: int | None, sharing: Sharing | None) -> tuple[int | None, Share | None]:
-        """The step that was read, and with `sharing` what remains to be done."""
+        """The step that was read, and with `sharing` the work that remains."""
         use, verify = partial(self._fill, sharing), bool(self._options.verify)
         if step is not None:
             self._see_own_saves()
@@ -105,7 +105,7 @@ class RunRestore:
 
     def _skip(self, step: int, reason: str) -> None:
         self._skipped[step] = reason
-        if reason != NOT_GOOD:  # which the caller has asked for
+        if reason != NOT_GOOD:  # with only_good, the caller has asked to skip such steps
             warnings.warn(
                 f"step {step} is skipped, and a save at or below it will take its place: {reason}",
                 RuntimeWarning,
@@ -126,11 +126,11 @@ class RunRestore:
                 spans=self._spans,
             )
         finally:
-            self._finds_since = self._spans.clock()  # of an older step, if this one is damaged
+            self._finds_since = self._spans.clock()  # the next "find" is for an older step, if this step is damaged
 
 
 def _names_of_generators(state: Any) -> Iterator[str]:
-    """The dotted names of the random generators in the dicts of a live state, which may contain itself."""
+    """The dotted names of the random generators in a live state's dicts, which may contain each other."""
     todo, seen = [("", state)], set[int]()
     for prefix, part in todo:
         if isinstance(part, dict) and id(part) not in seen:

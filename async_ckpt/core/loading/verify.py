@@ -1,8 +1,8 @@
-"""Verification: every byte of an archive, a step or a run is read and compared with its digest.
+"""Verification: reads every byte of an archive, a step or a run, and compares it with its digest.
 
-In: a path. Out: a report, or one error that names all damage. Knows nothing of: tensors, states.
+In: a path. Out: a report, or one error that lists all damage. Knows nothing of: tensors, states.
 
-Bytes are read as by a load, into the same ring of buffers, and dropped, so the memory does not grow with the archive.
+Bytes are read as in a load, into the same ring of buffers, and dropped, so memory does not grow with the archive.
 Nothing is decoded or unpickled. An archive that several steps share is read once.
 """
 
@@ -51,10 +51,9 @@ _MAX_READERS: Final = 8
 
 
 def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
-    """Verify the content of a path: an archive, the folder of a step or of torch.distributed.checkpoint, or every
-    committed step of a run.
+    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, or all committed steps of a run.
 
-    Raises CorruptCheckpointError; for a run, after all of it has been read.
+    Raises CorruptCheckpointError; for a run, after all steps have been read.
     """
     begin = clock()
     verification = Verification()
@@ -80,7 +79,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
 
 
 class StepCheck(NamedTuple):
-    """A committed step of a run that was verified: its folder there, and its error if it is not sound."""
+    """The result for a verified step of a run: its folder in the run, and its error, None if it is sound."""
 
     step: int
     folder: str
@@ -88,10 +87,10 @@ class StepCheck(NamedTuple):
 
 
 class Verification:
-    """The archives that a verification has read. One is created for each verification, and all of its steps share it.
+    """The archives that a verification has read. One instance is shared by all steps of a verification.
 
-    An archive is identified by its path and digest, so an archive that several steps share is read once. `on_bytes`
-    is called on any thread, with the numbers of bytes that were compared.
+    An archive is identified by its path and digest, so an archive that several steps share is read once. `on_bytes` is
+    called on any thread with the number of bytes that were compared.
     """
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -100,9 +99,9 @@ class Verification:
         self._on_bytes = on_bytes
 
     def compare_file(self, reader: Reader, path: str) -> tuple[str, ...]:
-        """Read a file outside of a run. Returns notes on what was compared, if it is no archive of this library.
+        """Read a file outside of a run. Returns notes on what was compared if it is not an archive of this library.
 
-        Raises CorruptCheckpointError, and ForeignFileError if there is nothing that its bytes can be compared with.
+        Raises CorruptCheckpointError, and ForeignFileError if the file has no checksums to compare its bytes with.
         """
         try:
             contents = open_contents(reader, path=path, verify=True)
@@ -116,7 +115,7 @@ class Verification:
         return (note,)
 
     def compare_step(self, step: CommittedStep) -> None:
-        """Read the archives of a step that have not been read yet, with those that lend to it.
+        """Read the archives of a step, and the archives that lend to it, unless they were read before.
 
         Raises CorruptCheckpointError, which names the damaged tensors of all archives; NotCommittedError if the step
         was deleted; FormatVersionError.
@@ -126,8 +125,8 @@ class Verification:
     def compare_dcp(self, storage: Storage) -> tuple[str, ...]:
         """Read the files of a checkpoint of torch.distributed.checkpoint. Returns notes on what was compared.
 
-        Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if nothing there has
-        a checksum.
+        Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if no file has a
+        checksum.
         """
         paths, num_bytes, notes = of_others().compare_dcp(storage, self._on_bytes)
         self.errors |= {(path, ""): None for path in paths}
@@ -157,7 +156,7 @@ class Verification:
             raise self._error_of(parts)
 
     def _error_of(self, parts: Sequence[Part]) -> CorruptCheckpointError:
-        """The first error of these archives, with all damaged tensors of the step, and the other errors as notes."""
+        """The first error of these archives, with all damaged tensors of the step and the other errors as notes."""
         errors: dict[str, CorruptCheckpointError] = {}
         tensors: dict[str, None] = {}
         for part in parts:
@@ -183,14 +182,14 @@ def _require_digests(file: Contents) -> OpenArchive:
 
 
 def _reads(archive: OpenArchive) -> list[Read]:
-    """The reads of all bytes that the digests cover, except those read when the archive was opened."""
+    """The reads of all bytes that the digests cover, except the bytes that were read when the archive was opened."""
     covered = archive.index.digests.data.offset
     begins = range(archive.num_begun, covered, READ_BYTES)
     return [Read(archive, Extent(begin, min(READ_BYTES, covered - begin)), []) for begin in begins]
 
 
 def checks_of_run(storage: Storage, verification: Verification) -> Iterator[StepCheck]:
-    """Verify the committed steps of a run, in ascending order. Those that retention deletes meanwhile are left out.
+    """Verify the committed steps of a run in ascending order. Steps that retention deletes meanwhile are left out.
 
     Raises NotCommittedError if nothing is committed, and StorageUnavailableError.
     """
@@ -201,7 +200,7 @@ def checks_of_run(storage: Storage, verification: Verification) -> Iterator[Step
         try:
             verification.compare_step(CommittedStep.at(storage, folder, lambda: storage))
         except NotCommittedError:
-            continue  # retention was faster
+            continue  # retention has deleted the step meanwhile
         except (CorruptCheckpointError, FormatVersionError) as error:
             yield StepCheck(step, folder, error)
         else:
@@ -209,7 +208,7 @@ def checks_of_run(storage: Storage, verification: Verification) -> Iterator[Step
 
 
 def _verify_run(storage: Storage, verification: Verification) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The steps of a run and notes on its trackers. Raises an error if a step is not sound."""
+    """The sound steps of a run and notes on its trackers. Raises an error if a step is not sound."""
     root = storage.locate("")
     for _ in range(TRIES):
         trackers = trackers_in(storage)
@@ -224,7 +223,7 @@ def _verify_run(storage: Storage, verification: Verification) -> tuple[tuple[int
 
 
 def _run_error(root: str, sound: Sequence[int], errors: Sequence[tuple[int, CheckpointError]]) -> CheckpointError:
-    """One error for all damaged steps of a run; that of a step in a newer format only if no step is damaged."""
+    """One error for all damaged steps of a run. If no step is damaged, the error of a step in a newer format."""
     damaged = [step for step, error in errors if isinstance(error, CorruptCheckpointError)]
     if not damaged:
         return errors[0][1]
@@ -253,7 +252,7 @@ def trackers_in(storage: Storage) -> dict[str, str]:
     """The content of the existing trackers, by their names."""
     texts = {}
     for name in TRACKERS:
-        with suppress(FileNotFoundError, StorageUnavailableError):  # no reader depends on them
+        with suppress(FileNotFoundError, StorageUnavailableError):  # no reader depends on trackers
             texts[name] = storage.read(name)[0][:100].decode(errors="replace").strip()
     return texts
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
-from ..collector import no_collection
+from ..garbage import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine, Recorded, Recorder
 

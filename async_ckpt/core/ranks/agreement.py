@@ -38,7 +38,7 @@ from .rendezvous import LEAVE_SECONDS, LOOK_SECONDS, Rendezvous
 # How often to look for the manifest at a root that does not answer, once rank 0 is silent.
 _MANIFEST_LOOKS: Final = 10
 # How many ranks' findings a note lists.
-_RANKS_TOLD: Final = 4
+_RANKS_NAMED: Final = 4
 
 
 class Agreement(Rendezvous):
@@ -61,9 +61,9 @@ class Agreement(Rendezvous):
         self.spread: Mapping[str, Any] = {}  # on rank 0: how much longer some ranks took than others
 
     @property
-    def is_told(self) -> bool:
+    def is_announced(self) -> bool:
         """True on another rank if rank 0 has announced that the save is committed."""
-        return self._joint.heard is not None and self._joint.heard.kind == "committed"
+        return self._joint.decision is not None and self._joint.decision.kind == "committed"
 
     @property
     def fails_elsewhere(self) -> bool:
@@ -92,14 +92,14 @@ class Agreement(Rendezvous):
     async def has_room(self) -> None:
         """On another rank: wait until rank 0 has deleted steps, if it must make room. Raises PeerFailedError."""
         while self._joint.makes_room and not self.decides:
-            self._raise_if_failed(self._joint.heard)
+            self._raise_if_failed(self._joint.decision)
             if why := self._lost_rank_0():
                 raise PeerFailedError(f"{self._joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
             await self._bell()
 
     def made_room(self) -> None:
         """On rank 0: allow the other ranks to write."""
-        self._calls.say_room(self._joint)
+        self._calls.announce_room(self._joint)
 
     async def agree(
         self,
@@ -157,9 +157,9 @@ class Agreement(Rendezvous):
             self._raise_missing_archive(missing)
         self.spread = spread_of(ordered)
         self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
-        told = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
-        self.found = "; ".join(told[:_RANKS_TOLD]) + (
-            f"; and {len(told) - _RANKS_TOLD} more ranks" * (len(told) > _RANKS_TOLD)
+        found = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
+        self.found = "; ".join(found[:_RANKS_NAMED]) + (
+            f"; and {len(found) - _RANKS_NAMED} more ranks" * (len(found) > _RANKS_NAMED)
         )
         comparison = Comparison(self._ranks, self._joint, self._exchange)
         table, texts, of_ranks = await off_loop(partial(comparison.compare, ordered))
@@ -186,7 +186,7 @@ class Agreement(Rendezvous):
 
     # --- the decision, on another rank ------------------------------------------------------------------------
 
-    async def hear(self) -> Manifest | None:
+    async def receive(self) -> Manifest | None:
         """On another rank: the manifest that rank 0 has committed. Raises PeerFailedError for a refusal or silence."""
         if self.decides:
             return None
@@ -253,7 +253,7 @@ class Agreement(Rendezvous):
         self._ranks.known.compared.update(table.classes)
         self._ranks.known.texts = dict(texts)
         self._is_committed(table)
-        self._say(Decision("committed", manifest=manifest.dump().decode()))
+        self._announce(Decision("committed", manifest=manifest.dump().decode()))
 
     def afterwards(self) -> None:
         """On rank 0, once nobody waits any more: delete the reports of the ranks, which takes time for many ranks."""
@@ -286,9 +286,9 @@ class Agreement(Rendezvous):
         if joint.maybe_put:
             self._learn_of_lost_answer(error)
             if not self._is_committed_here:  # so that the others need not wait
-                self._say(Decision("unknown"))
+                self._announce(Decision("unknown"))
             return False  # nobody knows whether it is committed
-        self._say(Decision("failed", tuple(joint.causes) or (Cause(0, in_words(error)),)))
+        self._announce(Decision("failed", tuple(joint.causes) or (Cause(0, in_words(error)),)))
         self._calls.decide(joint, JointState.REFUSED, None)
         self.afterwards()
         return True

@@ -127,7 +127,7 @@ class JointSave:
     makes_room: bool = False
     causes: list[Cause] = field(default_factory=list)  # why it fails
     maybe_put: bool = False  # on rank 0: it has put the manifest, or may have
-    heard: Decision | None = None
+    decision: Decision | None = None
     bell: asyncio.Event = field(default_factory=asyncio.Event)  # set when a word about this save arrives
 
     def __post_init__(self) -> None:
@@ -176,9 +176,9 @@ class Calls:
         self._is_hearing = False
         self._watches: set[asyncio.Task[None] | None] = set()
         # On other ranks: called with the number of a place, and the step that rank 0 has committed or copied there;
-        # `hear_copy` also gets the reason if rank 0 could not copy the step.
-        self.hear_commit: Callable[[int, int], None] = lambda _place, _step: None
-        self.hear_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
+        # `on_copy` also gets the reason if rank 0 could not copy the step.
+        self.on_commit: Callable[[int, int], None] = lambda _place, _step: None
+        self.on_copy: Callable[[int, int, str | None], None] = lambda _place, _step, _why: None
 
     @property
     def _start(self) -> WorldStart:
@@ -196,7 +196,7 @@ class Calls:
     def _enter(self, joint: JointSave, topic: str) -> None:
         if not self._is_hearing:
             self._is_hearing = True
-            self._start.log.hear(topic, self._hear)
+            self._start.log.subscribe(topic, self._receive)
         with self._lock:
             self._entries.append(joint)
         self._start.log.wait(joint)
@@ -217,12 +217,12 @@ class Calls:
         joint.newest_decided = joint.number - self._max_in_flight
         joint.table = self._table_before(joint.number)
         if self._meeting.world.rank == 0:
-            self._soon(partial(self._say, joint))
+            self._soon(partial(self._announce, joint))
 
-    def _say(self, joint: JointSave) -> None:
+    def _announce(self, joint: JointSave) -> None:
         """On rank 0: announce the call to the other ranks."""
         if joint.life.go(JointState.BEGUN):
-            self._tell(self._word(joint))
+            self._append(self._word(joint))
             joint.begun.set_result(None)
 
     def _word(self, joint: JointSave, **more: Any) -> Word:
@@ -230,8 +230,8 @@ class Calls:
         place = {"place": joint.place, "follows": joint.follows, "makes_room": joint.makes_room}
         return {**facts, **place, **more}
 
-    def _tell(self, word: Word) -> None:
-        self._start.log.say(self._meeting.topic, word)
+    def _append(self, word: Word) -> None:
+        self._start.log.append(self._meeting.topic, word)
 
     def skip(self, joint: JointSave) -> None:
         """On rank 0: announce that no rank makes this save. On the caller's thread."""
@@ -240,7 +240,7 @@ class Calls:
 
     def _skip(self, joint: JointSave) -> None:
         if joint.life.go(JointState.SKIPPED):
-            self._tell(self._word(joint, skipped=True))
+            self._append(self._word(joint, skipped=True))
             joint.begun.set_result(None)
 
     def fail(self, joint: JointSave, cause: Cause) -> None:
@@ -256,18 +256,18 @@ class Calls:
         if self._meeting.world.rank == 0:
             if joint.life.now is JointState.CALLED:
                 joint.attempt = joint.attempt or os.urandom(4).hex()
-                self._tell(self._word(joint, causes=[cause]))
+                self._append(self._word(joint, causes=[cause]))
                 self._decide(joint, JointState.REFUSED, None)
                 joint.begun.set_result(None)
             else:
-                self.say_decision(joint, Decision("failed", (cause,)))
+                self.announce_decision(joint, Decision("failed", (cause,)))
                 self._decide(joint, JointState.REFUSED, None)
                 self.forget(joint)
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
             # A message for rank 0, which may make the same call after this process has ended.
-            self._start.leaving = self._start.say_later(f"why/{cause.rank}", json.dumps(cause))
+            self._start.leaving = self._start.send_later(f"why/{cause.rank}", json.dumps(cause))
             self._match()
 
     def _number_in_vain(self, joint: JointSave) -> None:
@@ -289,7 +289,7 @@ class Calls:
     def _close(self) -> None:
         rank, token = self._meeting.world.rank, self._start.token
         if rank == 0:
-            self._tell({"closed": True})
+            self._append({"closed": True})
         elif token.done() and token.exception() is None:
             key = self._closed_key(rank)
             self._start.connection.ask(lambda store: store.set(key, ""))
@@ -301,14 +301,14 @@ class Calls:
     def _closed_key(self, rank: int) -> str:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
-    def say_room(self, joint: JointSave) -> None:
+    def announce_room(self, joint: JointSave) -> None:
         """On rank 0: announce that there is room for a save. From any thread."""
-        self._soon(partial(self._tell, {"room": joint.attempt}))
+        self._soon(partial(self._append, {"room": joint.attempt}))
 
-    def say_copy(self, place: int, step: int, why: str | None = None) -> None:
+    def announce_copy(self, place: int, step: int, why: str | None = None) -> None:
         """On rank 0: announce that the step was copied to a place, or `why` it could not be. From any thread."""
         if not (self._meeting.world.is_one or self._meeting.world.rank):
-            self._tell({"copied": step, "place": place, "why": why})
+            self._append({"copied": step, "place": place, "why": why})
 
     def wait_for_arrival(self, arrived: Future[Any]) -> None:
         """On another rank: read words until rank 0 has announced this arrival. From any thread.
@@ -339,13 +339,13 @@ class Calls:
 
     # --- words, on another rank -------------------------------------------------------------------------------
 
-    def _hear(self, word: Word) -> None:
+    def _receive(self, word: Word) -> None:
         if "decision" in word:
-            self._hear_decision(word)
+            self._note_decision(word)
         elif "room" in word:
-            self._hear_room(word["room"])
+            self._note_room(word["room"])
         elif "copied" in word:
-            self.hear_copy(word["place"], word["copied"], word["why"])
+            self.on_copy(word["place"], word["copied"], word["why"])
         elif "closed" in word:
             self._is_closed = True
             self._match()
@@ -454,7 +454,7 @@ class Calls:
                 del self._undecided[attempt]
                 self._start.log.wait_no_more(joint)
 
-    def _hear_room(self, attempt: str) -> None:
+    def _note_room(self, attempt: str) -> None:
         for early in self._words:  # this rank has not made that call yet
             if early["attempt"] == attempt:
                 early["makes_room"] = False
@@ -463,19 +463,19 @@ class Calls:
             joint.makes_room = False
             joint.bell.set()
 
-    def _hear_decision(self, word: Word) -> None:
+    def _note_decision(self, word: Word) -> None:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
         for early in self._words:  # this rank has not made that call yet
             if early["attempt"] == word["attempt"] and word["decision"] == "failed":
                 early["causes"] = word["causes"]
         if joint is not None:
             causes = tuple(Cause(*cause) for cause in word["causes"])
-            joint.heard = Decision(word["decision"], causes, word["manifest"])
+            joint.decision = Decision(word["decision"], causes, word["manifest"])
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
             if word["decision"] == "committed" and joint.step is not None and not joint.path:
-                self.hear_commit(joint.place, joint.step)  # before the words that it was copied
+                self.on_commit(joint.place, joint.step)  # before the words that it was copied
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------
@@ -507,10 +507,10 @@ class Calls:
         for at in range(0, len(keys), _FORGOTTEN_AT_ONCE):
             self._start.connection.ask(partial(forget, keys[at : at + _FORGOTTEN_AT_ONCE]))
 
-    def say_decision(self, joint: JointSave, decision: Decision) -> Future[None]:
+    def announce_decision(self, joint: JointSave, decision: Decision) -> Future[None]:
         """On rank 0: announce the decision to the other ranks. The future ends once the store has it."""
-        said = {"decision": decision.kind, "causes": decision.causes, "manifest": decision.manifest}
-        return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, **said})
+        word = {"decision": decision.kind, "causes": decision.causes, "manifest": decision.manifest}
+        return self._start.log.append(self._meeting.topic, {"attempt": joint.attempt, **word})
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
         """Note a decision. `table` holds from then on; with None, the table before this save. From any thread."""

@@ -52,9 +52,9 @@ class Heartbeats:
         self.interval = max(_INTERVAL_SECONDS, size / _BEATS_PER_SECOND)
         self._connection, self._rank, self._open_calls = connection, rank, open_calls
         self._processes: dict[int, str] = {}  # as named by the ranks when they met; entries are set once
-        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all fields below
+        self._received: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all fields below
         self._asked: Mapping[int, float] = {}  # when each rank was last asked about
-        self._said: frozenset[int] = frozenset()  # ranks whose silence has been logged
+        self._reported: frozenset[int] = frozenset()  # ranks whose silence has been logged
         self._ended: Mapping[int, float] = {}  # ranks whose processes have ended, and when that was noticed
 
     def begin(self, prefix: str) -> None:
@@ -74,23 +74,23 @@ class Heartbeats:
         self._ended = {**dict.fromkeys(ended, now), **self._ended}
         # A lost rank is reported only after its last messages were read.
         reasons = {rank: why for rank, why in ended.items() if now - self._ended[rank] > _LAST_WORDS_SECONDS}
-        answered, heard = self._connection.answered_at, self._heard
+        answered, received = self._connection.answered_at, self._received
         if now - answered > 3 * self.interval:
             return reasons
-        for rank in [rank for rank in wanted if rank in heard and rank not in reasons]:
-            beat = heard[rank]
+        for rank in [rank for rank in wanted if rank in received and rank not in reasons]:
+            beat = received[rank]
             silent = answered - beat.since if beat.reads > 1 else 0.0
             if silent > SILENCE_SECONDS:
                 reasons[rank] = f"nothing was heard of it for {silent:.0f} s"
-            elif silent > _SAID_SECONDS and rank not in self._said:
-                self._said |= {rank}
+            elif silent > _SAID_SECONDS and rank not in self._reported:
+                self._reported |= {rank}
                 _log.warning("rank %s has been silent for %.0f s; still waiting for it", rank, silent)
         return reasons
 
     def not_called(self, ranks: Iterable[int], call: str) -> list[int]:
         """The given ranks that are alive and have not made `call`, according to their heartbeats."""
-        heard = self._heard
-        return [rank for rank in ranks if rank in heard and call not in heard[rank].text.split()[1:]]
+        received = self._received
+        return [rank for rank in ranks if rank in received and call not in received[rank].text.split()[1:]]
 
     async def _live(self, prefix: str) -> None:
         pid = os.getpid()
@@ -102,24 +102,24 @@ class Heartbeats:
             text = " ".join([str(number), *self._open_calls()])
             exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:
-                heard = await awaitable(self._connection.ask(exchanged))
+                received = await awaitable(self._connection.ask(exchanged))
             except RuntimeError:  # the store is gone, at least for now
                 await asyncio.sleep(next(pauses))
             else:
                 was_deaf, was_heard = monotonic() - was_heard > 3 * self.interval, monotonic()
-                self._hear(heard, was_deaf=was_deaf)
+                self._receive(received, was_deaf=was_deaf)
                 await asyncio.sleep(self.interval)
 
-    def _hear(self, heard: Mapping[int, str], *, was_deaf: bool) -> None:
-        now, beats = monotonic(), dict(self._heard)
-        for rank, text in heard.items():
+    def _receive(self, received: Mapping[int, str], *, was_deaf: bool) -> None:
+        now, beats = monotonic(), dict(self._received)
+        for rank, text in received.items():
             before = beats.get(rank)
             if before is None or before.text != text or was_deaf:
                 beats[rank] = Heartbeat(text, now, 1)
-                self._said -= {rank}
+                self._reported -= {rank}
             else:
                 beats[rank] = Heartbeat(text, before.since, before.reads + 1)
-        self._heard = beats
+        self._received = beats
 
 
 def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store: Any) -> dict[int, str]:

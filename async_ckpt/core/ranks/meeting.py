@@ -23,7 +23,7 @@ from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..timing import TIMEKEEPER, monotonic
 from .start import WorldStart, start_of
-from .store import Words, quietly
+from .store import Messages, quietly
 from .world import World, refuse_if_changed, world_of
 
 # The seconds between two calls of `look_around`.
@@ -59,26 +59,26 @@ class Talk:
         self._signed = monotonic()  # when this rank last sent a keep-alive
         self._num_signs = 0  # the keep-alives that this rank has sent, or read
 
-    def say(self, key: str, word: str) -> None:
+    def send(self, key: str, text: str) -> None:
         """Send a message to all ranks. Each key may be used once."""
-        self._meeting.words().say(f"{self._prefix}/{key}", word)
+        self._meeting.messages().send(f"{self._prefix}/{key}", text)
 
-    def hear(self, keys: Sequence[str], what: str) -> list[str]:
+    def receive(self, keys: Sequence[str], what: str) -> list[str]:
         """The messages with these keys, once they are there. Raises PeerFailedError if that takes too long."""
-        return self._meeting.hear([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
+        return self._meeting.receive([f"{self._prefix}/{key}" for key in keys], what, "restore()", self._has_signed)
 
     def take_time(self) -> None:
         """On rank 0, now and then: send a keep-alive, so that the others wait longer for its next message."""
         if monotonic() - self._signed > SIGN_SECONDS:
             self._signed = monotonic()
-            self.say(self._sign(), "")
+            self.send(self._sign(), "")
             self._num_signs += 1
 
     def _has_signed(self) -> bool:
         """True if rank 0 has sent another keep-alive."""
-        is_said = self.rank != 0 and self._meeting.words().said(f"{self._prefix}/{self._sign()}") is not None
-        self._num_signs += is_said
-        return is_said
+        is_signed = self.rank != 0 and self._meeting.messages().sent(f"{self._prefix}/{self._sign()}") is not None
+        self._num_signs += is_signed
+        return is_signed
 
     def _sign(self) -> str:
         return f"takes time/{self._num_signs}"
@@ -111,7 +111,7 @@ class Meeting:
         if (given, store) != (None, None):
             self._world = world_of(given, store)
         self._opening = threading.Lock()
-        self._words: Words | None = None
+        self._messages: Messages | None = None
         self._token: str | None = None
         self._restores = itertools.count()
         self._num_asked: dict[str, int] = {}  # keyed by question; the most recent question is at the end
@@ -148,12 +148,12 @@ class Meeting:
                 self._topic = str(next(start.openings))
         return self._topic
 
-    def words(self) -> Words:
+    def messages(self) -> Messages:
         """The messages of this meeting, on all ranks. Waits for rank 0 as `token` does."""
-        if self._words is None:
+        if self._messages is None:
             self.token()
-            self._words = Words(self.start.connection, f"{self.start.prefix}/{self.topic}")
-        return self._words
+            self._messages = Messages(self.start.connection, f"{self.start.prefix}/{self.topic}")
+        return self._messages
 
     # --- the first save -----------------------------------------------------------------------------------
 
@@ -188,21 +188,21 @@ class Meeting:
         return self.table
 
     def _classes(self, structure: str, where: str) -> Classes:
-        rank, size, words = self.world.rank, self.world.size, self.words()
-        words.say(f"structure/{rank}", structure)
+        rank, size, messages = self.world.rank, self.world.size, self.messages()
+        messages.send(f"structure/{rank}", structure)
         if rank == 0:
             keys, what = [f"structure/{n}" for n in range(size)], "the first save of the other ranks"
             try:
-                structures = self.hear(keys, what, where)
+                structures = self.receive(keys, what, where)
             except BaseException:  # the others need not wait: each writes everything that it holds
-                quietly(lambda: words.say("classes", json.dumps(EMPTY.packed())))
+                quietly(lambda: messages.send("classes", json.dumps(EMPTY.packed())))
                 raise
             classes: dict[str, list[int]] = {}
             for n, digest in enumerate(structures):
                 if digest != _NO_STRUCTURE:  # that rank's save has raised
                     classes.setdefault(digest, []).append(n)
-            words.say("classes", json.dumps(Table(classes).packed()))
-        (text,) = self.hear(["classes"], "the first save of all ranks", where)
+            messages.send("classes", json.dumps(Table(classes).packed()))
+        (text,) = self.receive(["classes"], "the first save of all ranks", where)
         return Table.unpacked(json.loads(text)).classes
 
     def does_not_meet(self) -> None:
@@ -210,9 +210,9 @@ class Meeting:
         if self.has_met or self.world.is_one:
             return
         self.has_met, rank = True, self.world.rank
-        self.start.say_later(f"{self.topic}/structure/{rank}", _NO_STRUCTURE)
+        self.start.send_later(f"{self.topic}/structure/{rank}", _NO_STRUCTURE)
         if rank == 0:
-            self.start.say_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
+            self.start.send_later(f"{self.topic}/classes", json.dumps(EMPTY.packed()))
 
     # --- rank 0's answers ---------------------------------------------------------------------------------
 
@@ -231,11 +231,11 @@ class Meeting:
             try:
                 answers = ask()
             except BaseException as error:
-                self.words().say(question, json.dumps(in_words(error)))
+                self.messages().send(question, json.dumps(in_words(error)))
                 raise
-            self.words().say(question, json.dumps(answers))
+            self.messages().send(question, json.dumps(answers))
         else:
-            (text,) = self.hear([question], f"rank 0's word on {what}", what)
+            (text,) = self.receive([question], f"rank 0's word on {what}", what)
             answers = json.loads(text)
             if isinstance(answers, str):
                 raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
@@ -243,7 +243,7 @@ class Meeting:
             oldest = next(iter(self._num_asked))
             for number in range(self._num_asked.pop(oldest)):
                 if decides:
-                    self.words().forget(f"{oldest}/{number}")
+                    self.messages().forget(f"{oldest}/{number}")
         return tuple(answers)
 
     # --- waiting ------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Meeting:
         self.token("restore()")
         return Talk(self, f"restore/{next(self._restores)}")
 
-    def hear(
+    def receive(
         self,
         keys: Sequence[str],
         what: str,
@@ -298,11 +298,11 @@ class Meeting:
                     begin = looked
             TIMEKEEPER.sleep(seconds)
 
-        return self.words().hear(keys, go_on)
+        return self.messages().receive(keys, go_on)
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        said = set(self.words().said_of(keys))
-        return [key for key in keys if key not in said]
+        sent = set(self.messages().sent_of(keys))
+        return [key for key in keys if key not in sent]
 
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
         """The other ranks that are to write these messages; most messages are rank 0's."""

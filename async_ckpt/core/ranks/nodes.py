@@ -94,29 +94,29 @@ class RunNodes:
     # --- rank 0 -----------------------------------------------------------------------------------------------
 
     def _lead(self, disks: Mapping[int, Run]) -> None:
-        words, told = self._meeting.words(), dict[str, Any]()
+        messages, answer = self._meeting.messages(), dict[str, Any]()
         try:
             claimed = [n for n, run in disks.items() if self._may_claim(run)]
             secret = secrets.token_hex(32)
             self._key = bytes.fromhex(secret)
-            words.say("nodes/claimed", json.dumps({"claimed": claimed, "key": secret}))
+            messages.send("nodes/claimed", json.dumps({"claimed": claimed, "key": secret}))
             ranks = range(1, self._meeting.world.size)
-            texts = self._meeting.hear([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
+            texts = self._meeting.receive([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
             others = dict(zip(ranks, map(json.loads, texts), strict=True))
             spread = {n: self._leads(n, others) for n in claimed}
             spread = {n: leads for n, leads in spread.items() if leads}
             for n in disks:
                 self._look(n, {rank: self._peer(others[rank], f"own/{n}", rank) for rank in spread.get(n, ())})
-            told = {"leads": spread}
+            answer = {"leads": spread}
             if spread:
                 self._serve(spread)
-                told["others"] = {rank: others[rank] for ranks in spread.values() for rank in ranks}
-                told["others"][0] = self._address()
+                answer["others"] = {rank: others[rank] for ranks in spread.values() for rank in ranks}
+                answer["others"][0] = self._address()
         except BaseException as error:
-            told = {"error": in_words(error)}
+            answer = {"error": in_words(error)}
             raise
         finally:
-            quietly(lambda: words.say("nodes/all", json.dumps(told)))
+            quietly(lambda: messages.send("nodes/all", json.dumps(answer)))
 
     def _leads(self, number: int, others: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The ranks that answer for the other nodes at a place; empty if all ranks see the same folder."""
@@ -176,21 +176,21 @@ class RunNodes:
     # --- another rank -----------------------------------------------------------------------------------------
 
     def _join(self, disks: Mapping[int, Run]) -> None:
-        words, rank = self._meeting.words(), self._meeting.world.rank
-        (text,) = self._meeting.hear(["nodes/claimed"], "the disks of rank 0")
+        messages, rank = self._meeting.messages(), self._meeting.world.rank
+        (text,) = self._meeting.receive(["nodes/claimed"], "the disks of rank 0")
         claimed = json.loads(text)
         self._key = bytes.fromhex(claimed["key"])
         leads = {n: self._lead_at(disks[n]) for n in claimed["claimed"] if n in disks}
         own = [n for n, lead in leads.items() if lead == rank]
         if own:
             self._serve(own)
-        words.say(f"nodes/{rank}", json.dumps({"leads": leads} | (self._address() if own else {})))
-        (text,) = self._meeting.hear(["nodes/all"], "what rank 0 knows of the disks of all ranks")
-        told = json.loads(text)
-        if "error" in told:
-            raise PeerFailedError(f"rank 0 cannot use a place of the run: {told['error']}", rank=0)
-        for n, ranks in ((int(n), ranks) for n, ranks in told["leads"].items()):
-            others = {other: told["others"][str(other)] for other in (0, *ranks)}
+        messages.send(f"nodes/{rank}", json.dumps({"leads": leads} | (self._address() if own else {})))
+        (text,) = self._meeting.receive(["nodes/all"], "what rank 0 knows of the disks of all ranks")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise PeerFailedError(f"rank 0 cannot use a place of the run: {answer['error']}", rank=0)
+        for n, ranks in ((int(n), ranks) for n, ranks in answer["leads"].items()):
+            others = {other: answer["others"][str(other)] for other in (0, *ranks)}
             peers = {  # the node of rank 0 is the one that rank 0 calls HERE
                 other or HERE: self._peer(about, f"own/{n}", other)
                 for other, about in others.items()
@@ -220,7 +220,7 @@ class RunNodes:
         return False
 
     def _lead_at(self, run: Run) -> int | None:
-        """The rank that was the first to claim the folder which this rank sees; None where that cannot be told."""
+        """The rank that was the first to claim the folder which this rank sees; None if that is unknown."""
         deadline = monotonic() + SHARED_SECONDS
         with suppress(CheckpointError, OSError, ValueError, KeyError):  # the claim may be damaged
             while monotonic() < deadline:

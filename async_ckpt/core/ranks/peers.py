@@ -171,10 +171,10 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone or self._is_leaving:
             return asked or self._is_leaving
-        words, is_rank_0 = self.meeting.words(), self.world.rank == 0
+        messages, is_rank_0 = self.meeting.messages(), self.world.rank == 0
         if asked and not is_rank_0:
-            quietly(lambda: words.say(_LEAVING, str(self.world.rank)))
-        self._is_leaving = asked or (is_rank_0 and quietly(lambda: words.said(_LEAVING)) is not None)
+            quietly(lambda: messages.send(_LEAVING, str(self.world.rank)))
+        self._is_leaving = asked or (is_rank_0 and quietly(lambda: messages.sent(_LEAVING)) is not None)
         return asked or self._is_leaving
 
     def reader(self) -> tuple[int, int] | None:

@@ -107,7 +107,7 @@ class Rendezvous:
         await self._until_named(check)
 
     async def _until_named(self, check: Check) -> None:
-        joint, is_told, since = self._joint, False, monotonic()
+        joint, is_logged, since = self._joint, False, monotonic()
         begun = awaitable(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
@@ -116,8 +116,8 @@ class Rendezvous:
             if begun.done():
                 break
             waited = monotonic() - since
-            if not is_told and waited > _SAID_SECONDS:
-                is_told = True
+            if not is_logged and waited > _SAID_SECONDS:
+                is_logged = True
                 _log.warning("rank 0 has made no call for %s for %.0f s; still waiting for it", joint.what, waited)
             why = self._lost_rank_0()
             if not why and waited > PEER_SECONDS:
@@ -145,9 +145,9 @@ class Rendezvous:
         pauses = looks(is_remote=False)
         # If the store stays silent, the wait for the decision raises.
         while not self._silence_of_store():
-            said = self._meeting.start.connection.ask(put)
-            if wait_for(said, SILENCE_SECONDS) and not isinstance(said.exception(), RuntimeError):
-                said.result()
+            stored = self._meeting.start.connection.ask(put)
+            if wait_for(stored, SILENCE_SECONDS) and not isinstance(stored.exception(), RuntimeError):
+                stored.result()
                 return
             TIMEKEEPER.sleep(next(pauses))
 
@@ -259,8 +259,8 @@ class Rendezvous:
     def _raise_missing(self, missing: Sequence[int]) -> NoReturn:
         late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
         others = [rank for rank in missing if rank not in late]
-        said = [f"{_named(late)} had made no call for it"] if late else []
-        who = " and ".join(said + ([f"nothing was heard of {_named(others)}"] if others else []))
+        absent = [f"{_named(late)} had made no call for it"] if late else []
+        who = " and ".join(absent + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         raise PeerFailedError(
             f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}",
@@ -273,7 +273,7 @@ class Rendezvous:
         """On another rank: the decision of rank 0. If rank 0 has said neither yes nor no, also the reason."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
-            if (decision := joint.heard) is not None:
+            if (decision := joint.decision) is not None:
                 return decision, "rank 0 cannot say whether it is committed"
             await self._bell()
             if monotonic() < looked + _LOOK_AROUND_SECONDS:
@@ -296,8 +296,8 @@ class Rendezvous:
             self._is_refused = True
             raise peers_failed(self._joint, decision.causes)
 
-    def _say(self, decision: Decision) -> None:
-        wait_for(self._calls.say_decision(self._joint, decision), LEAVE_SECONDS)
+    def _announce(self, decision: Decision) -> None:
+        wait_for(self._calls.announce_decision(self._joint, decision), LEAVE_SECONDS)
 
 
 class RankCall(Rendezvous):
@@ -305,7 +305,7 @@ class RankCall(Rendezvous):
 
     async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
         """Report that this rank has done its part, with a few values. On rank 0: return the values of all ranks, once
-        all have reported; then rank 0 calls `decide`. On the others: return None; they call `hear`.
+        all have reported; then rank 0 calls `decide`. On the others: return None; they call `receive`.
 
         Raises PeerFailedError.
         """
@@ -318,7 +318,7 @@ class RankCall(Rendezvous):
         parts = await self._gathered()
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
 
-    async def hear(self) -> None:
+    async def receive(self) -> None:
         """On another rank: wait until rank 0 has done what follows. With heartbeats, this wait has no limit.
 
         Raises PeerFailedError if rank 0 has failed, or, with `undecided`, if the outcome is not known.
@@ -334,7 +334,7 @@ class RankCall(Rendezvous):
         """On rank 0: announce that what follows from all parts is done. Blocks for a moment."""
         if self.world_size > 1:
             self._calls.decide(self._joint, JointState.COMMITTED, None)
-            self._say(Decision("committed"))
+            self._announce(Decision("committed"))
             self._calls.forget(self._joint)
 
     def conclude(self, what_follows: Callable[[], None]) -> None:
@@ -345,7 +345,7 @@ class RankCall(Rendezvous):
         async def met() -> bool:
             if await self.all_done([], _nothing_to_check) is not None:
                 return True
-            await self.hear()
+            await self.receive()
             return False
 
         if _waited(met()):

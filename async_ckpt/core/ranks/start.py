@@ -74,21 +74,21 @@ class WorldStart:
         """The prefix of all keys of this start. Valid only once the token is known."""
         return f"async_ckpt/{self.token.result()}"
 
-    def say_later(self, key: str, text: str) -> Future[None]:
+    def send_later(self, key: str, text: str) -> Future[None]:
         """Write a message below the prefix of this start, once rank 0 has given the token.
 
         The future resolves when that was tried, or when this rank is refused. Does not wait.
         """
         tried: Future[None] = running_future()
 
-        def say(token: Future[str]) -> None:
+        def send(token: Future[str]) -> None:
             if token.exception() is None:
-                said = self.connection.ask(lambda store: store.set(f"{self.prefix}/{key}", text))
-                said.add_done_callback(lambda _: tried.set_result(None))
+                stored = self.connection.ask(lambda store: store.set(f"{self.prefix}/{key}", text))
+                stored.add_done_callback(lambda _: tried.set_result(None))
             else:
                 tried.set_result(None)
 
-        self.token.add_done_callback(say)
+        self.token.add_done_callback(send)
         return tried
 
     def _begin(self, token: str) -> None:
@@ -99,7 +99,7 @@ class WorldStart:
         """On another rank: say hello until rank 0 has answered."""
         hello, welcome = f"async_ckpt/hello/{self.rank}", f"async_ckpt/welcome/{self.rank}"
 
-        def say(store: Any) -> None:
+        def send(store: Any) -> None:
             store.set(hello, self._hello)
             store.add("async_ckpt/hellos", 1)
 
@@ -108,12 +108,12 @@ class WorldStart:
                 return f"{self.nonce} - another process claims to be rank {self.rank}, too"
             return store.get(welcome).decode() if store.check([welcome]) else "- - -"
 
-        is_said = False
+        is_sent = False
         for seconds in growing_pauses(_FIRST_LOOK_SECONDS, longest_pause(self.size)):
             with suppress(RuntimeError):  # the store does not answer: ask again
-                if not is_said:
-                    await self._asked(say)
-                    is_said = True
+                if not is_sent:
+                    await self._asked(send)
+                    is_sent = True
                 nonce, token, text = (await self._asked(look)).split(" ", 2)
                 if nonce == self.nonce and token == "-":
                     error = PeerFailedError(f"{text}; start all ranks again, together", rank=self.rank)

@@ -125,7 +125,7 @@ def _connected(address: tuple[str, int], given: Any = None) -> Any:
     return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
 
 
-class Words:
+class Messages:
     """Messages of ranks by keys with one prefix; each key is written once. The methods block, and must not be called on
     the loop.
 
@@ -135,26 +135,26 @@ class Words:
     def __init__(self, connection: Connection, prefix: str) -> None:
         self._connection, self._prefix = connection, prefix
 
-    def say(self, key: str, word: str) -> None:
-        self._answer(lambda store: store.set(f"{self._prefix}/{key}", word))
+    def send(self, key: str, text: str) -> None:
+        self._answer(lambda store: store.set(f"{self._prefix}/{key}", text))
 
-    def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
+    def receive(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
         """The messages with these keys, once all are there. `wait` gets the seconds between looks, and may raise."""
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
-        while (words := self._said(keys, wait)) is None:
+        while (texts := self._sent(keys, wait)) is None:
             wait(next(pauses))
-        return words
+        return texts
 
     def forget(self, key: str) -> None:
         """Delete a message that no rank reads any more. Deleting a missing key is no error."""
         self._answer(lambda store: store.delete_key(f"{self._prefix}/{key}"))
 
-    def said(self, key: str) -> str | None:
+    def sent(self, key: str) -> str | None:
         """The message with this key, if it is there already."""
-        words = self._said([key])
-        return None if words is None else words[0]
+        texts = self._sent([key])
+        return None if texts is None else texts[0]
 
-    def said_of(self, keys: Sequence[str]) -> list[str]:
+    def sent_of(self, keys: Sequence[str]) -> list[str]:
         """The given keys that are there already."""
 
         def look(store: Any) -> list[str]:
@@ -162,11 +162,11 @@ class Words:
 
         return self._answer(look)
 
-    def _said(self, keys: Sequence[str], wait: Callable[[float], None] = lambda _: None) -> list[str] | None:
+    def _sent(self, keys: Sequence[str], wait: Callable[[float], None] = lambda _: None) -> list[str] | None:
         full = [f"{self._prefix}/{key}" for key in keys]
 
         def look(store: Any) -> list[str] | None:
-            return [word.decode() for word in store.multi_get(full)] if store.check(full) else None
+            return [text.decode() for text in store.multi_get(full)] if store.check(full) else None
 
         return self._answer(look, lambda: wait(0.0))
 

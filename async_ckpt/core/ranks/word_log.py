@@ -55,9 +55,9 @@ class WordLog:
     def __init__(self, connection: Connection, size: int, token: Future[str]) -> None:
         """`token` resolves with the token of the start."""
         self._connection, self._size, self._token = connection, size, token
-        self._num_said = 0  # on rank 0, on the thread that calls the store
+        self._num_written = 0  # on rank 0, on the thread that calls the store
         self._num_read = self._num_empty = 0  # words read, and empty polls since
-        self._hearers: dict[str, Callable[[Word], None]] = {}
+        self._subscribers: dict[str, Callable[[Word], None]] = {}
         self._early: dict[str, list[Word]] = {}
         self._waiting: set[Waiting] = set()
         self._reading: asyncio.Task[None] | None = None
@@ -67,29 +67,29 @@ class WordLog:
     def _path(self) -> str:
         return f"async_ckpt/{self._token.result()}/log"
 
-    def say(self, topic: str, word: Word) -> Future[None]:
+    def append(self, topic: str, word: Word) -> Future[None]:
         """On rank 0: write a word for all other ranks. The future ends once the store has it."""
         text = json.dumps([topic, word])
 
-        def say(store: Any) -> None:
-            number, log = self._num_said, self._path
+        def put(store: Any) -> None:
+            number, log = self._num_written, self._path
             store.set(f"{log}/{number}", text)
             # `set` has no answer, and later messages on other connections must not overtake it
             store.check([f"{log}/{number}"])
-            self._num_said = number + 1
+            self._num_written = number + 1
             if number >= _KEPT:
                 store.set(f"{log}/first", str(number - _KEPT + 1))
                 store.delete_key(f"{log}/{number - _KEPT}")
 
-        return self._connection.ask(say)
+        return self._connection.ask(put)
 
-    def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
-        """Call `hearer` on the loop's thread with each word about a topic, beginning with words read already."""
+    def subscribe(self, topic: str, subscriber: Callable[[Word], None]) -> None:
+        """Call `subscriber` on the loop's thread with each word about a topic, beginning with words read already."""
 
         def begin() -> None:
-            self._hearers[topic] = hearer
+            self._subscribers[topic] = subscriber
             for word in self._early.pop(topic, []):
-                hearer(word)
+                subscriber(word)
 
         get_loop().soon(begin)
 
@@ -119,7 +119,7 @@ class WordLog:
                     number, text = await awaitable(self._connection.ask(partial(self._next_word, log)))
                     self._num_read = number + (text is not None)
                 if text is not None:
-                    self._heard(*json.loads(text))
+                    self._deliver(*json.loads(text))
                     pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
                     continue
                 if self._wake.is_set():
@@ -146,9 +146,9 @@ class WordLog:
         (word,) = store.multi_get([f"{log}/{number}"])  # `get` would send two requests
         return number, word.decode()
 
-    def _heard(self, topic: str, word: Word) -> None:
-        hearer = self._hearers.get(topic)
-        if hearer is None:
+    def _deliver(self, topic: str, word: Word) -> None:
+        subscriber = self._subscribers.get(topic)
+        if subscriber is None:
             self._early.setdefault(topic, []).append(word)
         else:
-            hearer(word)
+            subscriber(word)

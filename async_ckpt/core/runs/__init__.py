@@ -3,7 +3,7 @@
 `roots.py` is a run at several roots, `run.py` a run at one. `root.py` lists a root, `manifest.py` commits a step,
 `tenure.py` is the right of one process to commit, and `starts.py` decides which commits count. `marks.py` records which
 steps are good or bad, `retention.py` chooses the steps to delete, `sweep.py` deletes. For people and other programs:
-`tiers_file.py`, `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several ranks:
+`tiers_file.py`, `trackers.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several ranks:
 `receipts.py`, `layouts.py`, `coverage.py`. Code outside the core uses the names imported here, by `plumbing.runs`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 # isort: off
 from . import journal as journal, layouts as layouts, manifest, tiers_file as tiers_file
-from .announce import event_of as event_of
+from .trackers import event_of as event_of
 from .foreign_entries import OF_DCP as OF_DCP, possible_steps as possible_steps, step_formats as step_formats
 from .manifest import Manifest as Manifest, is_retired_name as is_retired_name
 from .naming import (

@@ -228,7 +228,7 @@ class Root:
 
         def look(step: int, content: tuple[bytes, str] | None) -> None:
             try:
-                manifests[step] = self.read(step, content, say=False)[0]
+                manifests[step] = self.read(step, content, explain=False)[0]
             except NotCommittedError:
                 pass
             except StorageUnavailableError:
@@ -265,13 +265,15 @@ class Root:
                 return step
         return None
 
-    def read(self, step: int, content: tuple[bytes, str] | None = None, *, say: bool = True) -> tuple[Manifest, str]:
+    def read(
+        self, step: int, content: tuple[bytes, str] | None = None, *, explain: bool = True
+    ) -> tuple[Manifest, str]:
         """The manifest of a step and its version; parsed from `content`, if given. Raises NotCommittedError."""
         path = self.manifest_path(step)
         try:
             data, version = content or self.storage.read(path)
         except FileNotFoundError as error:
-            raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
+            raise (self.not_committed(step) if explain else NotCommittedError(path, step=step)) from error
         return parse_manifest(data, path=path), version
 
     def not_committed(self, step: int) -> NotCommittedError:
@@ -286,7 +288,7 @@ class Root:
 
     def find(self, step: int) -> Manifest | None:
         try:
-            return self.read(step, say=False)[0]
+            return self.read(step, explain=False)[0]
         except CheckpointError:
             return None
 
@@ -369,6 +371,10 @@ class Root:
         """True if a commit of another root is missing here below all commits of later starts that have not seen it."""
         by_steps = Line(listing.steps, listing.starts, self.find)
         return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
+
+    def leave_out(self, step: int, attempt: str) -> None:
+        """Note that commits at other roots show that this attempt does not count."""
+        self.outside = {**self.outside, step: attempt}
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""

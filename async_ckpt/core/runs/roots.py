@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate, takewhile
 from typing import Final, NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ from ...errors import (
     RunTakenError,
     StorageUnavailableError,
 )
-from ..events.shapes import shortened
+from ..events.kinds import shortened
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.node_folders import AllNodes
@@ -35,7 +36,7 @@ from .naming import Naming
 from .retention import Commits
 from .root import attempt_of
 from .run import Run
-from .starts import Line
+from .starts import Line, StartsByName, latest
 from .tiers_file import TiersFile
 
 T = TypeVar("T")
@@ -256,7 +257,7 @@ class Roots:
 
         Raises StorageUnavailableError if the root of `run` is away.
         """
-        views = dict(self._ask(Run.view, but_not_without=run, says=False))
+        views = dict(self._ask(Run.view, but_not_without=run, logs=False))
         commits, current = self._merged(views)
         newest = max((step for step, holders in current.items() if run in holders), default=-1)
         doomed = set(run.steps_to_delete(commits))
@@ -352,35 +353,36 @@ class Roots:
             if others and not retired:
                 retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
             if others and self._is_retired(step, runs[0], others, frozenset().union(*(retired[run] for run in others))):
+                for run in runs:
+                    if manifest := run.root.known_or_found(step):
+                        run.root.leave_out(step, manifest.attempt)
                 del holders[step]
         return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
         """Remove commits of processes that had lost the run, according to the starts of each root and all steps."""
 
-        def committed(step: int) -> Manifest | None:
-            return _first(run.root.known_or_found(step) for run in holders[step])
+        @cache
+        def commits(step: int) -> Mapping[Run, Manifest | None]:
+            return {run: run.root.known_or_found(step) for run in holders[step]}
 
-        out: dict[int, str] = {}
-        for run in runs:  # a root that lists two starts knows their order
-            out |= Line(sorted(holders), run.root.starts, committed).out(sorted(holders))
-        for step, attempt in out.items():
-            sound = []
-            for run in holders[step]:
-                if attempt_of(run.root.known_or_found(step)) == attempt:
-                    run.root.outside = {**run.root.outside, step: attempt}
-                else:
-                    sound.append(run)
-            if sound:
-                holders[step] = sound
-            else:
-                del holders[step]
-        return holders
+        def committed(starts: StartsByName, step: int) -> Manifest | None:
+            return latest(commits(step).values(), starts)
+
+        steps, sound = sorted(holders), {step: [*holders[step]] for step in holders}
+        for listed in (run.root.starts for run in runs):  # a root that lists two starts knows their order
+            line = Line(steps, listed, partial(committed, StartsByName(listed)))
+            for step in line.unseen(steps):
+                for run, manifest in commits(step).items():
+                    if manifest and run in sound[step] and not line.counts(step, manifest):
+                        run.root.leave_out(step, manifest.attempt)
+                        sound[step].remove(run)
+        return {step: left for step, left in sound.items() if left}
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run], retired: Collection[Retired]) -> bool:
         """Whether `others` have retired the commit of `holder`. `retired` are those named in their newest manifests."""
         try:
-            manifest, _ = holder.root.read(step, say=False)
+            manifest, _ = holder.root.read(step, explain=False)
             return Retired(step, manifest.attempt) in retired or any(
                 manifest.attempt in other.retired_attempts(step) for other in others
             )
@@ -390,9 +392,9 @@ class Roots:
             return False
 
     def _ask(
-        self, question: Callable[[Run], T], but_not_without: Run | None = None, *, says: bool = True
+        self, question: Callable[[Run], T], but_not_without: Run | None = None, *, logs: bool = True
     ) -> list[tuple[Run, T]]:
-        """The result of `question` for each run whose root answers. If `says`, a warning names the others. Raises
+        """The result of `question` for each run whose root answers. If `logs`, a warning names the others. Raises
         StorageUnavailableError if none answers, `but_not_without` does not, or those that answer have no step.
         """
         answers: list[tuple[Run, T]] = []
@@ -412,7 +414,7 @@ class Roots:
                 f"{errors[0]}. Try again once that root answers; to start over without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]
-        for refusal in errors if says else ():
+        for refusal in errors if logs else ():
             warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
 

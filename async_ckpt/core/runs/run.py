@@ -42,7 +42,6 @@ from ..events.log import EventLog
 from ..spec import Keep, some_of
 from ..storage.interface import Storage
 from ..timing import TIMEKEEPER, Clock
-from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
@@ -60,6 +59,7 @@ from .root import Listing, Root, replaceable
 from .starts import Seen, Start, about_start, later_than
 from .sweep import Sweeper, is_library_name
 from .tenure import Tenure, has_ended_here, refuse_if_alive, tenure_of
+from .trackers import Announcer
 
 # The number of start files that are kept where it is unknown which processes have ended. If a process sleeps while more
 # starts than this are made, the order of its commits and theirs is lost.
@@ -257,7 +257,7 @@ class Run:
         """The part of `check` that makes no request, unless this object has committed the step before."""
         if step in self.root.committed_here and not overwrite:
             try:
-                self.root.read(step, say=False)
+                self.root.read(step, explain=False)
             except NotCommittedError:  # it was deleted by hand
                 self.root.note_deleted(step)
                 return
@@ -365,7 +365,7 @@ class Run:
         missing = {(one.step, one.archive.name) for one in lent}
         for step in {one.step for one in lent}:
             try:
-                manifest = self.root.read(step, say=False)[0]
+                manifest = self.root.read(step, explain=False)[0]
             except NotCommittedError:
                 continue
             except CorruptCheckpointError:
@@ -855,7 +855,7 @@ class Run:
     def _if_out(self, step: int) -> tuple[Manifest, str]:
         """The manifest of a step and its version. Raises FileExistsError if it counts or cannot be read."""
         try:
-            found = self.root.read(step, say=False)
+            found = self.root.read(step, explain=False)
         except CheckpointError as error:
             raise FileExistsError(step) from error
         if self.root.excluded(self.root.relist(), [step]).get(step) != found[0].attempt:

@@ -183,9 +183,7 @@ class Line:
         in_order = sorted(starts)
         self._starts = StartsByName(in_order)
         self._later: list[_Later] = []
-        firsts: dict[str, int] = {}
-        for start in in_order:  # a process takes the root again for a step below its start's first
-            firsts[start.token] = min(start.first, firsts.get(start.token, start.first))
+        firsts = {start.token: start.first for start in in_order}  # a process takes a root again only for lower steps
         for start in in_order[:0:-1]:
             own_steps = filter(partial(self._is_of, start), steps[bisect_left(steps, firsts[start.token]) :])
             lowest = next(own_steps, None)
@@ -204,15 +202,24 @@ class Line:
         own = self._starts.of(commit.start) if self._later else None
         return own is None or all(one.has_seen(step, commit) for one in self._later if own.is_before(one.start))
 
+    def unseen(self, steps: Iterable[int]) -> list[int]:
+        """The steps that a later start may not have seen, so that their commits may not count. Reads no manifest."""
+        return [step for step in steps if not all(later.has_seen(step) for later in self._later)]
+
     def out(self, steps: Iterable[int]) -> dict[int, str]:
         """The attempts at these steps that do not count. Reads manifests only of steps unseen by a later start."""
-        out: dict[int, str] = {}
-        for step in steps if self._later else ():
-            if not all(later.has_seen(step) for later in self._later):
-                commit = self._committed(step)
-                if commit is not None and not self.counts(step, commit):
-                    out[step] = commit.attempt
-        return out
+        commits = ((step, self._committed(step)) for step in self.unseen(steps))
+        return {step: commit.attempt for step, commit in commits if commit and not self.counts(step, commit)}
+
+
+def latest(commits: Iterable[Manifest | None], starts: StartsByName) -> Manifest | None:
+    """The first of the commits that were made by the latest start. Starts that are not listed come before all others."""
+
+    def order(commit: Manifest) -> tuple[int, str]:
+        start = starts.of(commit.start)
+        return (-1, "") if start is None else (start.number, start.token)
+
+    return max(filter(None, commits), key=order, default=None)
 
 
 def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:

@@ -167,7 +167,7 @@ class Sweeper:
     def _is_dead_mark(self, mark: Mark) -> bool:
         """Whether the commit of a mark is gone. A mark is always put after its commit."""
         try:
-            manifest = self._root.read(mark.step, say=False)[0]
+            manifest = self._root.read(mark.step, explain=False)[0]
         except NotCommittedError:
             return True
         except CheckpointError:

@@ -40,8 +40,8 @@ def drain_at_exit() -> None:
     status = _wait_for_all(loop)
     for tiers in all_tiers():
         with suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
-            for left in tiers.finish(0.0 if status else tiers.exit_timeout, say=say_on_stderr):
-                say_on_stderr(f"async_ckpt: {left}")
+            for left in tiers.finish(0.0 if status else tiers.exit_timeout, log=log_to_stderr):
+                log_to_stderr(f"async_ckpt: {left}")
         status = status or (EXIT_STATUS_SAVE_FAILED if tiers.has_lost else 0)
     with suppress(KeyboardInterrupt):
         answer_the_last()
@@ -52,10 +52,10 @@ def drain_at_exit() -> None:
     for handle in lost:
         error = handle.exception()
         notes = getattr(error, "__notes__", [])
-        _say_lost(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
+        _report_lost(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
     for save in stuck:
         if not (save.handle.done() or save.life.now is SaveState.COMMITTED):
-            _say_lost(save.handle, "it was given up, but a call to its storage has not returned")
+            _report_lost(save.handle, "it was given up, but a call to its storage has not returned")
             status = status or EXIT_STATUS_SAVE_FAILED
     is_hanging = bool(stuck) or not _is_quiet(loop)
     flush_all(waits.LISTENERS_SECONDS)
@@ -67,7 +67,7 @@ def drain_at_exit() -> None:
 def _wait_for_all(loop: Loop) -> int:
     """Wait for all saves. Returns 0, or the exit status for an interrupted wait."""
     begin = monotonic()
-    wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
+    wait = Wait("at exit", GIVES_UP, log=log_to_stderr)
     given_up: list[Save] = []
 
     def waiting() -> list[Save]:
@@ -97,11 +97,11 @@ def _is_quiet(loop: Loop) -> bool:
         return False
 
 
-def _say_lost(handle: SaveHandle, why: str) -> None:
-    say_on_stderr(f"async_ckpt: {name_of(handle)} was not saved: {why}")
+def _report_lost(handle: SaveHandle, why: str) -> None:
+    log_to_stderr(f"async_ckpt: {name_of(handle)} was not saved: {why}")
 
 
-def say_on_stderr(line: str) -> None:
+def log_to_stderr(line: str) -> None:
     """Print a line on stderr, if there is a stderr."""
     with suppress(OSError, ValueError):  # closed, or a pipe without a reader
         if sys.stderr is not None:

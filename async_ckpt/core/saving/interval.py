@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from ..events.goodput import goodput_of
-from ..events.shapes import Event
+from ..events.kinds import Event
 
 # The assumed duration of a save, until one has been measured.
 FIRST_SAVE_SECONDS: Final = 60.0

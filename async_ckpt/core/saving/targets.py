@@ -24,7 +24,7 @@ from ...errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from ..events.shapes import MEASURED, brief, largest, shortened
+from ..events.kinds import MEASURED, brief, largest, shortened
 from ..host.loop import get_loop
 from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
@@ -52,7 +52,7 @@ class Alone:
     """Replaces the `Agreement` in a process that saves alone, and has nothing to agree on."""
 
     rank, world_size, has_others, decides, follows = 0, 1, False, True, True
-    is_apart = fails_elsewhere = is_told = False
+    is_apart = fails_elsewhere = is_announced = False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
     found = ""
     lent: Final[Collection[tuple[str, int]]] = ()
@@ -63,11 +63,11 @@ class Alone:
     async def _wait(self, *_: Any) -> None:
         """Do nothing: the attempt has its name, and no other rank makes room, writes or decides."""
 
-    def _tell(self, *_: Any) -> None:
+    def _ignore(self, *_: Any) -> None:
         """Do nothing: no other rank waits for a message."""
 
-    named = has_room = agree = hear = _wait
-    made_room = committed = afterwards = _tell
+    named = has_room = agree = receive = _wait
+    made_room = committed = afterwards = _ignore
     committing = nullcontext
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
@@ -99,7 +99,7 @@ class JointTarget(Target):
     async def agree(self, archive: Archive, times: SaveTimes) -> None:
         self._found = "" if self.finite is None else self.finite.found()
         self._of_ranks = await self._agreement.agree(archive, times, self._found, self._lent)
-        self._manifest = await self._agreement.hear()
+        self._manifest = await self._agreement.receive()
 
     def refuse(self, error: BaseException) -> bool:
         return self._agreement.refuse(error)
@@ -315,7 +315,7 @@ class StepTarget(JointTarget):
 
     def commit(self, archive: Archive, times: SaveTimes) -> None:
         if self._manifest is not None:  # rank 0 has committed
-            if not self._agreement.is_told:
+            if not self._agreement.is_announced:
                 self._lineage.tiers.note_commit(self.run, self._call.step)
             self.contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
             self._is_committed_as(self._manifest, archive)

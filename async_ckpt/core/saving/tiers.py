@@ -80,8 +80,8 @@ class Tiers:
             Mover(Roots(self.runs[: number + 1]), copy_step, _Training(self.runs, number, pace_of, in_flight, ranks))
             for number in range(1, len(self.runs))
         ]
-        ranks.calls.hear_commit = lambda number, step: self.note_commit(self.runs[number], step)
-        ranks.calls.hear_copy = self._hear_copy
+        ranks.calls.on_commit = lambda number, step: self.note_commit(self.runs[number], step)
+        ranks.calls.on_copy = self._note_copy
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Tiers:
             else:
                 mover.arrivals.want(step)
 
-    def _hear_copy(self, number: int, step: int, why: str | None) -> None:
+    def _note_copy(self, number: int, step: int, why: str | None) -> None:
         arrivals = self.movers[number - 1].arrivals
         if why is None:
             arrivals.arrived(step)
@@ -281,9 +281,9 @@ class Tiers:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def finish(self, timeout: float | None = None, *, say: Callable[[str], None] = _log.warning) -> list[str]:
+    def finish(self, timeout: float | None = None, *, log: Callable[[str], None] = _log.warning) -> list[str]:
         """Copy the newest step to all places, without a bandwidth limit, and stop. Returns in words what is left; after
-        Ctrl-C, `say` reports it instead.
+        Ctrl-C, `log` reports it instead.
 
         A place that does not answer is not tried again. It is not waited for if a place that is not volatile has the
         step.
@@ -291,7 +291,7 @@ class Tiers:
         if self._is_finished:
             return []
         self._is_finished = True
-        begun, wait = monotonic(), Wait("", ENDS_THE_WAIT, say=say)
+        begun, wait = monotonic(), Wait("", ENDS_THE_WAIT, log=log)
         try:
             if self in _all and not self._is_read_by_others:
                 for mover in self.movers:
@@ -307,7 +307,7 @@ class Tiers:
                 wait.goes_on(lambda: f"a copy: {self._behind_in_words()}")
         except KeyboardInterrupt:
             for left in self._left():
-                say(f"async_ckpt: {left}")
+                log(f"async_ckpt: {left}")
             raise
         finally:
             for mover in self.movers:
@@ -366,11 +366,11 @@ class _Training(MovingProcess):
         return self._moving.other() if self._moving and self._run.root.has_mover_file else None
 
     def arrived(self, step: int) -> None:
-        self._ranks.calls.say_copy(self._number, step)
+        self._ranks.calls.announce_copy(self._number, step)
 
     def failed(self, step: int, why: str) -> None:
         if self._is_waited_for:
-            self._ranks.calls.say_copy(self._number, step, why)
+            self._ranks.calls.announce_copy(self._number, step, why)
 
 
 def all_tiers() -> list[Tiers]:

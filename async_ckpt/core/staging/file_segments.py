@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from ..format.layout import Piece
-from ..format.tarball import Tarball, TarEntry, stays_inside
+from ..format.tar_of_files import Tarball, TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..spec import BLOCK_BYTES, GIB

@@ -57,7 +57,7 @@ class LentBuffer:
 
 
 class BufferPool:
-    """The reusable buffers of host copies. May be called from any thread; `saving.default` owns one for the process.
+    """The reusable buffers of host copies. Thread-safe. `saving.kept_memory` owns one for the process.
 
     Copies in progress use at most half of the free memory together; the next copy waits. Memory that other code keeps
     after the end of a copy is not counted. A copy that is `held`, with no end in sight, is refused instead of waiting,

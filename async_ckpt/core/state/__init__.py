@@ -1,10 +1,10 @@
-"""Objects on one side, named tensors and a skeleton of plain values on the other.
+"""Converts objects to named tensors and a skeleton of plain values, and back.
 
 - `capture.py` takes a state apart; `captured.py` has the result, and views of snapshots.
-- `tree.py` makes skeletons and decodes them, with values of `plain.py`, and names of `names.py`.
-- `division.py` divides a state among ranks, `skeletons.py` merges theirs, `per_rank.py` has values per rank.
-- `wrappers.py`: names behind DDP and FSDP, and state dicts, each taken once; `megatron_tensors.py`: ShardedTensors;
-  `rng.py`: random generators; `optimizers.py`: those that one optimizer consists of.
+- `tree.py` encodes and decodes skeletons, with plain values of `plain.py` and names of `names.py`.
+- `division.py` divides a state among ranks, `skeletons.py` merges their skeletons, `per_rank.py` has values per rank.
+- `wrappers.py`: names without DDP and FSDP, and cached state dicts; `megatron_tensors.py`: ShardedTensors; `rng.py`:
+  random generators; `optimizers.py`: the parts of an optimizer.
 """
 
 from .per_rank import PerRank as PerRank

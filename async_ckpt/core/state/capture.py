@@ -1,7 +1,8 @@
-"""A state, taken apart into its tensors, their specs, and the skeleton that they were cut out of.
+"""Captures a state: takes it apart into its tensors, their specs, and a skeleton of everything else.
 
-In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes. `capture` runs on the
-caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
+In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: the destination.
+
+`capture` runs on the caller's thread, so it costs only a few microseconds per tensor, and copies no tensor's bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
-from ..collector import no_collection
+from ..garbage import no_collection
 from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_declared, is_dtensor, is_ordinary, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
@@ -33,7 +34,7 @@ from .tree import CLASSES, LOADER, Encoder, is_omitted, with_notes
 from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
 _log = logging.getLogger("async_ckpt")
-_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that were pickled before
+_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that were already pickled
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -45,13 +46,13 @@ def capture(
     local_parts: bool = False,
     state_dict_of: StateDictOf = state_dict_of,
 ) -> Capture:
-    """Take a state apart; with `select`, only the part of it with these names.
+    """Take a state apart; with `select`, only its entries with these names.
 
-    With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
-    write them. With `local_parts`, it has the local tensors of DTensors, and `placed` has the rest.
-    Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, quantised, lazy,
-    and wrapper subclasses that do not say what they wrap, or whose context is no plain data), cycles, keys that cannot
-    be stored and leaves that cannot be pickled.
+    With `slicer`, several ranks hold the state together: the capture has all slices on this rank, even if another rank
+    writes them. With `local_parts`, it has the local tensors of DTensors, and `placed` has their placements. Raises
+    UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, quantised, lazy, and
+    wrapper subclasses that do not implement torch's protocol, or whose context is not plain data), cycles, keys that
+    cannot be stored, and leaves that cannot be pickled.
     """
     walk = _CaptureWalk(state, slicer, state_dict_of, local_parts=local_parts)
     try:
@@ -116,7 +117,7 @@ class _CaptureWalk:
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
         if isinstance(value, torch.nn.Module):
-            self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
+            self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may exist only during the call
         elif is_optimizer(value):
             self.notes[path] = {CLASSES: classes_of(value)}
         elif facts := loader_facts(value):
@@ -143,7 +144,7 @@ class _CaptureWalk:
         return {"object": len(self._objects) - 1}
 
     def _local_part(self, tensor: Any, path: Path) -> int:
-        """The number of a DTensor's local tensor. Raises UnsupportedStateError as a save of it would."""
+        """The number of a DTensor's local tensor. Raises UnsupportedStateError like a save of the DTensor."""
         assert self._local is not None
         if isinstance(tensor, InnerShard):
             raise UnsupportedStateError(
@@ -156,13 +157,13 @@ class _CaptureWalk:
         return number
 
     def _sliced(self, tensor: torch.Tensor | InnerShard, path: Path) -> int:
-        """The number of a tensor of which other ranks may hold other shards, or replicas."""
+        """The number of a tensor of which other ranks may hold shards or replicas."""
         assert self._slicer is not None
         slices, parts = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
     def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
-        """The numbers of Megatron's tensors, by the names that they bring along."""
+        """The numbers of Megatron's tensors, by the names that they carry."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
             for path, slices, parts, dtype in self.megatron.tensors()
@@ -177,14 +178,14 @@ class _CaptureWalk:
             offsets = rectangle.global_offsets if tied is None else None
             self._tensor(part, path, SliceFacts(number, slices.global_shape, offsets), tied)
             if tied is not None:
-                break  # one alias stands for all
+                break  # one alias represents all slices
         if not parts:
             of = SliceFacts(number, slices.global_shape, None)
             self._add(TensorSpec(path, dtype_name(dtype), (0,), None, of), _nothing())
         return number
 
     def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
-        """The first slice of an earlier tensor with the very same memory and the same slices."""
+        """The first slice of an earlier tensor with the same memory and the same slices."""
         pointer = _pointer(parts[0]) if parts else None
         other = None if pointer is None else self._at.get(pointer)
         of = None if other is None else self.specs[other].of
@@ -194,7 +195,7 @@ class _CaptureWalk:
         return other if is_first and _same_memory(parts[0], self.tensors[other]) else None
 
     def _tensor(self, tensor: torch.Tensor, path: Path, of: SliceFacts | None = None, alias: int | None = None) -> int:
-        """The number of a tensor's spec. Of a slice, `of`, the caller knows the `alias`."""
+        """The number of a tensor's spec. For a slice, given by `of`, the caller passes the `alias`."""
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
@@ -206,7 +207,7 @@ class _CaptureWalk:
         elif pointer:
             mark = None if tensor.is_inference() else (pointer, tensor._version)
         if not has_plain_bytes(tensor):
-            tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
+            tensor = tensor.detach().cpu()  # mps, xpu, …: one plain copy, without a side stream
         if pointer:
             other = self._at.setdefault(pointer, number)
             if of is None and other != number and _same_memory(tensor, self.tensors[other]):
@@ -233,7 +234,7 @@ class _CaptureWalk:
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:
         shape = array.shape
         raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, "u1")
-        if not raw.flags.writeable:  # torch would warn about aliasing it; we only read
+        if not raw.flags.writeable:  # torch would warn about a read-only array
             raw = raw.copy()
         name = array.dtype.name
         if name in DTYPES and array.dtype.isnative and not array.dtype.names:
@@ -262,7 +263,7 @@ class _CaptureWalk:
         return data
 
     def _warn_of_trust(self, data: bytes) -> None:
-        """Warn of leaves that will need trust=True, once for each type, while they can still be left out."""
+        """Warn of leaves that will need trust=True to load, once for each type."""
         new: dict[type, tuple[Any, str]] = {}
         for value, name in self._objects:
             if type(value) not in _known_types:
@@ -285,7 +286,7 @@ def _nothing() -> torch.Tensor:
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
-    """The address of an ordinary tensor's bytes; None if it has none, or is not ordinary."""
+    """The address of an ordinary tensor's bytes; None if it has no bytes, or is not ordinary."""
     if not is_ordinary(tensor) or tensor.is_nested:
         return None
     try:
@@ -295,7 +296,7 @@ def _pointer(tensor: torch.Tensor) -> int | None:
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors at one address are tied, rather than views that begin at the same byte."""
+    """True if two tensors at one address are tied. False for different views that begin at the same byte."""
     return (a.shape, a.dtype, a.stride(), a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.stride(), b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
@@ -311,7 +312,7 @@ def _spread_over_ranks(tensor: torch.Tensor) -> str | None:
 
 
 def why_not(tensor: torch.Tensor) -> str | None:
-    """The reason why this tensor cannot be stored or filled, or None."""
+    """The reason why a tensor cannot be stored or filled, or None."""
     kind = type(tensor).__qualname__
     if tensor.is_meta:
         return "a meta tensor has no values; materialise the module first"
@@ -354,5 +355,5 @@ def _needs_trust(data: bytes) -> bool:
     """
     try:
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except pickle.UnpicklingError:  # it holds an integer of hundreds of digits
+    except pickle.UnpicklingError:  # the pickle has an integer of hundreds of digits
         return True

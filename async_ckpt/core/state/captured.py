@@ -1,6 +1,7 @@
-"""A state of one instant as a value: the capture of it, and a view of copies of its tensors by name.
+"""The state of one instant as a value: its capture, and a view of copies of its tensors by name.
 
-In: a capture, and copies of its tensors. Out: parts of it by name, and plain containers. Knows nothing of: who copies.
+In: a capture, and copies of its tensors. Out: parts of the state by name, and plain containers.
+Knows nothing of: how tensors are copied.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ Mark: TypeAlias = tuple[int, int]
 
 
 class Capture(NamedTuple):
-    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is
-    stored once.
+    """One state, taken apart by `state.capture`. `tensors[i]` holds the bytes of `specs[i]`.
 
-    `marks[i]` are the address and the version counter of the user's own tensor; None for a copy that was made here.
-    `completions` are those of the snapshots in the state, and `frozen` the numbers of their tensors: these tensors have
-    their bytes once the snapshots are complete, and change no more.
+    A tensor with aliases is stored once. `marks[i]` has the address and the version counter of the user's own tensor;
+    None for a copy that was made here. `completions` has the completions of snapshots in the state, and `frozen` the
+    numbers of their tensors, which have their final bytes once the snapshots are complete.
     """
 
     specs: list[TensorSpec]
@@ -58,7 +58,7 @@ class Capture(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """The part of a state that one rank writes. Made by `StateDivider.divided` for each save."""
+    """The part of a state that one rank writes. `StateDivider.divided` creates it for each save."""
 
     captured: Capture
     ranks: RankFacts | None
@@ -72,7 +72,7 @@ class RankShare(NamedTuple):
 def structure_of(captured: Capture) -> Any:
     """The state, with a `StoredLeaf` for each leaf outside of the skeleton.
 
-    Raises TypeError for two classes of one name.
+    Raises TypeError for two classes with the same name.
     """
     return decode(json.loads(captured.skeleton), types=captured.types)[0]
 
@@ -82,12 +82,12 @@ class SnapshotCopies:
 
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
-        self.captured = captured._replace(tensors=[], skeleton="")  # it keeps none of the user's own tensors alive
+        self.captured = captured._replace(tensors=[], skeleton="")  # so that the user's own tensors are not kept alive
         self._copies: list[torch.Tensor] | None = copies
         self._pid = os.getpid()
 
     def with_copies(self, copies: list[torch.Tensor], completion: Future[None]) -> SnapshotCopies:
-        """Other copies with the same names, which are no tensors of the user's."""
+        """Other copies with the same names, which do not belong to tensors of the user."""
         captured = self.captured._replace(marks=[None] * len(copies), modules={}, notes={})
         return SnapshotCopies(captured, copies, completion)
 
@@ -107,17 +107,17 @@ class SnapshotCopies:
         return self._copies
 
     def marks(self) -> Iterator[tuple[torch.Tensor, Mark | None]]:
-        """The copies, each with the mark of its tensor at the instant of the snapshot."""
+        """The copies, each with the mark of the user's tensor at the instant of the snapshot."""
         return zip(self.copies(), self.captured.marks, strict=True)
 
     def filled(self, structure: Any) -> Any:
-        """A part of the structure in new containers and with new objects, which the caller may change."""
+        """A part of the structure with new containers and new objects, which the caller may change."""
         copies = self.copies()
         objects: list[Any] = []
 
         def give(stored: StoredLeaf) -> Any:
             if stored.kind == "object":
-                if not objects:  # this process has pickled them itself, so they are trusted
+                if not objects:  # this process has pickled the objects itself, so they are trusted
                     pickle = io.BytesIO(self.captured.objects or b"")
                     objects.extend(torch.load(pickle, weights_only=False))  # nosec B614
                 return objects[stored.number]
@@ -134,7 +134,7 @@ class SnapshotCopies:
 
 
 def _around_copies(captured: InnerTensors, copies: dict[str, Any]) -> Any:
-    """The tensor of these copies, which may lack their bytes yet. Raises UnsupportedStateError if it copies them."""
+    """The wrapped tensor of these copies, to be filled later. Raises UnsupportedStateError if its class copies them."""
     tensor = captured.made(copies)
     given = [part.data_ptr() for copy in copies.values() for part in plain_parts(copy)]
     if [part.data_ptr() for part in plain_parts(tensor)] != given:
@@ -148,12 +148,12 @@ def _around_copies(captured: InnerTensors, copies: dict[str, Any]) -> Any:
 
 
 class SnapshotView:
-    """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
+    """A snapshot or a part of a snapshot: the state at one instant, with its tensors on the host.
 
         snap["model"]["weight"]  # a tensor; snap["model"] is a part
 
-    The names are those of the state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the
-    state, and read it in the background. All readers share its tensors, so they must not be written to.
+    Names are as in state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the state, and
+    read it in the background. All readers share its tensors, so they must not be written to.
     """
 
     def __init__(self, source: SnapshotCopies, structure: Any, path: Path = ()) -> None:
@@ -161,7 +161,7 @@ class SnapshotView:
 
     @property
     def completion(self) -> Future[None]:
-        """A future that is done when all bytes are copied, with TornSnapshotError if a tensor changed too early.
+        """A future that resolves when all bytes are copied, with TornSnapshotError if a tensor changed too early.
 
         snap.completion.result(timeout=60)  # seconds
         """
@@ -177,14 +177,14 @@ class SnapshotView:
         tree = tree_of(self)
         error = self.completion.exception()
         if error is not None:
-            # A handle may keep the error for long, and the error's traceback would keep the copies.
+            # A handle may keep the error for a long time, and its traceback would keep the copies alive.
             del tree
             raise error
         return tree
 
     @property
     def _entries(self) -> Any:
-        """The container of the parts. Raises TypeError for one value."""
+        """The container of the parts. Raises TypeError for a single value."""
         if is_leaf(self):
             raise TypeError(f"{shown(self._path)} is one value, without parts; its state_dict() is that value")
         structure = self._structure
@@ -201,7 +201,7 @@ class SnapshotView:
         return entries
 
     def __getitem__(self, key: Any) -> Any:
-        """A part; or a tensor or a value, after waiting for `completion`.
+        """A part. For a single tensor or value, waits for `completion` and returns it.
 
         Raises KeyError, IndexError and ClosedError.
         """
@@ -225,7 +225,7 @@ class SnapshotView:
     def get(self, name: Any, default: Any = None) -> Any:
         """`snap[name]`, or `default` if there is no entry of this name. Raises TypeError if this is not a dict.
 
-        snap.get("scheduler")  # None, if there is none
+        snap.get("scheduler")  # None if there is no such entry
         """
         return self[name] if name in self._names else default
 
@@ -259,7 +259,7 @@ class SnapshotView:
 
 
 def module_of(view: SnapshotView) -> torch.nn.Module | None:
-    """The live module, without wrappers, of a view; None if there is none. Raises ReferenceError if it was deleted."""
+    """The live module of a view, without wrappers, or None. Raises ReferenceError if the module was deleted."""
     known = view._source.captured.modules.get(view._path)
     module = None if known is None else known()
     if known is not None and module is None:
@@ -271,7 +271,7 @@ def module_of(view: SnapshotView) -> torch.nn.Module | None:
 
 
 class FrozenTensors:
-    """Tensors of a snapshot, or views of them, by other names than it has: a state whose tensors do not change."""
+    """Tensors of a snapshot, or views of them, under other names: a state whose tensors do not change."""
 
     def __init__(self, view: SnapshotView, tensors: dict[str, torch.Tensor]) -> None:
         self.view, self._tensors = view, tensors
@@ -281,12 +281,12 @@ class FrozenTensors:
 
 
 class FrozenParts:
-    """The snapshots in a state, and their tensors. Created by a capture."""
+    """The snapshots in a state, and their tensors. A capture creates it."""
 
     def __init__(self) -> None:
         self.completions: list[Future[None]] = []
-        self.numbers: set[int] = set()  # of the tensors
-        self._moved: dict[int, Mark | None] = {}  # by storage: how far away the user's own is, and its version
+        self.numbers: set[int] = set()  # the numbers of the tensors
+        self._moved: dict[int, Mark | None] = {}  # by storage: the distance to the user's tensor, and its version
 
     def add(self, view: SnapshotView) -> None:
         self.completions.append(view.completion)
@@ -295,24 +295,24 @@ class FrozenParts:
                 self._moved[address] = None if mark is None else (mark[0] - copy.data_ptr(), mark[1])
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor of a snapshot, and for a view of one."""
+        """True for a tensor of a snapshot, and for a view of such a tensor."""
         return bool(self._moved) and tensor.untyped_storage().data_ptr() in self._moved
 
     def mark(self, tensor: torch.Tensor) -> Mark | None:
-        """The mark, at the instant of the snapshot, of the user's own tensor, or of the same view of it."""
+        """The mark of the user's own tensor, or of the same view of it, at the instant of the snapshot."""
         moved = self._moved[tensor.untyped_storage().data_ptr()]
         return None if moved is None else (tensor.data_ptr() + moved[0], moved[1])
 
 
 def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
-    """The names of values that each process has for itself, in a snapshot that lies at a path of a state."""
+    """The names of values that each process has separately, in a snapshot at this path of a state."""
     top, at = dotted(view._path), dotted(path)
     names = (name for name in view._source.captured.per_rank if not top or is_within(name, {top}))
     return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
 
 
 def notes_in(view: SnapshotView, path: Path) -> dict[Path, Mapping[str, Json]]:
-    """The notes beside the state dicts in a snapshot that lies at a path of a state."""
+    """The notes on state dicts in a snapshot at this path of a state."""
     top = view._path
     known = view._source.captured.notes
     return {(*path, *inner[len(top) :]): notes for inner, notes in known.items() if inner[: len(top)] == top}
@@ -324,13 +324,13 @@ def tree_of(view: SnapshotView) -> Any:
 
 
 def has_dtensors(view: SnapshotView) -> bool:
-    """True if other ranks hold other shards of a snapshot's tensors. Known of a closed snapshot, too."""
+    """True if other ranks hold other shards of a snapshot's tensors. Works for a closed snapshot, too."""
     placed = view._source.captured.placed
     return any(leaf.number in placed for leaf in parts_in(view._structure, StoredLeaf) if leaf.kind == "tensor")
 
 
 def is_leaf(view: SnapshotView) -> bool:
-    """True for a view of one tensor, or of one value."""
+    """True for a view of a single tensor or value."""
     structure = view._structure
     if isinstance(structure, torch.Size | InnerTensors):
         return True
@@ -338,7 +338,7 @@ def is_leaf(view: SnapshotView) -> bool:
 
 
 def part_of(view: SnapshotView, key: Any) -> SnapshotView:
-    """The part of this name or number. Raises KeyError or IndexError, and TypeError if it has no parts."""
+    """The part of this name or number. Raises KeyError or IndexError, and TypeError for a single value."""
     entries = view._entries
     is_named = isinstance(entries, dict)
     try:

@@ -1,4 +1,4 @@
-"""The part of a state that one of several ranks writes, and the state's structure as all of them see it.
+"""The part of a state that one of several ranks writes, and the structure of its state, which ranks compare.
 
 In: captured states of this rank, and the ranks with the same structure. Out: captured states with the part to write.
 Knows nothing of: other ranks' states, files.
@@ -35,17 +35,17 @@ from ..spec import (
 from .captured import Capture, RankShare
 from .names import is_within
 
-# One of many ranks writes nothing of most tensors. Cutting an empty part from each would take longer than all else.
+# With many ranks, a rank writes nothing of most tensors. Slicing an empty part of each would take most of the time.
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Structure(NamedTuple):
-    """A rank's state without its values, as text: equal on ranks whose states differ only in values.
+    """A rank's state without its values, as text. It is equal on ranks whose states differ only in values.
 
-    It has all facts that the division among ranks depends on. `text` has a line for each tensor: path, dtype, global
-    shape, cuts and the shape of the mesh; for a tied tensor with slices here also the other tensor's name. Ranks are
-    not named, except in the root mesh and in a mesh that is no regular grid.
+    The text has all facts that the division among ranks depends on. It has a line for each tensor: path, dtype, global
+    shape, cuts and the shape of the mesh, and for a tied tensor with slices on this rank also the name of the other
+    tensor. Rank numbers occur only in the root mesh, and in meshes that are not regular grids.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Structure(NamedTuple):
 
 
 class _WriteSource(NamedTuple):
-    """The source of a part to write: a captured spec, and the part of its tensor; None for the whole tensor."""
+    """The source of a part to write: a captured spec, and the part of its tensor, None for the whole tensor."""
 
     spec: int
     within: tuple[slice, ...] | None
@@ -68,7 +68,7 @@ class _WriteSource(NamedTuple):
 
 @dataclass(slots=True)
 class _Inventory:
-    """The tensors of a capture and its structure. `specs` and `slices` are those of the last capture equal to it."""
+    """The tensors and the structure of a capture. `specs` and `slices` are from the last equal capture."""
 
     specs: list[TensorSpec]
     slices: Sequence[Slices]
@@ -79,7 +79,7 @@ class _Inventory:
 
 
 class _WritePlan(NamedTuple):
-    """The parts that this rank writes of captures with one inventory."""
+    """The parts that this rank writes of each capture with the same inventory."""
 
     inventory: _Inventory
     mates: Sequence[int]
@@ -92,13 +92,13 @@ class _WritePlan(NamedTuple):
 
 
 class StateDivider:
-    """Divides the states of one rank of several, most of which equal the one before. Used by one thread at a time.
+    """Computes which part of each state this rank writes. Most states have the structure of the state before.
 
-    Ranks that are known to have the same structure share the writing of what they hold alike.
+    Ranks that are known to have the same structure share the writing of their replicas. Used by one thread at a time.
     """
 
     def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
-        """`root` is a mesh that the meshes of all tensors are parts of; it tells which meshes hold replicas."""
+        """`root` is a mesh that contains the meshes of all tensors. It determines which meshes hold replicas."""
         self.rank, self.world_size, self._root = rank, world_size, root
         self.slicer = Slicer(rank)
         self._inventory: _Inventory | None = None
@@ -112,8 +112,8 @@ class StateDivider:
     ) -> Structure:
         """The structure of a captured state.
 
-        `per_rank` are the names of values that each rank has for itself; the structure has only these names.
-        `borrowed` are groups that are not saved again, with the steps that they are taken from.
+        `per_rank` are the names of values that each rank has separately; the structure has only their names. `borrowed`
+        has groups that are not saved again, with the steps that they are borrowed from.
         """
         structure = self._inventory_of(captured, per_rank).structure
         if not borrowed:
@@ -124,7 +124,7 @@ class StateDivider:
     def divided(self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()) -> RankShare:
         """The part of a captured state that this rank writes. `mates` are all ranks known to have the same structure.
 
-        A rank outside of `mates` writes all that it holds.
+        A rank outside of `mates` writes everything that it holds.
         """
         inventory, plan = self._inventory_of(captured, per_rank), self._plan
         if plan is None or plan.inventory is not inventory or plan.mates != mates:
@@ -136,31 +136,31 @@ class StateDivider:
         return RankShare(written, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
-        """The tensors with possible replicas in the state that was divided last: slices as text, name, and parts.
+        """The tensors with possible replicas in the last divided state: slices as text, name, and parts.
 
-        Small tensors, which every rank writes, are not among them.
+        Small tensors, which every rank writes, are not included.
         """
         assert self._plan is not None
         return [(boxes, name, [captured.tensors[i] for i in specs]) for boxes, name, specs in self._plan.copies]
 
     def _has_others(self, slices: Slices) -> bool:
-        """True if other ranks may hold the same slices of a tensor, as far as is known here."""
+        """True if other ranks may hold the same slices of a tensor."""
         mesh = slices.mesh
         return mesh is None or slices.replicas().size > 1 or mesh.size < self.world_size
 
     def _inventory_of(self, captured: Capture, per_rank: tuple[str, ...]) -> _Inventory:
-        """The inventory of a capture: the last one, if the state has not changed in structure."""
+        """The inventory of a capture: the last inventory if the structure of the state has not changed."""
         last = self._inventory
         if last is None or last.per_rank != per_rank or last.specs != captured.specs or last.slices != captured.slices:
             last = self._inventory = _taken_of(captured, per_rank, self._root)
-        last.specs, last.slices = captured.specs, captured.slices  # the same objects are compared at no cost
+        last.specs, last.slices = captured.specs, captured.slices  # comparing the same objects again costs nothing
         return last
 
     def _planned(self, captured: Capture, inventory: _Inventory, given: Sequence[int]) -> _WritePlan:
         names, tensors, per_rank = inventory.names, inventory.tensors, frozenset(inventory.per_rank)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         shared, private = self._holdings(captured, inventory, own, given if self.rank in given else [self.rank])
-        # Values per rank must not change the division of the rest: other ranks may have more of them, or fewer.
+        # Values that each rank has separately may differ in number, and must not change the division of the rest.
         taken = rectangles_to_write(shared) | rectangles_to_write(private)
         everybody = by_everybody(shared)
         copies = self._copies(captured, inventory, own, everybody)
@@ -168,7 +168,7 @@ class StateDivider:
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_WriteSource] = []
-        first: dict[int, int] = {}  # the place of a tensor's first captured spec among the new specs
+        first: dict[int, int] = {}  # the index in the new specs of a tensor's first captured spec
         for number, slices in enumerate(captured.slices):
             numbers = tensors[number]
             spec = captured.specs[numbers[0]]
@@ -192,7 +192,7 @@ class StateDivider:
     def _holdings(
         self, captured: Capture, inventory: _Inventory, own: Set[int], mates: Sequence[int]
     ) -> tuple[dict[str, Holding], dict[str, Holding]]:
-        """The holdings that the ranks divide, and those of `own`, the tensors that each rank has for itself."""
+        """The holdings that the ranks divide, and the holdings of `own`, the tensors that each rank has separately."""
         replicas = SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
         shared, private = dict[str, Holding](), dict[str, Holding]()
         for number, slices in enumerate(captured.slices):
@@ -206,7 +206,7 @@ class StateDivider:
     def _copies(
         self, captured: Capture, inventory: _Inventory, own: Set[int], everybody: Set[str]
     ) -> list[tuple[str, str, list[int]]]:
-        """The tensors to compare with those of other ranks: slices as text, name, captured specs."""
+        """The tensors to compare with other ranks: slices as text, name, captured specs."""
         names, tensors, has_others = inventory.names, inventory.tensors, SliceCache(self._has_others)
         copies = []
         for number, slices in enumerate(captured.slices):
@@ -224,7 +224,7 @@ def _shown(name: str) -> str:
 
 
 def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> int:
-    """The number of the tensor that a tensor is tied to, otherwise its own."""
+    """The number of the tensor that a tensor is tied to; for any other tensor, its own number."""
     alias = captured.specs[tensors[number][0]].alias_of
     of = None if alias is None else captured.specs[alias].of
     return number if of is None else of.number
@@ -249,7 +249,7 @@ def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:
-            # A copy is not listed: another rank must have the original.
+            # Copies are not listed, since another rank must have the original.
             held = () if slices.is_copy else slices.rectangles
             spread = {"held": [rectangle.box for rectangle in held]}
         elif mesh is not None:
@@ -277,7 +277,7 @@ def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
 def _place(
     rectangle: Rectangle, held: Sequence[Rectangle], specs: Sequence[int]
 ) -> tuple[int, tuple[slice, ...] | None]:
-    """The spec of the slice that contains a rectangle, and the rectangle's place in it; None for all of it."""
+    """The spec of the slice that contains a rectangle, and the rectangle's part of the slice, None for all of it."""
     for whole, spec in zip(held, specs, strict=True):
         begins = [a - b for a, b in zip(rectangle.global_offsets, whole.global_offsets, strict=True)]
         ends = [begin + size for begin, size in zip(begins, rectangle.sizes, strict=True)]

@@ -1,10 +1,10 @@
-"""Random generators that are objects of their own, as plain data: those of torch, numpy and Python.
+"""Random generator objects of torch, numpy and Python as plain data.
 
 In: a generator, or an untrusted node. Out: a node, or a `SavedGenerator`, which sets a live generator or makes a new
-one. Knows nothing of: files, the generators of the process itself.
+one. Knows nothing of: files, the global generators of the process.
 
-A node is `{"generator": [kind, state, …]}`. The kind is a word of this module, so reading imports nothing on a file's
-word, and a state is tried on a scratch generator before it is believed: numpy itself checks only a part of it.
+A node is `{"generator": [kind, state, …]}`. This module defines the kinds, so a file cannot cause an import. A state is
+tried on a scratch generator first, since numpy itself checks only a part of it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..spec import Json, with_article
 from .plain import from_base64, hashable_value, scalar_node, to_base64
 
 _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-# Positions in a stock of numbers, which numpy sets without a look at the size of the stock.
+# Positions in a buffer of numbers, and the buffer's size, which numpy does not check.
 _STOCKS: Final = {"pos": 624, "buffer_pos": 4}
-# A seed of more digits is not kept: the time to mix it grows with the square of its length.
+# A seed of more digits is not stored, since the time to mix it grows with the square of its length.
 _MAX_SEED_CHARACTERS: Final = 4096
 _MAX_POOL: Final = 64
 
 
 def generator_node(value: Any) -> Json | None:
-    """The node of a random generator with its state; None for anything else, and for kinds that are not known here."""
+    """The node of a random generator with its state; None for any other value, and for unknown kinds."""
     facts = _facts(value)
     return None if facts is None else {"generator": facts}
 
 
 def is_generator(value: Any) -> bool:
-    """True for a random generator of torch, numpy or Python, also of a kind that is not stored as plain data."""
+    """True for a random generator of torch, numpy or Python, including kinds that are not stored as plain data."""
     if isinstance(value, torch.Generator | random.Random):
         return True
     numpy = sys.modules.get("numpy.random")
@@ -47,7 +47,7 @@ def is_generator(value: Any) -> bool:
 
 
 def copy_state(source: Any, target: Any) -> None:
-    """Set a generator to the state of another one of its class, of a kind that is not stored as plain data."""
+    """Copy the state of a generator to another one of the same class, for kinds that are not stored as plain data."""
     if isinstance(source, random.Random):
         target.setstate(source.getstate())
     else:
@@ -58,7 +58,7 @@ def _facts(value: Any) -> Json | None:
     if isinstance(value, torch.Generator):
         return ["torch", to_base64(bytes(value.get_state().tolist())), str(value.device)]
     if isinstance(value, random.Random):
-        # A class with a state of its own is pickled; SystemRandom has none.
+        # A subclass with its own state is pickled. SystemRandom has no state.
         is_known = type(value).getstate is random.Random.getstate
         return ["python", _tree(value.getstate())] if is_known else None
     if not is_generator(value) or type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
@@ -80,7 +80,7 @@ def _bit_generator(value: Any) -> Any:
 
 
 def _seed_facts(numpy: Any, seed: Any) -> list[Json]:
-    """The seed sequence, by which `spawn` makes further generators; empty if it cannot be kept."""
+    """The seed sequence, from which `spawn` makes further generators; empty if it cannot be stored."""
     if type(seed) is not numpy.SeedSequence or seed.pool_size > _MAX_POOL:
         return []
     facts = _tree(seed.state)
@@ -89,16 +89,16 @@ def _seed_facts(numpy: Any, seed: Any) -> list[Json]:
 
 @dataclass(frozen=True)
 class SavedGenerator:
-    """A random generator in a skeleton. Equal ones go on with the same numbers.
+    """A random generator in a skeleton. Equal generators continue with the same numbers.
 
-    `facts` are those of the node: the kind, the state, and for torch the device, for numpy the seed sequence.
+    `facts` are the contents of the node: the kind, the state, and for torch the device, for numpy the seed sequence.
     """
 
     facts: list[Json]
 
     @classmethod
     def of_node(cls, facts: Json) -> SavedGenerator:
-        """The generator of an untrusted node. Raises some error for a node that `generator_node` would not make."""
+        """The generator of an untrusted node. Raises an unspecified error for an invalid node."""
         saved = cls(facts)
         if facts[0] == "torch" and not is_host(torch.device(facts[2])):
             from_base64(facts[1])  # this machine may lack the device
@@ -108,18 +108,18 @@ class SavedGenerator:
 
     @classmethod
     def of(cls, generator: Any) -> SavedGenerator | None:
-        """The state of a generator; None if its kind is not known here."""
+        """The saved form of a generator; None if its kind is unknown."""
         facts = _facts(generator)
         return None if facts is None else cls(facts)
 
     def made(self) -> Any:
-        """A new generator with this state; of a device that this machine lacks, the state as a uint8 tensor."""
+        """A new generator with this state; if this machine lacks its device, the state as a uint8 tensor."""
         kind, state, *more = self.facts
         if kind == "torch":
             tensor, device = torch.frombuffer(bytearray(from_base64(state)), dtype=torch.uint8), torch.device(more[0])
             if is_host(device):
                 return torch.Generator().set_state(tensor)
-            for name in (more[0], more[0].partition(":")[0]):  # the machine may have fewer of the kind
+            for name in (more[0], more[0].partition(":")[0]):  # the machine may have fewer devices
                 with suppress(Exception):
                     return torch.Generator(name).set_state(tensor)
             return tensor
@@ -141,7 +141,7 @@ class SavedGenerator:
             return "draws from the operating system and has no state that could be set; leave it out"
         if (here := _kind_of(live)) != (there := self.kind):
             return f"is {with_article(here)} here and {with_article(there)} in the checkpoint"
-        try:  # on a scratch generator: what is refused leaves the live one as it was
+        try:  # on a scratch generator, so that a refused state does not change the live generator
             if isinstance(live, torch.Generator):
                 self.put_into(torch.Generator(live.device))
             else:
@@ -152,7 +152,7 @@ class SavedGenerator:
 
     @property
     def kind(self) -> str:
-        """The kind in words. A state fits only generators of the same kind."""
+        """The kind as text. A state fits only generators of the same kind."""
         kind, state, *more = self.facts
         if kind == "torch":
             return f"torch.Generator of {torch.device(more[0]).type}"
@@ -183,7 +183,7 @@ def _bit_generator_name(state: Json) -> str:
 
 
 def _blank(kind: str, state: Json) -> Any:
-    """A new generator of a kind. Raises ValueError for a kind that is not known here."""
+    """A new generator of this kind. Raises ValueError for an unknown kind."""
     if kind == "python":
         return random.Random()  # nosec B311
     if kind not in _NUMPY_WORDS:
@@ -197,9 +197,9 @@ def _blank(kind: str, state: Json) -> Any:
 
 
 def put_python(generator: Any, state: Any) -> None:
-    """Set a generator of Python, or with the module `random` that of the process."""
+    """Set the state of one of Python's generators; with the module `random`, of the process's global generator."""
     version, internal, gauss = state
-    if gauss is not None and not isinstance(gauss, float):  # setstate accepts anything, and gauss() fails later
+    if gauss is not None and not isinstance(gauss, float):  # setstate accepts any value, and gauss() fails later
         raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() keeps")
     generator.setstate((version, tuple(internal), gauss))
 
@@ -219,7 +219,7 @@ def _put(generator: Any, tree: Json, seed: Json = None) -> None:
     _check_like(inner.state, state)
     inner.state = state
     if seed is not None:
-        with suppress(TypeError):  # numpy before 2.0 keeps the seed sequence that it was made with
+        with suppress(TypeError):  # before 2.0, numpy cannot replace a generator's seed sequence
             inner.__setstate__((state, _seed_sequence(numpy.random, seed)))
 
 
@@ -232,9 +232,9 @@ def _seed_sequence(numpy: Any, tree: Json) -> Any:
 
 
 def _check_like(own: Any, state: Any, name: str = "") -> None:
-    """Check a state that may be forged.
+    """Check an untrusted state against a generator's own state.
 
-    Raises ValueError for a state of another structure than a generator's own, or with a position out of range.
+    Raises ValueError if the structure differs, or a position is out of range.
     """
     if isinstance(own, Mapping):
         if not isinstance(state, Mapping) or own.keys() != state.keys():

@@ -1,10 +1,10 @@
-"""Facts about a data loader: what the order of its items depends on, beside the position that its state has.
+"""Facts about a data loader that the order of its items depends on, besides the position in its state.
 
-In: a data loader, a sampler or a dataset with a position. Out: a few numbers and names, and the differences between
-those of two, in words. Knows nothing of: which package a loader is from, files.
+In: a data loader, a sampler or a dataset with a position. Out: a few numbers and names; the differences between two
+loaders, as text. Knows nothing of: the package of a loader, files.
 
-Loaders are known by what they have, as torch's, torchdata's, accelerate's and torchtitan's all do: a dataset and
-workers. A sampler has replicas, and an iterable dataset of Hugging Face has shards.
+Loaders are recognized by their attributes: the loaders of torch, torchdata, accelerate and torchtitan all have a
+dataset and workers. A sampler has replicas, and an iterable dataset of Hugging Face has shards.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from ..spec import Json
 
 HOW_TO_KEEP_ORDER: Final = "construct the data loader as it was at the save"
-# The warning: of a checkpoint, a loader, and the facts that differ.
+# The warning, with the checkpoint, the loader, and the facts that differ.
 ANOTHER_ORDER: Final = (
     "async_ckpt: %s: %s gives its data in another order than it did: %s; "
     f"{HOW_TO_KEEP_ORDER}, or some items come twice and others not at all"
 )
-# The facts, in the words of messages.
+# The names of facts in messages.
 _WORDS: Final = {
     "items": "number of items", "batches": "number of batches", "batch_size": "batch size", "drop_last": "drop_last",
     "shards": "number of shards", "num_workers": "number of workers", "world_size": "world size",
     "sampling": "sampling", "seed": "seed", "pads": "drop_last of the sampler", "buffer_size": "buffer size",
 }  # fmt: skip
-# The attributes by which samplers and datasets say among how many ranks they share the items.
+# The attributes in which samplers and datasets have the number of ranks that share the items.
 _WORLD_SIZES: Final = ("num_replicas", "num_processes", "dp_world_size", "world_size")
-# Classes that take items in order, or leave the order to the sampler in them.
+# Classes that take items in order, or in the order of their inner sampler.
 _PLAIN: Final = frozenset({"SequentialSampler", "BatchSampler", "BatchSamplerShard", "SkipBatchSampler"})
 
 
@@ -52,7 +52,7 @@ def loader_facts(value: Any, restored: Collection[int] = ()) -> dict[str, int | 
     world_size = _world_size([*samplers, dataset, _get(dataset, "_distributed")], is_iterable=is_iterable)
     facts = {
         "items": _length(dataset),
-        # torch notes that the length of an iterable dataset's loader was asked for, and warns if it was not right.
+        # If the length of an iterable dataset's loader is requested, torch warns later if the length was wrong.
         "batches": None if is_iterable else _length(value),
         "batch_size": _get(value, "batch_size", int) or _get(batches, "batch_size", int),
         "drop_last": _get(batches, "drop_last", bool),
@@ -62,21 +62,21 @@ def loader_facts(value: Any, restored: Collection[int] = ()) -> dict[str, int | 
         **(_of_stages(dataset) if is_iterable else _of_samplers(samplers[not is_sampler :], restored)),
     }
     if facts["items"] is None or facts["items"] % world_size == 0:
-        facts.pop("pads", None)  # no rank has an item more than another
+        facts.pop("pads", None)  # all ranks have the same number of items
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def order_differences(live: Any, saved: Json, restored: Collection[int] = ()) -> list[str]:
-    """The facts that differ between a live loader and a saved one, in words: the order of the items then differs, too.
+    """The facts, as text, that differ between a live loader and a saved one, so that the order of items differs.
 
-    Facts that only one side has are not compared. `saved` may come from any file; nothing differs from None.
-    `restored` has the ids of the generators that get their saved state.
+    Facts that only one side has are not compared. `saved` may come from any file; the result is empty unless it is a
+    dict. `restored` has the ids of the generators that get their saved state.
     """
     if not isinstance(saved, dict):
         return []
     facts = loader_facts(live, restored)
     if "batches" in facts and facts["batches"] == saved.get("batches"):
-        facts.pop("drop_last", None)  # the last batch is as large as the others
+        facts.pop("drop_last", None)  # the last batch is complete in both
     return [
         "{} {:.60} in the checkpoint and {:.60} here".format(_WORDS[name], *map(_shown, (saved[name], fact)))
         for name, fact in facts.items()
@@ -89,20 +89,20 @@ def _shown(fact: Json) -> str:
 
 
 def _nested(part: Any, *names: str) -> list[Any]:
-    """An object, the one that is its first attribute of these names, and so on."""
+    """An object, its first existing attribute of these names, that attribute's attribute, and so on."""
     parts: list[Any] = []
-    while part is not None and len(parts) < 100:  # one of a user may be in itself
+    while part is not None and len(parts) < 100:  # a user's object may contain itself
         parts.append(part)
         part = _first(_get(part, name) for name in names)
     return parts
 
 
 def _of_samplers(samplers: list[Any], restored: Collection[int]) -> dict[str, Any]:
-    """The facts of a loader whose dataset has a length: which samplers mix its items, and by which seed."""
+    """The facts of a loader whose dataset has a length: the samplers that mix its items, and their seed."""
     if not samplers:
         return {}
     if all(type(part).__module__.startswith("torchdata.") for part in samplers):
-        # The state of such a loader has that of their generator.
+        # The state of such a loader includes the state of the samplers' generator.
         restored = {*restored, *(id(_get(part, "generator")) for part in samplers)}
     shares = [part for part in samplers if isinstance(part, DistributedSampler)]
     mixing = [part for part in samplers if not (_name(part) in _PLAIN or (part in shares and not part.shuffle))]
@@ -114,14 +114,14 @@ def _of_samplers(samplers: list[Any], restored: Collection[int]) -> dict[str, An
 
 
 def _name(sampler: Any) -> str:
-    """The name of a sampler's class. Those of torchdata give the order of torch's."""
+    """The name of a sampler's class. torchdata's samplers produce the same order as torch's samplers."""
     name = type(sampler).__name__.removeprefix("Stateful")
     return f"{name} with replacement" if _get(sampler, "replacement", bool) else name
 
 
 def _of_stages(dataset: Any) -> dict[str, Any]:
-    """The facts of an iterable dataset: how Hugging Face's `shuffle` mixes its items."""
-    source = _first((_get(dataset, "dataset"), dataset))  # accelerate has one around it
+    """The facts of an iterable dataset: the seed and the buffer size of Hugging Face's `shuffle`."""
+    source = _first((_get(dataset, "dataset"), dataset))  # accelerate wraps the dataset
     stages = _nested(_get(source, "_ex_iterable"), "ex_iterable")
     return {
         "seed": _first(_seed(stage) for stage in stages),
@@ -130,7 +130,7 @@ def _of_stages(dataset: Any) -> dict[str, Any]:
 
 
 def _seed(part: Any, restored: Collection[int] = ()) -> Any:
-    """The seed of a sampler, or of a stage of a dataset; None if there is none, or if it does not matter."""
+    """The seed of a sampler, or of a stage of a dataset; None if it has no seed, or if its seed does not matter."""
     if (number := _first((_get(part, "initial_seed", int), _get(part, "seed", int)))) is not None:
         return number
     if id(generator := _get(part, "generator")) in restored:
@@ -147,14 +147,14 @@ def _first(facts: Iterable[Any]) -> Any:
 def _world_size(parts: list[Any], *, is_iterable: bool) -> int:
     if number := next(filter(None, (_get(part, name, int) for part in parts for name in _WORLD_SIZES)), None):
         return int(number)
-    # An iterable dataset may divide its items itself. Datasets of Hugging Face would have said so.
+    # An iterable dataset may divide its items itself. Datasets of Hugging Face record this in `_distributed`.
     if is_iterable and not hasattr(parts[-2], "_distributed") and torch.distributed.is_available():
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return 1
 
 
 def _get(value: Any, name: str, kind: type = object) -> Any:
-    """An attribute of a value, or one of its attribute: None if there is none of this class itself."""
+    """An attribute of a value, or a nested attribute such as "a.b"; None unless it is exactly of this class."""
     with suppress(Exception):  # an attribute of a user's class may raise anything
         found = attrgetter(name)(value)
         return found if kind in (object, type(found)) else None
@@ -162,6 +162,6 @@ def _get(value: Any, name: str, kind: type = object) -> Any:
 
 
 def _length(value: Any) -> int | None:
-    with suppress(Exception):  # it has none, or does not know it
+    with suppress(Exception):  # the value has no length, or its length is unknown
         return len(value)
     return None

@@ -1,9 +1,10 @@
-"""Megatron's ShardedTensors in a state: each brings along its name on all ranks, wherever in the state it lies.
+"""Megatron's ShardedTensors in a state, each of which carries its global name, independent of its path in the state.
 
-In: leaves of a state. Out: the tensors among them by name, and skeletons with these. Knows nothing of: other ranks.
+In: leaves of a state. Out: the ShardedTensors among them by name, and skeletons with these tensors.
+Knows nothing of: other ranks.
 
-On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first, or a row of the tensor of
-all layers. So a ShardedTensor becomes an entry of its group under its key, and the slices of one key are one tensor.
+On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first stage, or a row of the tensor
+of all layers. So a ShardedTensor becomes an entry of its group under its key, and slices of one key are one tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class MegatronTensors:
         self._tensors: dict[Path, dict[Path, Any]] = {}  # by name, then by path in the live state
 
     def take(self, value: Any, path: Path) -> bool:
-        """True if the value is a ShardedTensor, which is then kept.
+        """True if the value is a ShardedTensor, which is then collected.
 
-        Raises UnsupportedStateError for Megatron's objects that are no tensors.
+        Raises UnsupportedStateError for Megatron's objects that are not tensors.
         """
         if is_of_megatron(value):
             if not path or not isinstance(value.key, str):
@@ -47,9 +48,9 @@ class MegatronTensors:
         return False
 
     def tensors(self) -> Iterator[tuple[Path, Slices, tuple[torch.Tensor, ...], torch.dtype]]:
-        """Each tensor once: its path, its slices on this rank, their parts and its dtype.
+        """Each tensor once: its path, its slices on this rank, the memory of the slices, and its dtype.
 
-        Raises UnsupportedStateError, naming its path, for slices that contradict each other.
+        Raises UnsupportedStateError, naming the path, for slices that contradict each other.
         """
         assert self._slicer is not None or not self._tensors
         for name, values in self._tensors.items():
@@ -62,7 +63,7 @@ class MegatronTensors:
 
 
 def refuse_others(value: Any, path: Path) -> None:
-    """Raise UnsupportedStateError for Megatron's objects that are no tensors."""
+    """Raise UnsupportedStateError for Megatron's objects that are not tensors."""
     if why := _why_not(value):
         raise refused(shown(path), f"{with_article(type(value).__name__)} {why}")
 
@@ -73,7 +74,7 @@ def name_of(value: Any, path: Path) -> Path:
 
 
 def keys_below(value: Any, *, deep: bool) -> set[str]:
-    """The keys of the ShardedTensors in a dict, and with `deep` in dicts below it."""
+    """The keys of the ShardedTensors in a dict; with `deep`, also in nested dicts."""
     keys: set[str] = set()
     for item in value.values():
         if is_of_megatron(item):
@@ -84,7 +85,7 @@ def keys_below(value: Any, *, deep: bool) -> set[str]:
 
 
 def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
-    """A skeleton with these tensors added by name. Raises UnsupportedStateError if a name is taken already."""
+    """A skeleton with these tensors added by name. Raises UnsupportedStateError if a name is already used."""
     for name, number in numbers.items():
         items = _items_of(node, name)
         for key in name[:-1]:

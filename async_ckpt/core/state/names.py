@@ -1,6 +1,6 @@
 """The names of a state's entries, the selection of some of them, and the names of dtypes.
 
-In: paths and patterns; dtypes. Out: dotted names, and true or false for each; names, and dtypes by their names.
+In: paths and patterns; dtypes. Out: dotted names, and whether each is selected; names of dtypes, and dtypes by name.
 Knows nothing of: the values of tensors.
 """
 
@@ -18,9 +18,9 @@ from ..spec import Json
 
 
 class Selector:
-    """True for a selected path: by its name, by the name of a container of it, or by a glob over the dotted path.
+    """True for a selected path: by its name, by the name of a container around it, or by a glob over its name.
 
-    Made by `selector` for one call of the user.
+    `selector` creates it for one call of the user.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -34,7 +34,7 @@ class Selector:
         return any(_matches(name, pattern) for pattern in self._patterns)
 
     def reaches(self, name: str) -> bool:
-        """True if a top-level entry of this name, or something in it, is or may be selected."""
+        """True if a top-level entry of this name, or an entry in it, may be selected."""
         return any(_matches(name, pattern) or _reaches(name, pattern) for pattern in self._patterns)
 
 
@@ -53,7 +53,7 @@ def dotted(path: Path) -> str:
 
 
 def is_within(name: str, groups: Set[str]) -> bool:
-    """True if a dotted name is one of the groups, or inside one. The time does not depend on the number of groups."""
+    """True if a dotted name is one of the groups, or inside a group, in a time independent of their number."""
     end = len(name) if groups else -1
     while end >= 0 and name[:end] not in groups:
         end = name.rfind(".", 0, end)
@@ -61,26 +61,24 @@ def is_within(name: str, groups: Set[str]) -> bool:
 
 
 def shown(path: Path) -> str:
-    """The name of a path, for people."""
+    """The name of a path for messages."""
     return printable(dotted(path)) if path else "the state"
 
 
 def printable(text: str) -> str:
-    """The text with lone surrogates written out, since no terminal and no log file accepts them."""
+    """The text with lone surrogates escaped, since terminals and log files reject them."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _text(key: Any) -> str:
     try:
         return str(key)
-    except (ValueError, RecursionError):  # an integer, or one in a tuple, of thousands of digits
+    except (ValueError, RecursionError):  # the key is or contains an integer with thousands of digits
         return f"{hex(key)[:20]}…" if isinstance(key, int) else f"<{type(key).__qualname__}>"
 
 
 def selector(select: Select, *, what: str = "select") -> Selector | None:
-    """The selector for `select`; None for everything. Raises TypeError for a pattern that is no text, naming the
-    argument.
-    """
+    """The selector for `select`, or None for all. Raises TypeError, naming the argument, for an invalid pattern."""
     if select is None:
         return None
     patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
@@ -96,7 +94,7 @@ Path = tuple[Any, ...]
 Select = str | Sequence[str] | None
 
 
-# No dtype has as many fields. numpy takes minutes to make a dtype of a few megabytes of nested fields.
+# Real dtypes have fewer fields. numpy takes minutes to make a dtype from megabytes of nested fields.
 _MAX_FIELDS: Final = 10_000
 
 
@@ -106,7 +104,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of that name; raises ValueError when this torch has none."""
+    """The torch dtype of that name. Raises ValueError if this version of torch lacks it."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this version of torch has no dtype {name!r:.50}; install a newer one to load it")
@@ -114,12 +112,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_describable(dtype: Any) -> bool:
-    """True if arrays of this dtype are stored as their bytes: it has no Python objects, and not too many fields."""
+    """True if arrays of this dtype are stored as bytes: the dtype has no Python objects, and not too many fields."""
     return not dtype.hasobject and _num_fields(dtype) <= _MAX_FIELDS
 
 
 def numpy_dtype(descr: Json) -> Any:
-    """The dtype of a .npy description. Raises ValueError for one with Python objects."""
+    """The dtype of a .npy description. Raises ValueError for a dtype with Python objects."""
     import numpy
 
     dtype = numpy.lib.format.descr_to_dtype(_tuples(descr, itertools.count()))
@@ -136,7 +134,7 @@ def _num_fields(dtype: Any) -> int:
 
 
 def _tuples(descr: Json, fields: Iterator[int]) -> Any:
-    """The description of a structured dtype with its tuples, which JSON made lists. `fields` counts its fields."""
+    """The description of a structured dtype with tuples restored from JSON's lists. `fields` counts its fields."""
     if isinstance(descr, str):
         if len(descr) > 1000:
             raise ValueError(f"the dtype {descr:.50}… is too long")

@@ -1,10 +1,11 @@
-"""Optimizers that consist of others, and optimizers with a state dict of their own.
+"""Optimizers that consist of other optimizers, and optimizers with their own state dict methods.
 
-In: optimizers. Out: the parts of one, its groups of parameters and their names, whose methods it uses. Knows nothing
-of: what was saved, steps.
+In: optimizers. Out: the parts of an optimizer, its parameter groups, the names of parameters, and whether its methods
+are torch's. Knows nothing of: saved states, steps.
 
-torchtitan has one container for the optimizers of all model parts, ZeroRedundancyOptimizer one for the part of this
-rank; accelerate wraps one. They are known by what they hold, not by what their attributes are called.
+torchtitan has a container for the optimizers of all model parts, ZeroRedundancyOptimizer contains the optimizer of this
+rank's part, and accelerate wraps an optimizer. They are recognized by what their attributes hold, not by the
+attributes' names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 
 
 def all_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, all optimizers that it steps, and in turn all that they step."""
+    """The optimizer, and all optimizers that it steps, recursively."""
     by_id: dict[int, Optimizer] = {}
     todo = [optimizer]
     while todo:
@@ -31,19 +32,19 @@ def all_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that do the work of this one, in its order; the optimizer alone if it steps no other."""
+    """The innermost optimizers that this optimizer steps, in its order; the optimizer itself if it steps no other."""
     return [one for one in all_of(optimizer) if not _parts_held_by(one)]
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether an object is an optimizer, or wraps one."""
+    """Whether an object is an optimizer, or wraps an optimizer."""
     return isinstance(value, Optimizer) or hasattr(type(value), "param_groups")
 
 
 def classes_of(optimizer: Any) -> list[list[str]]:
-    """The names of the classes of its parts: each with those that it is derived from, but torch's base class.
+    """The class names of the optimizer's parts, each with its base classes except torch's Optimizer.
 
-    A name is that of the package, and that of the class: modules are moved within packages.
+    A name consists of the package and the class, since classes are moved between modules of a package.
     """
     kinds = dict.fromkeys(map(type, parts_of(optimizer)))
     return [[name_of_class(cls) for cls in kind.__mro__ if cls not in (Optimizer, object)] for kind in kinds]
@@ -54,12 +55,12 @@ def name_of_class(cls: type) -> str:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of all its parts."""
+    """The parameter groups of all parts of an optimizer."""
     return [group for part in parts_of(optimizer) for group in part.param_groups]
 
 
 def names_in(optimizer: Optimizer) -> dict[int, set[str]]:
-    """The names in the groups of an optimizer, by the ids of its parameters; parameters without a name are left out."""
+    """The names in an optimizer's groups, by the ids of its parameters; parameters without a name are left out."""
     names: dict[int, set[str]] = {}
     for group in (*groups_of(optimizer), *_own_groups(optimizer)):
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
@@ -68,12 +69,12 @@ def names_in(optimizer: Optimizer) -> dict[int, set[str]]:
 
 
 def has_own(optimizer: Optimizer, method: str) -> bool:
-    """Whether `state_dict` or `load_state_dict` is not that of torch: by its class, or by itself."""
+    """Whether an optimizer, or its class, overrides `state_dict` or `load_state_dict` of torch."""
     return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
 
 
 def is_plain_optimizer(optimizer: Any) -> bool:
-    """True for torch's optimizers, and for those that save and load like them."""
+    """True for torch's optimizers, and for optimizers that save and load like them."""
     if not isinstance(optimizer, Optimizer):
         return False
     if any(has_own(optimizer, method) for method in ("state_dict", "load_state_dict")):
@@ -87,7 +88,7 @@ def is_plain_optimizer(optimizer: Any) -> bool:
 
 
 def held_by(value: Any, kind: type[T]) -> Iterator[T]:
-    """The objects of a class that are attributes of an object, or in a list or a dict that is one."""
+    """The objects of a class that are attributes of an object, or items of a list or dict that is an attribute."""
     for held in list(getattr(value, "__dict__", {}).values()):
         several = held.values() if isinstance(held, Mapping) else held
         candidates = several if isinstance(held, Mapping | list | tuple) else (held,)
@@ -99,7 +100,7 @@ def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
-    """Whether the outer optimizer steps the inner one: they share parameters, or the outer one has none of its own."""
+    """Whether `outer` steps `inner`: they share parameters, or `outer` has no parameters."""
     if inner is outer:
         return False
     groups = _own_groups(outer)
@@ -108,5 +109,5 @@ def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
 
 
 def _own_groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
-    groups = getattr(optimizer, "param_groups", None)  # a wrapper may never have been initialised as an optimizer
+    groups = getattr(optimizer, "param_groups", None)  # a wrapper may not have called `Optimizer.__init__`
     return groups if isinstance(groups, list) else ()

@@ -1,10 +1,10 @@
-"""The containers that a state has only where several ranks save it, and dicts and lists made of flat names.
+"""Containers that a state has only if several ranks save it, and dicts and lists built from flat names.
 
-In: values, each with its rank or its path. Out: mappings, dicts and lists. Knows nothing of: files, tensors.
+In: values with their ranks or paths. Out: mappings, dicts and lists. Knows nothing of: files, tensors.
 
-A path, as torch.distributed.checkpoint gives it, is text for the key of a dict, and a number for a place in a list.
-One rank may have a few items of a list, and others the rest: each rank keeps its items as `ListItems`, which become a
-list once they are complete.
+A path from torch.distributed.checkpoint has a string for the key of a dict, and a number for an index of a list. The
+items of one list may be on several ranks. Each rank keeps its items as `ListItems`, which become a list once they are
+complete.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .names import Path, shown
 
 
 class PerRank(Mapping[int, Any]):
-    """The values that several ranks saved under one name, each its own: rank -> value.
+    """The values that several ranks saved separately under one name: rank -> value.
 
         state = async_ckpt.load("runs/a")
         state["rng"][3]  # the value of rank 3
 
-    It cannot be changed. `async_ckpt.load(…, from_ranks={"rng": 3})` gives the value of rank 3 alone.
+    The mapping is read-only. `async_ckpt.load(…, from_ranks={"rng": 3})` returns only the value of rank 3.
     """
 
     __slots__ = ("_values",)
@@ -46,19 +46,19 @@ class PerRank(Mapping[int, Any]):
 
 
 class ListItems(dict[int, Any]):
-    """Some of the items of a list, by their places.
+    """Some of the items of a list, by index.
 
-    Made by `nested`, and stored for a rank that has no more of the list.
+    `nested` creates it. It is stored for a rank that has only a part of the list.
     """
 
 
 def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict[str, Any]:
-    """Put values at their paths. With `are_all` no rank has other values, and `ListItems` become lists.
+    """Put values at their paths. With `are_all`, no other rank has values, and `ListItems` become lists.
 
-    Raises ValueError if a path leads through the value of another, or a number stands beside the key of a dict.
+    Raises ValueError if a path leads through the value of another path, or if a container mixes numbers and strings.
     """
     root: dict[Any, Any] = {}
-    # The containers made here, inner ones last; a dict that is not among them is a value.
+    # The containers made here, inner containers last; any other dict is a value.
     containers: dict[int, tuple[dict[Any, Any], dict[Any, Any], Any]] = {id(root): (root, {}, None)}
     for path, value in entries:
         inside = root

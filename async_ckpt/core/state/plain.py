@@ -1,10 +1,10 @@
-"""Plain values as JSON, and back: values that need neither a pickle nor the bytes of a tensor.
+"""Plain values to JSON and back: values that need neither a pickle nor the bytes of a tensor.
 
-In: a value, or an untrusted node. Out: a node, or the value. Knows nothing of: containers, tensors, files.
+In: a value, or an untrusted node. Out: its node, or its value. Knows nothing of: containers, tensors, files.
 
-Numbers, text, booleans and None stand for themselves if JSON has them; every other value is an object with one key, its
-kind: `{"date": "2024-02-29"}`. A node is read by a constructor that takes no more memory than the node's own text, and
-imports nothing. Only values of exactly these types are plain, since a subclass may have more state.
+Numbers, strings, booleans and None are JSON values if JSON can represent them. Every other value is an object with one
+key, its kind: `{"date": "2024-02-29"}`. Reading a node allocates no more memory than the node's own text, and imports
+nothing that it names. Only values of exactly these types are plain, since a subclass may have more state.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
 
 SCALARS: Final = frozenset({str, int, float, bool, type(None)})
-# Longer bytes are stored like a tensor: base64 in the index would take a third more, and the time of every reader.
+# Longer bytes are stored like a tensor: base64 in the index is a third longer, and every reader would have to parse it.
 INLINE_BYTES: Final = 4096
 # The time to reduce a fraction grows with the square of its length.
 _MAX_FRACTION_BITS: Final = 4096
-# The name of a time zone is the path of a file below the system's folder of zones, and must not leave it.
+# The name of a time zone is the path of a file below the system's folder of time zones, and must not leave the folder.
 _ZONE: Final = r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}"
 _MEMORY_FORMATS: Final = {
     str(value).removeprefix("torch."): value
     for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
 }
-# The class that each class of paths is read as. A path of this system's own kind keeps its class.
+# The class that a path is read as, by its saved class. A path of this system's own kind keeps its class.
 _PATHS: Final[Mapping[str, type[PurePath]]] = {
     "PurePosixPath": PurePosixPath,
     "PosixPath": PurePosixPath,
@@ -56,7 +56,7 @@ _PATHS: Final[Mapping[str, type[PurePath]]] = {
 
 
 class NotPlainError(Exception):
-    """A value, or a part of it, has no node. `kind` is the name of its type."""
+    """Raised if a value, or a part of it, has no node. `kind` is the name of its type."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value).__qualname__
@@ -78,7 +78,7 @@ def scalar_node(value: Any) -> Json:
 
 
 def plain_node(value: Any) -> Json | None:
-    """The node of a value that is no scalar; None if it is not plain."""
+    """The node of a value that is not a scalar; None if the value is not plain."""
     try:
         if (write := _writer_of(type(value))) is not None:
             return write(value)
@@ -88,9 +88,9 @@ def plain_node(value: Any) -> Json | None:
 
 
 def hashable_node(value: Any) -> Json:
-    """The node of a key of a dict or an item of a set: a scalar, a plain value, or a tuple of these.
+    """The node of a dict key or a set item: a scalar, a plain value, or a tuple of these.
 
-    Raises NotPlainError for anything else.
+    Raises NotPlainError for any other value.
     """
     if type(value) in SCALARS:
         return scalar_node(value)
@@ -103,7 +103,7 @@ def hashable_node(value: Any) -> Json:
 
 
 def enum_node(member: Enum) -> Json | None:
-    """The node of an enum's member; None if its value is not plain."""
+    """The node of an enum member; None if the member's value is not plain."""
     try:
         return {"enum": [class_name(type(member)), hashable_node(member.value)]}
     except NotPlainError:
@@ -188,7 +188,7 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
     frozenset: _set_node,
 }
 
-# Types of modules that are imported on demand: a program with such a value has imported the module.
+# Types of modules that are imported on demand: a program with such a value has already imported the module.
 _LATE_WRITERS: Final[Mapping[str, Callable[[Any], Json]]] = {
     "zoneinfo.ZoneInfo": _zone_node,
     "decimal.Decimal": lambda value: {"decimal": str(value)},
@@ -217,16 +217,16 @@ def to_base64(data: bytes) -> str:
 
 
 def from_base64(text: Json) -> bytes:
-    """The bytes of a text that `to_base64` made. Raises some error for any other."""
+    """The bytes of a text that `to_base64` made. Raises an unspecified error for any other text."""
     return base64.b64decode(text, validate=True)
 
 
 # --- nodes as values ----------------------------------------------------------------------------------------------
-# The text is untrusted: a reader raises any error of the constructor, and no constructor that could allocate is called.
+# The text is untrusted: a reader may raise any error of a constructor, and no constructor may allocate much.
 
 
 def plain_value(kind: str | None, value: Json) -> Any:
-    """The value of a node of this kind. Raises some error for a node that `plain_node` would not have made."""
+    """The value of a node of this kind. Raises an unspecified error if `plain_node` would not have made the node."""
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
@@ -249,10 +249,10 @@ def hashable_value(node: Json) -> Any:
 
 
 def member_of(cls: type[Enum], value: Any) -> Any:
-    """The member of an enum with this value, or the value itself if there is none."""
+    """The enum member with this value, or the value itself if no member has it."""
     try:
         return cls(value)
-    except Exception:  # the user's own class may raise anything for a value that it lacks
+    except Exception:  # the user's own class may raise anything for an unknown value
         return value
 
 
@@ -323,7 +323,7 @@ def _fraction(value: Json) -> Fraction:
 def _decimal(value: Json) -> Decimal:
     from decimal import Context, Decimal, InvalidOperation
 
-    # Malformed digits raise, whatever the caller's own context does about them.
+    # Malformed digits raise, whatever traps the caller's own context has set.
     return Decimal(_text(value), Context(traps=[InvalidOperation]))
 
 
@@ -378,7 +378,7 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
 
 
 def _is_void(value: Any) -> bool:
-    """True for a record, or raw bytes, of numpy, which raise if they are compared with another type."""
+    """True for a numpy record or raw numpy bytes, which raise if they are compared with another type."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.void)
 
@@ -387,16 +387,16 @@ def _is_void(value: Any) -> bool:
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
-    """A method of an object, such as `state_dict`; None if it has none.
+    """A method of an object, such as `state_dict`; None if the object has no such method.
 
-    It may be an attribute of the object itself, or come through the `__getattr__` of a wrapper. Only a mapping is asked
-    by its class: many of them have each of their entries, or any name at all, as an attribute.
+    The method may be an attribute of the object itself, or come from the `__getattr__` of a wrapper. For mappings only
+    the class is searched, since many mappings have each of their entries, or any name at all, as an attribute.
     """
     if isinstance(value, type) or (isinstance(value, Mapping) and not callable(getattr(type(value), name, None))):
         return None
     try:
         method = getattr(value, name, None)
-    except Exception:  # a `__getattr__` may raise anything for a name that it does not know
+    except Exception:  # a `__getattr__` may raise anything for an unknown name
         return None
     return method if callable(method) else None
 
@@ -405,26 +405,26 @@ def method_of(value: Any, name: str) -> Callable[..., Any] | None:
 
 
 def is_record(value: Any) -> bool:
-    """True for an instance of a dataclass without any attributes besides its fields, which would be lost.
+    """True for an instance of a dataclass without attributes besides its fields, since others would be lost.
 
-    False for an instance of a class that merely inherits from a dataclass, since it may have more than the fields.
+    False for an instance of a class that only inherits from a dataclass, since it may have more state than the fields.
     """
     kind = type(value)
     if "__dataclass_fields__" not in vars(kind):
         return False
     attributes: Any = ()
-    with suppress(Exception):  # one with slots has no `__dict__`
+    with suppress(Exception):  # an instance with slots has no `__dict__`
         attributes = vars(value)
     return set(attributes) <= set(kind.__dataclass_fields__)
 
 
 def field_names(record: Any) -> list[str]:
-    """The names of the fields of a dataclass, or of its instance."""
+    """The names of the fields of a dataclass or its instance."""
     return [field.name for field in dataclasses.fields(record)]
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass's instance that have a value; a field with `init=False` may have none yet."""
+    """The fields of a dataclass instance that have a value; a field with `init=False` may have no value yet."""
     fields = {}
     for name in field_names(record):
         with suppress(AttributeError, LookupError):
@@ -433,7 +433,7 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def has_fields(cls: Any, names: Mapping[str, Any]) -> bool:
-    """True if these names are fields of a dataclass, and are enough to make an instance."""
+    """True if these names are fields of a dataclass, and are sufficient to make an instance."""
     needed = {field.name for field in dataclasses.fields(cls) if field.init}
     return needed <= names.keys() <= set(field_names(cls))
 
@@ -445,9 +445,9 @@ def is_frozen(record: Any) -> bool:
 
 
 def make_record(cls: Any, fields: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass with these fields, or a dict of the fields if the class refuses.
+    """An instance of a dataclass with these fields, or a dict of the fields if the class refuses them.
 
-    `__init__` and `__post_init__` are not called, as in copying and unpickling: the fields are already their results.
+    As in copying and unpickling, `__init__` and `__post_init__` are not called: the fields already have their results.
     """
     try:
         record = cls.__new__(cls)

@@ -1,9 +1,9 @@
-"""The random generators that training draws from, as one object to put into a state.
+"""The global random generators that training uses, as one object to put into a state.
 
-In: the process. Out: a state dict, and the generators set back to it. Knows nothing of: checkpoints.
+In: the process. Out: a state dict; or the generators, set to a state dict. Knows nothing of: checkpoints.
 
-A trainer's key set is a row of `_KEY_SETS`: each key with the call that makes its value, None if there is no such
-generator. Reading needs no such row, since a key means the same in every set.
+A trainer's key set is an entry of `_KEY_SETS`: each key with a function that returns its value, None if the generator
+does not exist. Loading does not need the key set, since a key means the same in every set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .generators import put_python
 
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
-# The numbers that MT19937 has in stock. Its state includes a position among them, which numpy does not check.
+# The size of MT19937's buffer of numbers. Its state includes a position in the buffer, which numpy does not check.
 _NUMPY_STOCK: Final = 624
 
 
@@ -31,14 +31,14 @@ class RngState:
 
         ckpt.save({"model": model, "rng": async_ckpt.RngState()}, step=100)
 
-    By default the keys are `python`, `numpy`, `torch`, and the kind of the accelerator (`cuda`, `npu`, …). `keys`
-    names a trainer whose own loader will read the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and the
-    current device's state under the name of its kind), or "open-instruct" (`torch_cpu_rng_state`, …). All of these
-    can be restored, whatever `keys` is.
+    By default the keys are `python`, `numpy`, `torch`, and the kind of the accelerator (`cuda`, `npu`, …). `keys` names
+    a trainer whose own loader reads the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and the current device's
+    state under the name of its kind), or "open-instruct" (`torch_cpu_rng_state`, …). All of these can be restored with
+    any `keys`.
 
     A missing key is ignored, and so is numpy's state if numpy is not installed. If the number of devices differs, the
-    first ones are set, in order; a single state is set on the current device. With several ranks, each saves its own
-    states; in a world of another size, `restore` gives a rank those of its number modulo the saved world.
+    first ones are set, in order; a single state is set on the current device. With several ranks, each rank saves its
+    own states. If the number of ranks changes, rank n gets the states of rank n modulo the saved number of ranks.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
@@ -57,7 +57,7 @@ class RngState:
         return {key: state for key, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set every generator that the state has, under any of the known keys.
+        """Set every generator that has a state under one of the known keys.
 
             async_ckpt.RngState().load_state_dict(states)
 
@@ -84,7 +84,7 @@ class RngState:
 
 
 class _Generator(NamedTuple):
-    """One generator of this process. `put` takes a state of `get` or another writer, and raises anything for others."""
+    """One generator of this process. `put` may raise any exception for a state that it does not accept."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
@@ -94,7 +94,7 @@ class _Generator(NamedTuple):
 
 
 def _numpy() -> Any:
-    """The module numpy; None if it is not installed, so that nothing draws from it."""
+    """The module numpy; None if it is not installed, so that nothing uses its generator."""
     with suppress(ImportError):
         return import_module("numpy")
     return None
@@ -119,7 +119,7 @@ def _put_numpy(state: Any) -> None:
 
 
 def _module(kind: str) -> Any:
-    """`torch.cuda`, or the like; None if there is no such device, or its generators' states cannot be read."""
+    """A device module such as `torch.cuda`; None if no such device exists, or its generators' states cannot be read."""
     module = getattr(torch, kind, None)  # torch.npu exists once its package is imported
     return module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
 
@@ -140,7 +140,7 @@ def _get_each(kind: str) -> Any:
 def _get_all_in_use() -> Any:
     kind = accelerator() or ""
     module = _module(kind)
-    # Reading the states of an unused accelerator would make a context on each device.
+    # Reading the states of an unused accelerator would create a context on each device.
     is_used = module is not None and getattr(module, "is_initialized", lambda: True)()
     return _get_each(kind) if is_used else None
 
@@ -204,7 +204,7 @@ _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
         "torch_cpu_rng_state": torch.get_rng_state,
         "numpy_rng_state": partial(_get_numpy, legacy=True),
         "python_rng_state": random.getstate,
-        # The loader of open-instruct reads the list only if it finds the states by name as well.
+        # The loader of open-instruct reads the list only if the states by name also exist.
         "torch_cuda_rng_states": _get_all_by_name,
         "torch_cuda_rng_state_all": partial(_get_each, "cuda"),
     },
@@ -218,7 +218,7 @@ _HOST: Final[Mapping[str, _Generator]] = {
         _Generator(torch.get_rng_state, lambda state: torch.set_rng_state(state.cpu())),
     ),
 }
-# Keys of devices' states, and the kind of device. States of kinds that this machine lacks are read and ignored.
+# Keys of device states, and the kind of device. States of kinds that this machine lacks are ignored.
 _DEVICES: Final[Mapping[str, str]] = {
     **{kind: kind for kind in ("cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa")},
     "torch_cuda_rng_states": "cuda",
@@ -232,7 +232,7 @@ def _devices() -> Mapping[str, str]:
 
 
 def _matched(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, _Generator, Any]]:
-    """Key, generator and state for each known key whose generator exists.
+    """The key, the generator and the state for each known key whose generator exists.
 
     Raises ValueError for malformed device states.
     """

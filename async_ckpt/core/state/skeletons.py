@@ -1,10 +1,10 @@
-"""The skeletons that several ranks have of one state: merged into one, and compared by their plain values.
+"""Merges the skeletons that several ranks have of one state, and compares skeletons by their plain values.
 
-In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, with its number on each rank; plain
+In: a skeleton for each rank. Out: one skeleton with each tensor once, and the tensor's number on each rank; plain
 values as text. Knows nothing of: files, tensors.
 
-Dicts are merged key by key, since the stages of a pipeline have different keys. A value that is alike on all ranks
-that have it is one value, and so is a tensor. Values that differ, or are per rank, are kept for each rank.
+Dicts are merged key by key, since the stages of a pipeline have different keys. A value or tensor that is equal on all
+ranks that have it is merged into one. Values that differ, or are per rank, are kept for each rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tree import IN_ORDER, KEYED, NodesByRank, joined, key_of, kind_of, notes_o
 # Ranks with equal nodes, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
 _NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
-# The containers whose items have texts of their own. Each rank has other items of a list at some `places`.
+# The containers whose items get separate texts. Not "places", since each rank has other items of the list.
 _SPLIT: Final = (KEYED | IN_ORDER) - {"places"}
 
 
@@ -42,17 +42,17 @@ class MergedSkeleton(NamedTuple):
 
 
 class UnknownChoiceError(KeyError):
-    """The caller has chosen the value of a rank that has none."""
+    """The caller has chosen the value of a rank that has no such value."""
 
 
 class Choice(NamedTuple):
-    """The ranks whose values count where ranks have their own: `rank`, unless `from_ranks` names another one."""
+    """The rank whose value is used where each rank has its own: `rank`, unless `from_ranks` names another rank."""
 
     rank: int | None = None
     from_ranks: Mapping[str, int] = MappingProxyType({})
 
     def of(self, path: Path, ranks: Collection[int]) -> int | None:
-        """The rank whose value counts; None if all do. Raises UnknownChoiceError for a chosen rank without a value."""
+        """The rank whose value is used; None for all ranks. Raises UnknownChoiceError if a chosen rank has no value."""
         name = dotted(path)
         for group, rank in self.from_ranks.items():
             if is_within(name, {group}):
@@ -78,8 +78,8 @@ def merge(
 ) -> MergedSkeleton:
     """Merge skeletons, given by rank with the number of their tensors. `per_rank` are dotted names.
 
-    With `groups`, only these top-level entries are merged. Raises UnknownChoiceError for the choice of a rank that
-    has no such value, ValueError if the skeletons contradict themselves, and any error for a malformed skeleton.
+    With `groups`, only these top-level entries are merged. Raises UnknownChoiceError if the chosen rank has no such
+    value, ValueError if the skeletons contradict each other, and any error for a malformed skeleton.
     """
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:
@@ -103,11 +103,11 @@ class _MergeWalk:
         self.objects: list[tuple[int, int]] = []
         self.of_some: dict[Path, Collection[int]] = {}
         self.apart: list[Path] = []
-        self.names: set[str] = set()  # of choices that exist
+        self.names: set[str] = set()  # the names in `from_ranks` that exist
         self._num_tensors = num_tensors
         self._per_rank, self._choice, self._groups = per_rank, choice, groups
         self._looks_for_names = bool(per_rank or choice.from_ranks)
-        self._number: dict[tuple[int, int], int] = {}  # of a merged tensor, by rank and its number there
+        self._number: dict[tuple[int, int], int] = {}  # merged number by rank and number on that rank
 
     def merge(self, variants: Sequence[_Variant], path: Path) -> Json:
         if self._looks_for_names and path:
@@ -139,7 +139,7 @@ class _MergeWalk:
             return {kind: joined(kind, facts, nodes)}
         items = joined(kind, facts, self._items([(ranks, inside) for ranks, _, inside in of_each], path))
         metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
-        # Version numbers of all modules, some of which only some ranks have.
+        # The metadata are version numbers of all modules, some of which exist only on some ranks.
         more = {"metadata": self._metadata(metadata)} if metadata else {}
         return {kind: items, **more, **notes_of_all([node for _, node in variants])}
 
@@ -180,7 +180,7 @@ class _MergeWalk:
         return {kind: [number, *facts] if kind == "ndarray" else number}
 
     def number_of(self, numbers: Mapping[int, int]) -> int:
-        """The merged number of the tensor with these numbers by rank. Raises ValueError if ranks disagree about it."""
+        """The merged number of the tensor with these numbers by rank. Raises ValueError if ranks disagree."""
         for rank, number in numbers.items():
             if type(number) is not int or not 0 <= number < self._num_tensors[rank]:
                 raise ValueError(f"{number!r:.50} is not the number of a tensor of rank {rank}")
@@ -210,7 +210,7 @@ class _MergeWalk:
 
 
 def _grouped(nodes: Iterable[tuple[Any, Json]]) -> list[_Variant]:
-    """Equal nodes with all their ranks. Their texts are compared, since 1, 1.0 and True are equal in Python."""
+    """Groups ranks with equal nodes. The texts of nodes are compared, since 1, 1.0 and True are equal in Python."""
     listed = [((ranks,) if isinstance(ranks, int) else ranks, node) for ranks, node in nodes]
     if len(listed) == 1:
         return listed
@@ -229,10 +229,10 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def plain_leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str]:
-    """The values of a skeleton as texts by their dotted names, with the lengths of lists and the places of tensors.
+    """The values of a skeleton as texts by dotted name, with the lengths of lists and the positions of tensors.
 
-    `objects` returns the text for the pickled object of a number. The states of two skeletons with the same leaves
-    differ in nothing but their tensors.
+    `objects` returns the text for the pickled object with this number. If two skeletons have the same leaves, their
+    states differ only in the values of tensors.
     """
     return {
         dotted(path): f"object {objects(leaf)}" if isinstance(leaf, int) else leaf
@@ -241,7 +241,7 @@ def plain_leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str
 
 
 def _leaf_texts(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
-    """The text of each leaf; for a pickled object its number."""
+    """The text of each leaf, or the number of a pickled object."""
     kind = kind_of(node)
     if kind in _SPLIT:
         facts, inside = split(kind, node[kind])

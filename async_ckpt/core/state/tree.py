@@ -1,13 +1,14 @@
-"""The skeleton: a nested structure as JSON, with its tensors and its pickled leaves cut out and numbered.
+"""The skeleton: a nested structure as JSON, in which numbers stand for tensors and pickled leaves.
 
-In: any nesting of containers and plain values. Out: JSON, and the structure back from it.
+In: any nesting of containers and plain values. Out: JSON; and the structure decoded from JSON.
 Knows nothing of: files, devices, how a tensor is stored.
 
-A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
+A plain value is a node of `plain`. Any other node is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
-`types`. Nothing in a skeleton can name code: decoding imports nothing. Beside the state dict of an optimizer stand the
-names of its classes, and beside that of a data loader what the order of its items depends on: notes, with which a
-restore compares the live object. A tensor that is made of others is a container of these.
+`types`. A skeleton cannot refer to code: decoding imports nothing. A wrapped tensor is a container of tensors.
+
+A restore compares live objects with notes in the node of a state dict: for an optimizer the names of its classes, for a
+data loader the facts that the order of its items depends on.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ from .wrapped import Wrapper, can_be_made, is_sparse_layout, made, taken_apart
 T = TypeVar("T")
 
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
-# The kinds of containers: of keys with their nodes, and of nodes in order.
+# The kinds of containers: of keys with nodes, and of nodes in order.
 KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places", "wrapped"})
 IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
 _OMITTED: Final = object()
 
 
-# The keys of notes beside a state dict: of an optimizer, the names of the classes that each of its parts is derived
-# from; of a data loader, its `loaders.loader_facts`.
+# The keys of notes in the node of a state dict: for an optimizer, the class names of each of its parts, with base
+# classes; for a data loader, its `loaders.loader_facts`.
 CLASSES: Final = "optimizer"
 LOADER: Final = "loader"
 
 
 def is_omitted(node: Json) -> bool:
-    """True for the node of a state of which nothing was selected."""
+    """True for the node of a state from which nothing was selected."""
     return node is _OMITTED
 
 
@@ -75,9 +76,9 @@ def _stays_empty(container: Any, path: Path, keep: Callable[[Path], bool] | None
 class Encoder:
     """One walk over a state.
 
-    `leaf` returns the node of a value that is neither a container nor plain; `contents` returns the contents of an
-    object with a `state_dict`. Left out are leaves whose path `keep` refuses, containers that end up empty thereby,
-    and instances of dataclasses that are `taken`, since they belong elsewhere in the skeleton.
+    `leaf` returns the node of a value that is neither a container nor plain. `contents` returns the contents of an
+    object with a `state_dict`. Leaves whose path `keep` refuses are left out, and so are containers that become empty.
+    Dataclass instances that are `taken` are left out, since they belong elsewhere in the skeleton.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Encoder:
         taken: Callable[[Any, Path], bool] = lambda *_: False,
     ) -> None:
         self._leaf, self._keep, self._contents, self._taken = leaf, keep, contents, taken
-        self.types: set[type] = set()  # needed by `decode` to make the same again
+        self.types: set[type] = set()  # `decode` needs these classes to build equal values
         self._open: set[int] = set()  # containers between the root and the current value, to detect cycles
 
     def encode(self, value: Any, path: Path = ()) -> Json:
@@ -98,7 +99,7 @@ class Encoder:
             return scalar_node(value) if self._is_kept(path) else _OMITTED
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path, self._is_kept(path))
-        if isinstance(value, Enum):  # first, since a member may be an int or a tuple as well
+        if isinstance(value, Enum):  # first, since a member may also be an int or a tuple
             self.types.add(kind)
             return self._plain(value, enum_node, path)
         if kind is not dict and method_of(value, "state_dict") is not None:
@@ -116,7 +117,7 @@ class Encoder:
         return self._plain(value, _value_node, path)
 
     def _tensor(self, value: Any, path: Path, is_kept: bool) -> Json:
-        """The node of a tensor. A selected one is stored with all of its inner tensors."""
+        """The node of a tensor. A selected tensor is stored with all of its inner tensors."""
         apart = taken_apart(value, path)
         if apart is None:
             return self._leaf(value, path) if is_kept else _OMITTED
@@ -152,11 +153,11 @@ class Encoder:
             return _OMITTED
         if not isinstance(value, OrderedDict):
             return {"places" if isinstance(value, ListItems) else "dict": items}
-        # `Module.state_dict` attaches the versions of modules, which these read when they load.
+        # `Module.state_dict` attaches the versions of modules, which modules read when they load.
         metadata = vars(value).get("_metadata")
         if not isinstance(metadata, dict):
             return {"ordered": items}
-        # It is plain: version numbers.
+        # The metadata is plain: version numbers.
         plain = Encoder(lambda _value, _path: None)
         return {"ordered": items, "metadata": plain.encode(dict(metadata), (*path, "_metadata"))}
 
@@ -202,9 +203,9 @@ class Encoder:
 
 
 def facts_of(wrapper: Wrapper, path: Path, types: set[type]) -> dict[str, Json]:
-    """The node of a wrapped tensor without its inner tensors; `types` gets the classes that `decode` needs for it.
+    """The node of a wrapped tensor without its inner tensors. Classes that `decode` needs are added to `types`.
 
-    Raises UnsupportedStateError if its context is not plain data; a class in it is its name.
+    A class in the context is stored by name. Raises UnsupportedStateError if the context is not plain data.
     """
 
     def class_node(value: Any, at: Path) -> Json:
@@ -232,10 +233,10 @@ def facts_of(wrapper: Wrapper, path: Path, types: set[type]) -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """A leaf that is not in the skeleton itself: entry `number` of its kind.
+    """A leaf that is stored outside of the skeleton: entry `number` of its kind.
 
-    "tensor" and "bytes" are numbered together, "object" apart. An "ndarray" is a tensor too; `descr` and `shape`
-    describe its bytes if torch has no dtype for it.
+    Kinds "tensor" and "bytes" are numbered together, kind "object" separately. An "ndarray" counts as a tensor; `descr`
+    and `shape` describe its bytes if torch has no dtype for it.
     """
 
     kind: str
@@ -245,7 +246,7 @@ class StoredLeaf:
     path: Path = ()  # of an "object", for messages
 
     def as_array(self, tensor: torch.Tensor) -> Any:
-        """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError if they do not fit."""
+        """A numpy array that shares the memory of `tensor`. Raises ValueError if it does not fit the bytes."""
         array = tensor.numpy()
         if self.descr is None:
             return array
@@ -256,7 +257,7 @@ class StoredLeaf:
             or math.prod(self.shape) * dtype.itemsize != array.size
         ):
             raise ValueError(f"shape {self.shape!r:.100} and dtype {self.descr!r:.100} do not fit {array.size} bytes")
-        # Without bytes there is nothing to view; numpy counts such an array's items without allocating any.
+        # An array without bytes cannot be a view. numpy allocates nothing for its items.
         return array.view(dtype).reshape(self.shape) if array.size else type(array)(tuple(self.shape), dtype)
 
 
@@ -267,7 +268,7 @@ def flat(names: Iterable[str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class SavedRecord:
-    """The saved fields of a dataclass's instance, which becomes an instance again once its leaves are read."""
+    """The saved fields of a dataclass instance, from which an instance is made once its leaves are read."""
 
     cls: type
     fields: dict[str, Any]
@@ -275,10 +276,10 @@ class SavedRecord:
 
 @dataclass(frozen=True, slots=True)
 class OfClass:
-    """A saved value of a class that is known by its name only.
+    """A saved value of a class of which only the name is known.
 
-    `value` is a dict of a dataclass's fields, a tuple with the items of a namedtuple's `fields`, or the value of an
-    enum's member.
+    `value` is a dict of the fields of a dataclass, a tuple of the items of a namedtuple, whose names are in `fields`,
+    or the value of an enum member.
     """
 
     name: str
@@ -287,7 +288,7 @@ class OfClass:
 
 
 class InnerTensors(dict[str, Any]):
-    """The inner tensors of a wrapped tensor by name; it is made of them if its class is known here."""
+    """The inner tensors of a wrapped tensor by name. `wrapper` is None if the tensor's class is not known here."""
 
     def __init__(
         self, inner: Mapping[str, Any], facts: Mapping[str, Json], wrapper: Wrapper | None, path: Path
@@ -300,20 +301,20 @@ class InnerTensors(dict[str, Any]):
         return str(self.facts["class"])
 
     def of_size(self, like: torch.Tensor) -> InnerTensors:
-        """These, of a tensor of the size of another one: a shard of it."""
+        """The same inner tensors for a tensor of the size of `like`, which is a shard."""
         assert self.wrapper is not None
         wrapper = self.wrapper._replace(size=tuple(like.shape), stride=like.stride())
         return InnerTensors(self, self.facts, wrapper, self.path)
 
     def made(self, inner: dict[str, Any], *, of_shard: bool = False) -> Any:
-        """The tensor of other inner tensors like these; a dict of them if its class is not known.
+        """The wrapped tensor built from these inner tensors; the dict `inner` if its class is not known.
 
-        A tensor that was cut into shards is a dict, too, unless `inner` are those of a single shard. Raises ValueError
-        if the class refuses them.
+        For a tensor that was cut into shards, this is a dict, too, unless `inner` are the inner tensors of a single
+        shard. Raises ValueError if the class refuses them.
         """
         if self.wrapper is None or (self.wrapper.shards and not of_shard):
             return inner
-        context = replaced(self.wrapper.context, lambda leaf: leaf)  # it has none
+        context = replaced(self.wrapper.context, lambda leaf: leaf)  # a context has no leaves
         try:
             return made(self.wrapper._replace(context=context), inner)
         except Exception as error:  # the user's own class may raise anything
@@ -324,14 +325,14 @@ class InnerTensors(dict[str, Any]):
 
 
 class NodesByRank(NamedTuple):
-    """A node for each rank, where ranks have values of their own. Part of merged skeletons, never of a file."""
+    """A node for each rank, for a value that each rank has separately. Only in merged skeletons, never in a file."""
 
     nodes: Mapping[int, Json]
 
 
 @dataclass(frozen=True, slots=True)
 class ValuesByRank:
-    """The saved values of ranks that have their own: rank -> value. `path` is for messages."""
+    """The saved values of a name that each rank has separately: rank -> value. `path` is for messages."""
 
     values: dict[int, Any]
     path: Path
@@ -340,15 +341,17 @@ class ValuesByRank:
 def decode(
     node: Json, *, types: Iterable[type] | None = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[StoredLeaf]]:
-    """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
+    """The structure of a skeleton, with a `StoredLeaf` for each leaf in the archive, and the list of these leaves.
 
-    If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
-    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Wrapped
-    tensors are `InnerTensors`, or, for None, each an `OfClass` with its facts as the only field. Leaves whose path
-    `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if nothing is left.
-    Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
-    error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
-    that have the same name, and for the class of a wrapped tensor without the classes that its context names.
+    If its class is among `types`, a namedtuple or an enum member is an instance of the class, and a dataclass instance
+    is a `SavedRecord`. Otherwise a namedtuple is a tuple, an enum member is its value, and a dataclass instance is a
+    dict. Wrapped tensors are `InnerTensors`. If `types` is None, all of these are `OfClass`, a wrapped tensor with its
+    facts as the only field. Leaves whose path `keep` refuses are left out, and so are containers that become empty; the
+    result is None if nothing is left.
+
+    Raises ValueError for a node that `encode` would not have made. No skeleton can cause another error, or an
+    allocation larger than the skeleton itself. Raises TypeError for `types` that are not stored by name, or that have
+    the same name, and for the class of a wrapped tensor if the classes that its context names are missing.
     """
     decoder = _Decoder(None if types is None else _by_name(types), keep)
     try:
@@ -376,7 +379,7 @@ def _by_name(types: Iterable[type]) -> dict[str, type]:
 
 
 def _rebuilt(cls: Any) -> Any:
-    """A class that the caller wants back. Raises TypeError for a class that is never stored by name."""
+    """Returns a class from `types`. Raises TypeError for a class that is never stored by name."""
     is_class = isinstance(cls, type)
     if is_class and ("__dataclass_fields__" in vars(cls) or issubclass(cls, Enum) or hasattr(cls, "_make")):
         return cls
@@ -387,7 +390,7 @@ def _rebuilt(cls: Any) -> Any:
 
 
 def with_notes(node: Json, notes: Mapping[Path, Mapping[str, Json]]) -> Json:
-    """The skeleton, with notes beside the state dicts of the objects at these paths."""
+    """The skeleton with notes added to the nodes of the state dicts at these paths."""
     for path, own in notes.items():
         inner = _node_at(node, path)
         if isinstance(inner, dict) and "dict" in inner:
@@ -396,20 +399,20 @@ def with_notes(node: Json, notes: Mapping[Path, Mapping[str, Json]]) -> Json:
 
 
 def classes_at(node: Json, path: Path) -> list[list[str]]:
-    """The names of the classes of each part of the optimizer that was saved at a path; empty if they are not known."""
+    """The class names of each part of the optimizer that was saved at a path; empty if they are not known."""
     names = note_at(node, path, CLASSES)
     known = names if isinstance(names, list) else []
     return [[str(name) for name in chain] for chain in known if isinstance(chain, list) and chain]
 
 
 def note_at(node: Json, path: Path, key: str) -> Json:
-    """A note beside the state dict that was saved at a path; None if there is none."""
+    """A note on the state dict that was saved at a path; None if it has no such note."""
     inner = _node_at(node, path)
     return inner.get(key) if isinstance(inner, dict) else None
 
 
 def notes_of_all(nodes: Sequence[Json]) -> dict[str, Json]:
-    """The notes of several ranks beside one node: the classes of all, and what is alike about their loaders."""
+    """The notes of several ranks on one node: the classes of all ranks, and the loader facts common to all."""
     classes = dict.fromkeys(tuple(chain) for node in nodes for chain in classes_at(node, ()))
     loaders = [note_at(node, (), LOADER) for node in nodes]
     notes: dict[str, Json] = {CLASSES: [*map(list, classes)]} if classes else {}
@@ -419,7 +422,7 @@ def notes_of_all(nodes: Sequence[Json]) -> dict[str, Json]:
 
 
 def _node_at(node: Json, path: Path) -> Json:
-    """The node at a path of a skeleton that can be decoded; None if there is none."""
+    """The node at a path of a well-formed skeleton; None if no node has this path."""
     for key in path:
         kind = kind_of(node)
         _, inside = split(kind, node[kind]) if kind in KEYED | IN_ORDER else ([], [])
@@ -436,7 +439,7 @@ def kind_of(node: Json) -> Any:
 
 
 def split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
-    """The facts of a container of this kind, and the list of its items."""
+    """Splits the value of a container node into its facts and the list of its items."""
     if kind == "deque":
         nodes, maxlen = value
         return [maxlen], nodes
@@ -449,7 +452,7 @@ def split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
 
 
 def joined(kind: str, facts: list[Json], inside: list[Json]) -> Json:
-    """The value that `split` takes apart into these."""
+    """The inverse of `split`."""
     if kind == "deque":
         return [inside, *facts]
     if kind == "wrapped":
@@ -472,7 +475,7 @@ def top_keys(node: Json) -> list[Any] | None:
 
 
 def _malformed(error: Exception) -> ValueError:
-    """The error for a malformed skeleton, whichever error its untrusted text has made Python raise."""
+    """The error for a malformed skeleton, for any exception that its untrusted text has caused."""
     return ValueError(printable(f"{type(error).__name__}: {error!s:.200}"))
 
 
@@ -484,8 +487,8 @@ def replaced(
 ) -> Any:
     """A copy of a decoded structure with every `StoredLeaf` replaced by the result of `give`.
 
-    Values of several ranks become a `PerRank`, or the result of `of_ranks`; wrapped tensors are the result of
-    `of_inner`, which gets the copies of their inner tensors, too.
+    A value of each rank becomes a `PerRank`, or the result of `of_ranks`. A wrapped tensor becomes the result of
+    `of_inner`, which also receives the copies of the inner tensors.
     """
 
     def copy_of(inner: Any) -> Any:
@@ -505,7 +508,7 @@ def replaced(
         return OfClass(value.name, copy_of(value.value), value.fields)
     if isinstance(value, InnerTensors):
         return of_inner(value, {name: copy_of(part) for name, part in value.items()})
-    if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
+    if type(value) in (dict, OrderedDict, ListItems):  # only these dicts have leaves; any other dict was in a pickle
         copy: Any = type(value)((key, copy_of(item)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
@@ -524,7 +527,7 @@ def replaced(
 
 
 def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
-    """The parts of this kind in a decoded structure; none inside of another one, nor among the values of ranks."""
+    """The outermost parts of this class in a decoded structure. Values of each rank are not searched."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, SavedRecord):
@@ -540,11 +543,11 @@ class _Decoder:
     def __init__(
         self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None, *, of_context: bool = False
     ) -> None:
-        """`of_context`: the node is the context of a wrapped tensor, in which a class may stand by its name."""
+        """`of_context`: the node is the context of a wrapped tensor, which may contain classes by name."""
         self._types, self._keep, self._is_context = types, keep, of_context
         self.stored: list[StoredLeaf] = []
         self.unknown: set[str] = set()  # classes that are not among `types`
-        self.lacking: list[tuple[str, set[str]]] = []  # classes of tensors, each with those that its context needs, too
+        self.lacking: list[tuple[str, set[str]]] = []  # classes of tensors, with missing classes of contexts
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
@@ -701,7 +704,7 @@ def _sizes(value: Json) -> tuple[int | None, ...]:
 
 
 def _value_node(value: Any) -> Json | None:
-    """The node of a plain value or a random generator; None for anything else."""
+    """The node of a plain value or a random generator; None for any other value."""
     node = plain_node(value)
     return generator_node(value) if node is None else node
 
@@ -719,7 +722,7 @@ def _key_node(key: Any, path: Path) -> Json:
     cause: NotPlainError | None = None
     try:
         node = hashable_node(key)
-        str(key)  # as in names of tensors, in decimal, of which Python writes some thousands of digits
+        str(key)  # tensor names contain the key; Python refuses to convert more than some thousand digits
         return node
     except NotPlainError as error:
         why, cause = f"a key of type {error.kind} cannot be stored; use a string or a number", error

@@ -1,11 +1,11 @@
-"""Tensors that are made of other tensors: wrapper subclasses, sparse tensors, masked tensors.
+"""Wrapped tensors, which consist of inner tensors: wrapper subclasses, sparse tensors, masked tensors.
 
-In: a tensor. Out: its inner tensors by name, and what the tensor has beside them; or such a tensor made of these.
-Knows nothing of: files, the names of classes that are not in memory.
+In: a tensor. Out: its inner tensors by name, and its other facts; or a tensor built from these.
+Knows nothing of: files, classes that are not imported.
 
-A subclass says by torch's own protocol, `__tensor_flatten__` and `__tensor_unflatten__`, what it is made of. Torch's
-sparse and masked tensors do not have these methods, so this module says it for them. A DTensor is made of the inner
-tensors of its local tensor.
+A subclass defines its inner tensors by torch's protocol, `__tensor_flatten__` and `__tensor_unflatten__`. Torch's
+sparse and masked tensors lack these methods, so this module implements the equivalent for them. The inner tensors of a
+DTensor are the inner tensors of its local tensor.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Wrapper(NamedTuple):
 
 
 def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | None:
-    """A tensor without its inner tensors, and these by name; None if it is not made of others.
+    """A tensor without its inner tensors, and the inner tensors by name; None if it is not a wrapped tensor.
 
-    The inner tensors of a DTensor are `InnerShard`, unless all shards have them. Raises UnsupportedStateError, whose
-    message begins with the name of `path`, if the class does not follow the protocol.
+    The inner tensors of a DTensor are `InnerShard`, unless all shards have the same inner tensor. Raises
+    UnsupportedStateError, whose message begins with the name of `path`, if the class violates the protocol.
     """
     kind = type(tensor)
     if is_ordinary(tensor):
@@ -82,17 +82,17 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
     return _of_subclass(tensor, shown(path)) if follows_protocol(kind) else None
 
 
-# By a class, and the context and the shapes of an instance and its inner tensors.
+# Results of `_cut_alike`, by class, context, and the shapes of the tensor and its inner tensors.
 _cuts_known: dict[Any, frozenset[str] | None] = {}
 _MAX_KNOWN: Final = 10_000
 
 
 def _cut_alike(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dims: frozenset[int]) -> frozenset[str] | None:
-    """The inner tensors that are cut along these dimensions as the tensor itself is; None if some are cut otherwise.
+    """The inner tensors that are cut along these dimensions like the tensor; None if some are cut otherwise.
 
-    The class is asked: an inner tensor is cut if the first, the middle and the last row of the tensor have its rows at
-    these places, and it is not if each has all of it. A single row may be both: it is not cut if no row at all, where
-    the class has such a slice, has all of it, too.
+    The class itself takes slices to find out. An inner tensor is cut if the first, the middle and the last row of the
+    tensor have its rows at the same positions. It is whole if each of these slices has all of it. For a tensor with a
+    single row both may be true. Then it is whole if an empty slice, where the class supports it, also has all of it.
     """
     shapes = tuple((name, part.shape) for name, part in parts.items())
     key = type(local), repr(wrapper.context), local.shape, dims, shapes
@@ -123,13 +123,13 @@ def _ways_along(local: Any, wrapper: Wrapper, parts: Mapping[str, Any], dim: int
         for name, part in parts.items():
             if type(part) not in PLAIN_TYPES:
                 return None
-            # It may have as many rows for each row of the tensor; a flat one only along the first dimension.
+            # The part may have several rows for each row of the tensor; a flat part is only cut along dimension 0.
             may_be_cut = part.ndim == local.ndim or (dim == 0 and part.ndim > 0)
             rows = part.shape[dim] // size if may_be_cut and part.shape[dim] % size == 0 else 0
             if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, number * rows)):
                 cut.discard(name)
             if row[1][name].shape != part.shape or not torch.equal(_bits(row[1][name]), _bits(part)):
-                whole.discard(name)  # compared by bits, since some classes copy what a slice has, too
+                whole.discard(name)  # compared by bits, since some classes copy whole inner tensors into a slice
     if not size:
         return frozenset(name for name, part in parts.items() if part.ndim > dim and not part.shape[dim])
     return frozenset(cut) if cut | whole == {*parts} else None
@@ -145,7 +145,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _whole(dtensor: Any, part: torch.Tensor, shards: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
-    """The shape of an inner tensor of all shards that is cut as they are."""
+    """The shape of an inner tensor of the whole DTensor, if the inner tensor is cut like the DTensor."""
     local, cut = dtensor._local_tensor.shape, {dim for dim, *_ in shards}
     return tuple(
         dtensor.shape[dim] * (size // local[dim] if local[dim] else 1) if dim in cut else size
@@ -154,7 +154,7 @@ def _whole(dtensor: Any, part: torch.Tensor, shards: tuple[tuple[int, int, int],
 
 
 def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The plain tensors on this rank that a tensor is made of: itself, if it is not made of others."""
+    """The plain tensors on this rank that a tensor consists of; the tensor itself if it is not wrapped."""
     if is_ordinary(tensor):
         return (tensor,)
     apart = taken_apart(tensor, ())
@@ -165,9 +165,9 @@ def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def follows_protocol(kind: type) -> bool:
-    """True for a class of tensors that says what its instances are made of.
+    """True for a class of tensors that implements torch's protocol.
 
-    The result of a collective that may be under way says it, too, and has no values before somebody waits for it.
+    AsyncCollectiveTensor, the result of a collective, implements it, too, but has no values before the collective ends.
     """
     return (
         hasattr(kind, "__tensor_flatten__")
@@ -177,7 +177,7 @@ def follows_protocol(kind: type) -> bool:
 
 
 def can_be_made(kind: type) -> bool:
-    """True for a class of which `made` makes instances."""
+    """True for a class whose instances `made` can make."""
     return issubclass(kind, torch.Tensor) and (follows_protocol(kind) or _is_masked(kind))
 
 
@@ -187,9 +187,9 @@ def is_sparse_layout(kind: str) -> bool:
 
 
 def made(wrapper: Wrapper, inner: Mapping[str, Any]) -> Any:
-    """The tensor of these inner tensors. Whether the indices of a sparse tensor fit its size is not checked.
+    """The wrapped tensor built from these inner tensors. Raises any exception that the class raises.
 
-    Raises whatever the class raises.
+    The indices of a sparse tensor are not checked.
     """
     if wrapper.kind in _LAYOUTS:
         layout, (*indices, values) = _LAYOUTS[wrapper.kind], inner.values()
@@ -210,7 +210,7 @@ def made(wrapper: Wrapper, inner: Mapping[str, Any]) -> Any:
 
 
 def check_indices(tensor: torch.Tensor) -> None:
-    """Check the indices of a sparse tensor, which kernels believe. Raises RuntimeError if they do not fit its size."""
+    """Check the indices of a sparse tensor, which kernels trust. Raises RuntimeError if they do not fit its size."""
     if tensor.layout is torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(
             tensor._indices(), tensor._values(), tensor.shape, is_coalesced=tensor.is_coalesced()

@@ -1,12 +1,12 @@
-"""The names of the plain model for live modules, whatever wrappers are around a module or its parts.
+"""The names of the plain model for live modules, independent of the wrappers around a module or its parts.
 
-In: modules and optimizers. Out: their state dicts without the prefixes of wrappers; the saved name for each live one.
+In: modules and optimizers. Out: their state dicts without the prefixes of wrappers; the saved name for each live name.
 Knows nothing of: skeletons, archives.
 
-A wrapper holds one module in a known attribute, which is part of every name in its state dict: `module.0.weight` of a
-DistributedDataParallel. Wrappers are recognized by class, since a submodule may be called `module` too. The classes
-behind a saved name are unknown: if it fits no live name, the words of wrappers are left out until it fits exactly one
-plain name.
+A wrapper holds one module in a known attribute, which is part of every name in its state dict, such as
+`module.0.weight` of a DistributedDataParallel. Wrappers are recognized by class, since a submodule may also be called
+`module`. The classes behind a saved name are unknown. If a saved name matches no live name, wrapper attributes are
+removed from it until it matches exactly one plain name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .optimizers import held_by, is_plain_optimizer
 from .plain import fields_of, is_record
 from .plain import method_of as method_of
 
-# Wrappers by module and class name, with the attribute that holds the inner module. Unless the module is imported, the
+# Wrappers by module and class name, with the attribute that holds the inner module. If the module is not imported, the
 # class has no instances.
 _WRAPPERS: Final = (
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
@@ -37,19 +37,19 @@ _WRAPPERS: Final = (
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
 _ATTRIBUTES: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
-# Words that are never names of a user's own submodule.
+# Attributes that are never the name of a user's own submodule.
 _UNLIKELY: Final = _ATTRIBUTES - {"module"}
-# Words that these wrappers remove from the names themselves, though not from the metadata.
+# Attributes that the wrappers remove from the names in state dicts, but not from the metadata.
 _HIDDEN: Final = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class PlainNames:
-    """The names of one module's parts without its wrappers. False if there are no wrappers."""
+    """The names of one module's parts without wrappers. False if the module has no wrappers."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._attribute: Callable[[type], str | None] = cache(_attribute_of)
-        self._open: set[int] = set()  # modules between the root and here
-        self._inner: dict[str, list[str]] = {}  # by plain name: the attributes of the wrappers around it
+        self._open: set[int] = set()  # modules between the root and the current module
+        self._inner: dict[str, list[str]] = {}  # plain name -> attributes of the wrappers around the module
         self._modules: dict[str, str] = {}
         self._walk(root, "")
 
@@ -71,11 +71,11 @@ class PlainNames:
 
     @property
     def are_shown(self) -> bool:
-        """True if the module's own state dict shows names of wrappers."""
+        """True if the names in the module's own state dict contain wrapper attributes."""
         return any(not _HIDDEN.issuperset(attributes) for attributes in self._inner.values())
 
     def of(self, names: Iterable[Any]) -> dict[Any, Any]:
-        """The plain name of each; all names stay as they are if two would become equal."""
+        """The plain name of each name; all names are unchanged if two would become equal."""
         plain = {name: self.entry(name) for name in names}
         return plain if len({*plain.values()}) == len(plain) else {name: name for name in plain}
 
@@ -122,19 +122,19 @@ def plain_state_dict(module: torch.nn.Module) -> Any:
 
 
 def has_names(groups: Iterable[Any]) -> bool:
-    """Whether parameter groups say what their parameters are called."""
+    """Whether parameter groups have the names of their parameters."""
     return any(isinstance(group, dict) and "param_names" in group for group in groups)
 
 
 def look_wrapped(names: Collection[str]) -> bool:
-    """True if names look like those of a wrapper's state dict: a guess by words, good for a warning."""
+    """True if names look like the names in a wrapper's state dict. This is a guess, good enough for a warning."""
     return (bool(names) and all(name.startswith("module.") for name in names)) or any(
         not _UNLIKELY.isdisjoint(name.split(".")) for name in names
     )
 
 
 def state_dict_of(value: Any) -> Any:
-    """An object's own `state_dict()`, whose tensors are declared as those of the object are."""
+    """An object's own `state_dict()`, whose tensors are declared sharded like the object's own tensors."""
     if isinstance(value, torch.optim.Optimizer):
         for parameter, state in getattr(value, "state", {}).items():
             for tensor in state.values() if isinstance(state, dict) and is_declared(parameter) else ():
@@ -166,13 +166,13 @@ class StateDicts:
             return _plain_state(PlainNames(value), given)
         if isinstance(value, torch.optim.Optimizer) and isinstance(given, dict):
             groups = given.get("param_groups")
-            # A container's own groups may be fewer than those of the optimizers that it steps.
+            # A container may have fewer groups than the optimizers that it steps.
             if isinstance(groups, list) and len(groups) == len(value.param_groups) and has_names(groups):
                 return {**given, "param_groups": list(map(self._group, groups, value.param_groups))}
         return given
 
     def _group(self, given: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group with plain names. The parameters are looked up in the modules of the state."""
+        """A parameter group with plain names, which are looked up in the modules of the state."""
         names = given.get("param_names", ())
         if not may_be_wrapped(names) or len(names) != len(live["params"]):
             return given
@@ -187,9 +187,7 @@ class StateDicts:
 
 
 def names_of_parameters(state: Any) -> dict[int, set[str]]:
-    """The plain names that each parameter, by its id, has in the modules of a state, and in those that objects with a
-    state dict hold.
-    """
+    """The plain names of each parameter, by id, in a state's modules, also inside of objects with a state dict."""
     names: dict[int, set[str]] = {}
     for module in _modules_in(state, set()):
         plain = PlainNames(module)
@@ -199,12 +197,11 @@ def names_of_parameters(state: Any) -> dict[int, set[str]]:
 
 
 def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> tuple[dict[str, str], list[str]]:
-    """The saved name of each live one, and messages about names that could belong to several. `live` has the plain name
-    of each.
+    """The saved name of each live name, and messages about ambiguous names. `live` maps live names to plain names.
 
-    A checkpoint of the same model has exactly the live names, and one of the plain model the plain names. In any
-    other, a saved name that is a live or plain name belongs to it, unless it fits several. The rest are paired if the
-    saved name is the plain name with words of wrappers added.
+    A checkpoint of the same model has exactly the live names, and a checkpoint of the plain model exactly the plain
+    names. In any other checkpoint, a saved name that equals a live or plain name belongs to that name, unless it
+    matches several. Remaining names are paired if the saved name is the plain name with wrapper attributes added.
     """
     names = {name for name in saved if isinstance(name, str)}
     plain_names = {name: plain for name, plain in live.items() if isinstance(name, str)}
@@ -244,17 +241,17 @@ def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, A
 
 
 def may_be_wrapped(names: Iterable[Any]) -> bool:
-    """True if one of these names has a word of a wrapper."""
+    """True if one of these names contains a wrapper attribute."""
     return any(isinstance(name, str) and _bare(name) != name for name in names)
 
 
 def same_but_wrapped(one: str, other: str) -> bool:
-    """Whether two names are alike, but for what wrappers put there."""
+    """Whether two names are equal except for wrapper attributes."""
     return _bare(one) == _bare(other)
 
 
 def _attribute_of(cls: type) -> str | None:
-    """The attribute in which instances of a class hold the inner module; None for a class that is no wrapper."""
+    """The attribute in which instances of a class hold the inner module; None if the class is not a wrapper."""
     known = ((getattr(sys.modules.get(module), name, None), inner) for module, name, inner in _WRAPPERS)
     return next((inner for kind, inner in known if kind and issubclass(cls, kind)), None)
 
@@ -268,7 +265,7 @@ def _plain_state(names: PlainNames, given: Any) -> Any:
     renamed: Any = OrderedDict() if isinstance(given, OrderedDict) else {}
     renamed.update((plain[name], value) for name, value in given.items())
     metadata = getattr(given, "__dict__", {}).get("_metadata")
-    if isinstance(metadata, dict):  # an inner module comes after its wrapper, and replaces it
+    if isinstance(metadata, dict):  # an inner module comes after its wrapper, and overwrites the wrapper's entry
         renamed._metadata = OrderedDict((names.module(name), version) for name, version in metadata.items())
     return renamed
 
@@ -283,17 +280,17 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
         for item in items:
             yield from _modules_in(item, seen)
     elif method_of(value, "state_dict") is not None:
-        yield from held_by(value, torch.nn.Module)  # the parts of a model, say
+        yield from held_by(value, torch.nn.Module)  # such as the parts of a model
 
 
 def _bare(name: str) -> str:
-    """A name without the words that a wrapper may have added."""
+    """A name without attributes that a wrapper may have added."""
     module, _, last = name.rpartition(".")
     return _joined(_bare_module(module), last)
 
 
 def _is_wrapped(plain: str, name: str) -> bool:
-    """True if `name` is the plain name with words of wrappers added, given that their bare names are equal."""
+    """True if `name` is the plain name with wrapper attributes added, given that their bare names are equal."""
     left = iter(name.split("."))
     return all(part in left for part in plain.split("."))
 
@@ -303,7 +300,7 @@ def _bare_module(name: str) -> str:
 
 
 def by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by what is left of them without the words that a wrapper may have added."""
+    """Names by their bare names, which lack the attributes that a wrapper may have added."""
     by_bare_name: dict[str, list[str]] = {}
     for name in names:
         by_bare_name.setdefault(_bare(name), []).append(name)
@@ -339,10 +336,10 @@ SEQUENCES: Final = list | tuple | deque
 
 
 class StateDictCache:
-    """State dicts, each of which is taken once: taking one may be a collective, as under FSDP1, or take minutes."""
+    """State dicts, each taken only once: `state_dict()` may be a collective, as under FSDP1, or take minutes."""
 
     def __init__(self) -> None:
-        # By the id of the object, which is kept alive so that no other object gets its id.
+        # By the id of the object, which is kept alive so that its id is not reused.
         self._taken: dict[int, tuple[Any, Any, Exception | None]] = {}
 
     def of(self, value: Any) -> Any:
@@ -358,10 +355,10 @@ class StateDictCache:
         return state
 
     def take_all(self, state: Any) -> None:
-        """Take the state dicts of all objects in a state, in their order there. Errors are kept for `of`.
+        """Take the state dicts of all objects in a state, in the order of the state. `of` raises their errors.
 
-        A single process takes only those that it needs. Several ranks take all of them before anything else, in the
-        same order on every rank, whatever is committed.
+        A single process only takes the state dicts that it needs. Several ranks take all state dicts before anything
+        else, in the same order on every rank, whatever is committed.
         """
         self._take_all(state, set())
 
@@ -377,7 +374,7 @@ class StateDictCache:
                 self.of(value)
 
     def is_spread(self, state: Any) -> bool:
-        """True if other ranks hold parts of tensors of this state. Errors of state dicts are kept for `of`."""
+        """True if other ranks hold parts of tensors of this state. Errors of state dicts are raised later by `of`."""
         with suppress(RecursionError):
             return self._is_spread(state, set())
         return False
@@ -398,7 +395,7 @@ class StateDictCache:
 
 
 def items_of(value: Any) -> list[Any]:
-    """The items of a container; none of any other value."""
+    """The items of a container; empty for any other value."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, SEQUENCES):
@@ -407,7 +404,7 @@ def items_of(value: Any) -> list[Any]:
 
 
 def _parameters_of(value: Any) -> Iterable[Any]:
-    """The tensors of a module or an optimizer whose state dict cannot be had."""
+    """The tensors of a module or an optimizer whose state dict cannot be taken."""
     if isinstance(value, torch.nn.Module):
         return itertools.chain(value.parameters(), value.buffers())
     if isinstance(value, torch.optim.Optimizer):

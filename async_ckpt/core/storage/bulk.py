@@ -1,11 +1,11 @@
-"""Copies, deletions and looks at many objects.
+"""Copies, deletions and existence checks of many objects.
 
 In: readers of objects, and a storage. Out: the same objects there, each whole or not at all.
 Knows nothing of: what is in them.
 
-All segments of all objects form one queue, which a few threads take from; each segment gets its memory before the next
-is taken. So a large object is read in several ranges at once, many small objects take no more memory than a large one,
-and no segment waits for memory that segments behind it hold.
+All segments of all objects form one queue, which a few threads serve; each segment gets its memory before the next one
+is taken. So a large object is read in several ranges at once, many small objects need no more memory than a large
+object, and no segment waits for memory that later segments hold.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .pace import Pace
 if TYPE_CHECKING:
     from ..host.pool import Lease, SegmentPool
 
-# One ranged read, and one part of an upload: large enough that the latency of a request does not count.
+# The size of a ranged read and of a part of an upload: so large that the latency of a request does not matter.
 _SEGMENT_BYTES: Final = 8 * MIB
 _NUM_THREADS: Final = 8
-# Beside a training, which needs the processors.
+# Fewer beside a training, which needs the processors.
 _NUM_BACKGROUND_THREADS: Final = 2
-# For each thread, one that is being filled and one that is being sent.
+# For each thread, one segment that is being filled and one that is being sent.
 _NUM_SEGMENTS: Final = 2 * _NUM_THREADS
 _NUM_DELETIONS: Final = 16
 _NUM_LOOKERS: Final = 16
@@ -41,7 +41,7 @@ _NUM_LOOKERS: Final = 16
 class Parcel:
     """One object to be copied."""
 
-    open: Callable[[], Reader]  # called on any thread, when this object begins
+    open: Callable[[], Reader]  # called on any thread, when the copy of this object begins
     path: str  # in the target storage
     num_bytes: int
     verify: Callable[[int, memoryview], None] | None = None  # raises for wrong bytes
@@ -60,13 +60,13 @@ def copy(
     pool: SegmentPool | None = None,
     compresses: bool = False,
 ) -> None:
-    """Copy objects; each appears whole, as soon as it is durable. After an error no more objects appear.
+    """Copy objects. Each appears whole, as soon as it is durable. After an error, no more objects appear.
 
     `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
-    of each finished object, and closes it. With `background`, the processors are left to the training. `pace` limits
-    the bandwidth of the writes. `pool` is the memory of copies that follow one another, made by `new_pool`; no other
-    copy may be using it. With `compresses`, the objects are archives, which become tars of compressed blocks.
-    Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
+    of each finished object, and closes the sink. With `background`, few threads are used, which leaves the processors
+    to the training. `pace` limits the bandwidth of the writes. `pool` is memory from `new_pool` for a series of copies;
+    no other copy may use it at the same time. With `compresses`, the objects are archives, and are written as tars of
+    compressed blocks. Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and what `verify` raises.
     """
     if parcels:
         to.prove()
@@ -96,7 +96,7 @@ def copy(
 
 
 def _compressed(to: Storage, num_threads: int, path: str, *, num_bytes: int, segment_bytes: int, **_: object) -> Sink:
-    from .compressed import BlocksInTar, CompressingSink  # most runs do without
+    from .compressed import BlocksInTar, CompressingSink  # most runs do not need it
 
     packing = BlocksInTar(num_bytes)
     return CompressingSink(
@@ -105,19 +105,19 @@ def _compressed(to: Storage, num_threads: int, path: str, *, num_bytes: int, seg
 
 
 def new_pool(segment_bytes: int = _SEGMENT_BYTES) -> SegmentPool:
-    """Memory for one copy at a time, or for copies that follow one another: at most 16 segments, made as needed."""
-    from ..host.pool import SegmentPool  # it needs torch, which deletions do without
+    """Memory for one copy, or for a series of copies: at most 16 segments, allocated as needed."""
+    from ..host.pool import SegmentPool  # it imports torch, which deletions do not need
 
     return SegmentPool(segment_bytes, max_bytes=_NUM_SEGMENTS * segment_bytes)
 
 
 def delete(storage: Storage, paths: Sequence[str]) -> None:
-    """Delete objects, several at once. No error for missing ones. Raises StorageUnavailableError."""
+    """Delete objects, several at once. Missing objects are no error. Raises StorageUnavailableError."""
     run_together("delete", [partial(storage.delete, path) for path in paths], max_threads=_NUM_DELETIONS)
 
 
 def existing(storage: Storage, paths: Sequence[str]) -> list[str]:
-    """The paths, among these, that exist, in the order given; several are asked for at once."""
+    """The subset of `paths` that exists, in the given order. Several requests are made at once."""
     present: set[str] = set()
 
     def look(path: str) -> None:
@@ -129,7 +129,7 @@ def existing(storage: Storage, paths: Sequence[str]) -> list[str]:
 
 
 class _Copy:
-    """One call of `copy`, which creates it: the target, the memory, and the first error, which ends all transfers."""
+    """The state of one call of `copy`: the target, the memory, and the first error, which ends all transfers."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Copy:
         self._error: BaseException | None = None
 
     def relieve(self, starving: bool) -> bool:  # noqa: ARG002
-        """Have a sink let go of memory, for `SegmentPool.add_reliever`."""
+        """Ask the sinks to release memory; see `SegmentPool.add_reliever`."""
         return any(sink.relieve() for sink in tuple(self.sinks))
 
     def lease(self, offset: int) -> Lease:
@@ -161,13 +161,13 @@ class _Copy:
         self._check()
 
     def wait_to_write(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be written. Raises the first error of the copy."""
+        """Wait until `num_bytes` may be written. Raises the first error of the copy."""
         if self._pace is not None:
             self._pace.wait(num_bytes, self.check)
 
     @contextmanager
     def end_on_error(self) -> Iterator[None]:
-        """Have an error in this block end every wait for memory."""
+        """Let an error in this block end every wait for memory."""
         try:
             yield
         except BaseException as error:
@@ -176,10 +176,10 @@ class _Copy:
 
 
 class _Transfer:
-    """The transfer of one object. Its first segment opens reader and sink, the last one finishes the sink."""
+    """The transfer of one object. The first segment opens the reader and the sink; the last one finishes the sink."""
 
     def __init__(self, parcel: Parcel, job: _Copy, create: Callable[..., Sink]) -> None:
-        """`create` is called as `Storage.create`."""
+        """`create` is `Storage.create`, or a function with the same parameters."""
         self._parcel, self._create = parcel, create
         self._copy = job
         self._num_left = -(-parcel.num_bytes // job.segment_bytes)  # under _lock
@@ -187,7 +187,7 @@ class _Transfer:
         self._lock = threading.Lock()
 
     def tasks(self) -> Iterator[Task]:
-        """A task for each segment, with the memory that it needs."""
+        """A task for each segment, which has leased its memory."""
         self._copy.check()
         if not self._parcel.num_bytes:
             yield self._put_empty
@@ -262,7 +262,7 @@ class _Transfer:
         self._copy.finished(sink)
 
     def abort(self) -> None:
-        """Leave no trace of the object, unless it is finished. No thread works on it any more."""
+        """Leave no trace of the object, unless it is finished. No thread may still be working on it."""
         if self._ends is not None:
             reader, sink = self._ends
             reader.close()

@@ -1,10 +1,10 @@
-"""Compression of objects on their way to a sink, and decompression of ranges: block by block of their digests.
+"""Compression of objects on their way to a sink, and decompression of ranges, one digest block at a time.
 
 In: segments in any order. Out: an object of independent blocks in file order, with a table of their sizes; ranges of
 the uncompressed bytes. Knows nothing of: tensors.
 
-The threads that bring segments compress them; none waits for another. A segment that comes long before its turn stays
-uncompressed, on loan, so that memory stays within the pool.
+The threads that bring segments also compress them, and do not wait for each other. A segment that comes long before its
+turn stays on loan, uncompressed, so that memory use stays within the pool.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from .sequential import Appender
 _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
-# Of all objects together: hundreds may be open at once.
+# The limit is for all objects together, since hundreds may be open at once.
 _NUM_CACHED: Final = 8
-# Blocks that one request reads: 32 MiB before compression.
+# The most blocks that one request reads: 32 MiB before compression.
 _NUM_AT_ONCE: Final = 8
-# zstd's parameters for planes, at level 1: hardly a search for repetitions, which weights do not have. Matches found by
-# chance take twice the time, and save less than the code lengths of the bytes would.
+# Parameters of zstd for planes, at level 1: almost no search for repetitions, which weights do not have. Matches found
+# by chance take twice the time, and save less than the Huffman code of the bytes would.
 _OF_PLANES: Final = {"hash_log": 6}
-# Samples of a block tell into which planes it is divided best.
+# Samples of a block show how many planes compress it best.
 _SAMPLE_BYTES: Final = 16 * KIB
 _NUM_SAMPLES: Final = 4
-# The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
-# As many bytes hold the first block of any frame.
+# The first block of any frame ends within this many bytes.
 _FIRST_BYTES: Final = 256 * 1024
+# The smallest block in a frame has 4 bytes for 128 KiB: a frame that claims a higher ratio has a wrong size.
 _MAX_RATIO: Final = 128 * 1024 // 4
 
-# The endings of names that promise another compression, or zstd where no reader of ours looks for it.
+# Suffixes that promise another compression, or promise zstd but are not recognized by the readers of this library.
 _OTHERS: Final = (
     ".gz", ".tgz", ".taz", ".bz2", ".tbz", ".tbz2", ".tb2", ".xz", ".txz", ".lzma", ".tlz", ".lz", ".lz4", ".lzo",
     ".br", ".sz", ".zip", ".7z", ".rar", ".tzst", ".zstd",
@@ -56,7 +56,7 @@ _OTHERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """Settings of compression: `level` from 1 (fast) to 22; `threads`, by default one less than the processors.
+    """Settings of compression: `level` from 1 (fast) to 22; `threads`, by default one fewer than the processors.
 
         async_ckpt.save(state, "out/x.tar.zst", compression=async_ckpt.Zstd(level=9))
 
@@ -80,10 +80,10 @@ class Zstd:
 
 
 def promises_zstd(name: str, path: str, *, may_mislead: bool = False) -> bool:
-    """Whether a file of this name is compressed. `path` names it in messages. In a URL, the name ends before a "?".
+    """Whether a file of this name is compressed. Messages show `path`. In a URL, the name ends before a "?".
 
-    Raises ValueError for a name that promises another compression, unless it `may_mislead`: the content would not be
-    what the name says.
+    Raises ValueError for a name that promises another compression, which the content would not have; with
+    `may_mislead`, such a name is allowed.
     """
     name = (name.partition("?")[0] if "://" in path else name).lower()
     if name.endswith(_OTHERS) and not may_mislead:
@@ -92,7 +92,7 @@ def promises_zstd(name: str, path: str, *, may_mislead: bool = False) -> bool:
 
 
 def refuse_archive_name(path: str) -> None:
-    """Raise ValueError for the name of a compressed archive, where no archive is written."""
+    """Raise ValueError if a folder has the name of a compressed archive."""
     name = path.rstrip("/")
     try:
         is_archive = promises_zstd(name, path)
@@ -103,7 +103,7 @@ def refuse_archive_name(path: str) -> None:
 
 
 def refuse_if_missing(why: str = "", *, with_planes: bool = False) -> None:
-    """Raise ImportError, which begins with the reason, if a package for compression is missing."""
+    """Raise ImportError, whose message begins with `why`, if a package for compression is missing."""
     try:
         zstandard_package()
         if with_planes:
@@ -113,7 +113,7 @@ def refuse_if_missing(why: str = "", *, with_planes: bool = False) -> None:
 
 
 def open_decompressed(reader: Reader, path: str) -> Reader:
-    """A reader of the content: `reader` itself if that is not compressed.
+    """A reader of the uncompressed content; `reader` itself if its object is not compressed.
 
     Raises CorruptCheckpointError, and ImportError if a package is missing.
     """
@@ -125,24 +125,24 @@ def open_decompressed(reader: Reader, path: str) -> Reader:
 
 
 def open_sized(reader: Reader, path: str, num_bytes: int) -> Reader:
-    """The same for an archive of so many bytes; no request is made if the object has as many.
+    """A reader of an archive of `num_bytes`, uncompressed. Makes no request if the object has that size.
 
-    A compressed one may happen to have as many: `OpenArchive` notices that.
+    A compressed object may have that size by chance, which `OpenArchive` notices.
     """
     return reader if reader.num_bytes == num_bytes else open_decompressed(reader, path)
 
 
 class Packing(Protocol):
-    """The form of an object that is compressed in blocks. Only `pack` is called from several threads."""
+    """The format of an object that is compressed in blocks. Only `pack` is called from several threads."""
 
     def head(self) -> bytes:
         """The bytes before the first block."""
 
     def pack(self, number: int, data: memoryview) -> tuple[list[bytes], Any]:
-        """The block of this number, compressed, and what `end` is to know of it."""
+        """The compressed bytes of block `number`, and the facts about it that `end` needs."""
 
     def end(self, facts: list[Any]) -> bytes:
-        """The bytes after the last block; the facts of all blocks are given in order."""
+        """The bytes after the last block. `facts` has the facts about all blocks, in order."""
 
 
 class ZstdFrames(Packing):
@@ -165,8 +165,8 @@ class ZstdFrames(Packing):
 class BlocksInTar(Packing):
     """A tar with a member for each digest block of an archive: its byte planes, compressed by zstd.
 
-    The first bytes of all numbers come first, then all second bytes, and so on: the exponents of weights are much
-    alike, and their other bytes are not.
+    The first plane has the first bytes of all numbers, the second plane all second bytes, and so on. So the exponents
+    of weights, which are much alike, are compressed together; the other bytes are not alike.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -183,9 +183,9 @@ class BlocksInTar(Packing):
         return [blocks.block_header(number, block), frame, bytes(tar.padding_after(len(frame)))], block
 
     def _best_planes(self, data: memoryview) -> int:
-        """The number of planes by which a sample becomes smallest: a block may have numbers of several sizes.
+        """The number of planes that compresses a sample best. It depends on the size of the numbers in the block.
 
-        Each plane of the sample is compressed by itself, as those of the block are: they are longer than zstd's blocks.
+        Each plane of the sample is compressed by itself, since the planes of a block are longer than zstd's blocks.
         """
         step = max(_SAMPLE_BYTES, len(data) // _NUM_SAMPLES // _SAMPLE_BYTES * _SAMPLE_BYTES)
         sample = memoryview(b"".join(data[begin : begin + _SAMPLE_BYTES] for begin in range(0, len(data), step)))
@@ -197,11 +197,11 @@ class BlocksInTar(Packing):
         return min((planes for planes in blocks.PLANES if len(data) % planes == len(sample) % planes == 0), key=size_in)
 
     def _divided(self, data: memoryview, planes: int) -> memoryview:
-        """The bytes of numbers of `planes` bytes, plane by plane; until this thread divides something else."""
+        """The bytes of numbers of `planes` bytes each, plane by plane. Valid until the next call on this thread."""
         if planes == 1:
             return data
         numpy = numpy_package()
-        if not hasattr(self._of_thread, "planes"):  # new memory for each block would take as long as all else
+        if not hasattr(self._of_thread, "planes"):  # new memory for each block would double the time
             self._of_thread.planes = numpy.empty(BLOCK_BYTES, numpy.uint8)
         found = self._of_thread.planes[: len(data)].reshape(planes, -1)
         numbers = numpy.frombuffer(data, f"<u{planes}")
@@ -214,7 +214,7 @@ class BlocksInTar(Packing):
 
 
 def _join(data: bytes, planes: int, target: memoryview) -> None:
-    """Fill `target` with the bytes that were divided."""
+    """Fill `target` with the numbers whose planes are in `data`: the reverse of `_divided`."""
     if planes == 1:
         target[:] = data
         return
@@ -228,7 +228,7 @@ def _join(data: bytes, planes: int, target: memoryview) -> None:
 
 
 def _compressor(level: int, settings: Mapping[str, int] = MappingProxyType({})) -> Callable[[memoryview], bytes]:
-    """A function that compresses, from any thread; each thread keeps its tables between calls."""
+    """A thread-safe function that compresses. Each thread keeps its tables between calls."""
     package, local = zstandard_package(), threading.local()
 
     def compress(data: memoryview) -> bytes:
@@ -242,7 +242,7 @@ def _compressor(level: int, settings: Mapping[str, int] = MappingProxyType({})) 
 
 
 class CompressingSink(Sink):
-    """A sink that compresses on the way to another sink, which it creates. From any thread."""
+    """A sink that compresses its segments on the way to another sink, which it creates. Thread-safe."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class CompressingSink(Sink):
         self._num_compressing = 0
         self._appending = False
         self._error: BaseException | None = None
-        self._facts: list[Any] = []  # of the blocks; the thread that appends has them
+        self._facts: list[Any] = []  # about the blocks; used only by the thread that appends
 
     @property
     def num_bytes(self) -> int:
@@ -299,7 +299,7 @@ class CompressingSink(Sink):
             raise
 
     def _take(self) -> tuple[int, memoryview, MemoryLoan] | None:
-        """The earliest segment, to be compressed; None if enough threads are compressing or its turn is far away."""
+        """The earliest waiting segment; None if enough threads are compressing, or if its turn is far away."""
         with self._lock:
             number = min(self._waiting, default=None)
             limit = self._num_threads
@@ -321,7 +321,7 @@ class CompressingSink(Sink):
             self._compressed[number] = packed
 
     def _append_due(self) -> None:
-        """Append compressed segments in file order. One thread at a time does so, for all others."""
+        """Append compressed segments in file order. One thread at a time does this, for all threads."""
         while True:
             with self._lock:
                 if self._appending or self._error or self._next not in self._compressed:
@@ -366,30 +366,30 @@ class CompressingSink(Sink):
         return f"<CompressingSink {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
-# The last blocks of which parts were read, by the numbers of reader and block: neighbouring ranges touch them, too.
+# The last blocks that were read in part, by the numbers of reader and block: neighbouring ranges need them, too.
 # Each operation on the dict is atomic.
 _cached: Final[dict[tuple[int, int], memoryview]] = {}
 _keys: Final = itertools.count()
 
 
 class DamagedBlocksError(CorruptCheckpointError):
-    """Blocks that cannot be decompressed, by their numbers; what lies beside them was read."""
+    """The error about blocks that cannot be decompressed; `blocks` has their numbers. All other blocks were read."""
 
     blocks: tuple[int, ...]
 
 
 class _InBlocks(Reader):
-    """Ranges of an object that is compressed in blocks. Only blocks that a range touches are read. From any thread."""
+    """A reader of an object that is compressed in blocks. Only blocks that a range touches are read. Thread-safe."""
 
     def __init__(self, reader: Reader, path: str, extents: Sequence[Extent], sizes: Iterable[int]) -> None:
-        """`extents` are those of the compressed blocks, one behind the other, and `sizes` those of their contents."""
+        """`extents` has the extents of the compressed blocks, in order, and `sizes` the sizes of their contents."""
         self._reader, self._path, self._extents = reader, path, extents
         self._starts = [0, *accumulate(sizes)]
         self.num_bytes = self._starts[-1]
         self._key = next(_keys)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target`. Raises DamagedBlocksError once all other blocks are read."""
+        """Fill `target`. Raises DamagedBlocksError after all other blocks are read."""
         if offset + len(target) > self.num_bytes:
             raise EOFError(f"{self._path} ends at byte {self.num_bytes:,}")
         damaged: list[tuple[int, Exception]] = []
@@ -410,7 +410,7 @@ class _InBlocks(Reader):
             raise DamagedBlocksError(text, path=self._path, blocks=numbers)
 
     def _blocks(self, numbers: range) -> Iterator[tuple[int, Callable[[int, memoryview], None]]]:
-        """For each of neighbouring blocks, which one request reads, a function that fills memory from a byte on."""
+        """Yield the number of each block, and a function that fills memory from an offset in it; by one request."""
         cached = {number: block for number in numbers if (block := _cached.get((self._key, number)))}
         begin, last = self._extents[numbers[0]].offset, self._extents[numbers[-1]]
         stored = memoryview(bytearray(last.end - begin if len(cached) < len(numbers) else 0))
@@ -431,13 +431,13 @@ class _InBlocks(Reader):
         block = memoryview(bytearray(size))
         self._decompress(number, stored, block)
         _cached[self._key, number] = block
-        with suppress(KeyError, RuntimeError):  # another thread deletes, or adds, one at this moment
+        with suppress(KeyError, RuntimeError):  # another thread deletes or adds a block at this moment
             while len(_cached) > _NUM_CACHED:
                 del _cached[next(iter(_cached))]
         _fill(block, begin, target)
 
     def _decompress(self, number: int, stored: memoryview, target: memoryview) -> None:
-        """Fill `target` with the content of a block. Raises ValueError, and ZstdError."""
+        """Fill `target` with the content of a block. Raises ValueError or ZstdError."""
         target[:] = self._frame_content(number, stored)
 
     def _frame_content(self, number: int, data: memoryview) -> bytes:
@@ -462,10 +462,10 @@ def _fill(block: memoryview, begin: int, target: memoryview) -> None:
 
 
 class BlocksInTarReader(_InBlocks):
-    """Ranges of an archive that is kept as `BlocksInTar`."""
+    """A reader of an archive that was written as `BlocksInTar`."""
 
     def __init__(self, reader: Reader, path: str, beginning: bytes | bytearray) -> None:
-        """`beginning` is that of the tar. Raises CorruptCheckpointError, and ImportError for a missing package."""
+        """`beginning` has the first bytes of the tar. Raises CorruptCheckpointError; ImportError without packages."""
         refuse_if_missing(f"{path} is compressed; ", with_planes=True)
         try:
             num_bytes = blocks.content_bytes(beginning)
@@ -487,7 +487,7 @@ class BlocksInTarReader(_InBlocks):
 
 
 class ZstdReader(_InBlocks):
-    """Ranges of a `.tar.zst`."""
+    """A reader of a `.tar.zst`."""
 
     def __init__(self, reader: Reader, path: str) -> None:
         self._reader, self._path = reader, path
@@ -520,7 +520,7 @@ class ZstdReader(_InBlocks):
         return frames
 
     def _is_foreign(self) -> bool:
-        """True if the first frame does not begin an archive."""
+        """True if the first frame is not the beginning of an archive."""
         package, head = zstandard_package(), bytearray(min(self._reader.num_bytes, _FIRST_BYTES))
         self._read(0, head)
         name = index.MEMBER.encode()

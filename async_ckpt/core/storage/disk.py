@@ -57,9 +57,7 @@ _ADVICE: Final = {
 
 
 def close_quietly(fd: int) -> None:
-    """Close a file that was only read, locked or synced. It is closed whatever the system answers, and an error can
-    only be one of writes that were never synced (close(2)).
-    """
+    """Close a file without unsynced writes. Ignores errors but EBADF: the file is closed in any case (close(2))."""
     try:
         os.close(fd)
     except OSError as error:
@@ -114,7 +112,7 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
 
 @contextmanager
 def user_path_translated(path: str) -> Iterator[None]:
-    """Raise OSErrors of the block, about a path that a user gave, as errors of this library. They keep their kind."""
+    """Translate OSErrors of the block, about a path from a user, into errors of this library and of the same kind."""
     try:
         yield
     except CheckpointError:
@@ -136,21 +134,21 @@ _OWN: Final = {
 def open_regular(path: Path, flags: int) -> int:
     """Open an existing regular file. Anything else is refused: opening a pipe or device could block, or have effects.
 
-    Raises FileNotFoundError only if there is no such name: a broken link raises StorageUnavailableError.
+    Raises FileNotFoundError only if the name does not exist: a broken link raises StorageUnavailableError.
     """
     flags |= O_CLOEXEC | O_BINARY
     try:
         _refuse_kind(path, os.stat(path).st_mode)
         try:
-            # O_NONBLOCK, since a pipe may have taken its place at this moment.
+            # O_NONBLOCK, since a pipe may have replaced the file just now.
             fd = os.open(path, flags | O_NONBLOCK)
-        except BlockingIOError:  # another process has a file lease, which an open that waits breaks
+        except BlockingIOError:  # another process has a file lease, which a blocking open breaks
             fd = os.open(path, flags)
     except FileNotFoundError:
         if os.path.islink(path):
             refuse_dangling(path)
         raise
-    except NotADirectoryError as error:  # what is above it is a file, so there is no such name
+    except NotADirectoryError as error:  # a parent is a file, so the name does not exist
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
     try:
         _refuse_kind(path, os.fstat(fd).st_mode)
@@ -163,9 +161,9 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def open_to_change(path: Path, flags: int) -> int:
-    """Open a regular file whose content is about to change, and create it if there is none.
+    """Open a regular file to change its content, and create it if it does not exist.
 
-    A link is refused: with one, whoever may write to the folder could have this process change a file elsewhere.
+    A link is refused: otherwise, anyone who may write to the folder could make this process change a file elsewhere.
     Raises StorageUnavailableError.
     """
     try:
@@ -182,9 +180,9 @@ def open_to_change(path: Path, flags: int) -> int:
 
 
 def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of an existing regular file, and its status after they were read. Raises as `open_regular` does.
+    """The bytes of an existing regular file, and its status after the read. Raises what `open_regular` raises.
 
-    Without a file object, which takes longer than the reading where a listing reads thousands of manifests.
+    Makes no file object, which would take longer than the read itself: a listing reads thousands of manifests.
     """
     fd = open_regular(path, os.O_RDONLY)
     try:
@@ -211,7 +209,7 @@ def refuse_dangling(path: Path) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise StorageUnavailableError if the path is neither free, nor a regular file, nor a link."""
+    """Raise StorageUnavailableError if the path exists, and is neither a regular file nor a link."""
     with suppress(FileNotFoundError, NotADirectoryError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISLNK(mode):
@@ -243,7 +241,7 @@ def make_folder(folder: Path) -> None:
         os.mkdir(folder)
     except FileExistsError:
         refuse_dangling(folder)
-        with suppress(FileNotFoundError):  # it was removed since: `create_locked` makes it again
+        with suppress(FileNotFoundError):  # it was removed meanwhile: `create_locked` makes it again
             if not stat.S_ISDIR(os.lstat(folder).st_mode) and not folder.is_dir():
                 raise NotADirectoryError(
                     errno.ENOTDIR, f"{folder} is a file, but should be a folder", str(folder)
@@ -258,7 +256,7 @@ def make_folder(folder: Path) -> None:
 def remove_if_empty(folder: Path) -> bool:
     """Remove a folder if it is empty. Returns whether it was removed.
 
-    A writer that has just made the folder makes it again (see `create_locked`).
+    If a writer has just made the folder, it will make it again (see `create_locked`).
     """
     try:
         os.rmdir(folder)
@@ -280,7 +278,7 @@ def rename_new(temp: Path, target: Path) -> None:
 def preallocate(fd: int, num_bytes: int, target: Path) -> None:
     """Allocate space by fallocate(2). Raises StorageFullError.
 
-    Not by posix_fallocate, which writes zeros if the file system does not support the call.
+    posix_fallocate would write zeros if the file system does not support the call.
     """
     if sys.platform != "linux" or not num_bytes:
         return
@@ -292,7 +290,7 @@ def preallocate(fd: int, num_bytes: int, target: Path) -> None:
 
 
 def call_libc(name: str, *arguments: Any) -> int:
-    """Make a system call that `os` lacks; returns errno, or 0. Repeated after signals, as the calls of `os` are."""
+    """Make a system call that `os` lacks, and repeat it after signals, as `os` does. Returns errno, or 0."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:  # an older C library
         return errno.ENOSYS
@@ -303,7 +301,7 @@ def call_libc(name: str, *arguments: Any) -> int:
 
 
 def free_bytes_at(folder: Path) -> int | None:
-    """The bytes that this user may still write there, or None if unknown. The folder need not exist."""
+    """The bytes that this user can still write to a folder, which need not exist; None if unknown."""
     if not hasattr(os, "statvfs"):
         return None
     while not folder.exists() and folder != folder.parent:
@@ -316,7 +314,7 @@ def free_bytes_at(folder: Path) -> int | None:
 
 
 def identity(stat: os.stat_result) -> tuple[int, int]:
-    """The device and inode, which no other file has at the same time."""
+    """The device and inode, which are unique among existing files."""
     return stat.st_dev, stat.st_ino
 
 

@@ -1,7 +1,7 @@
 """The protocols of storages, their sinks and readers.
 
 In: paths below a root, bytes. Out: durable objects, and their bytes back. Knows nothing of: tensors, steps, commits.
-All calls block, and may be made from any thread; none is made on the event loop. Paths use `/`.
+All calls block, so none is made on an event loop. Any thread may make them. Paths use `/`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 
 class MemoryLoan(Protocol):
-    """Memory on loan for one call. To use the memory after the call, retain it, and release it at the end."""
+    """Memory lent for one call. A function that uses it after the call calls `retain`, and `release` at the end."""
 
     def retain(self) -> None: ...
 
@@ -22,12 +22,12 @@ class MemoryLoan(Protocol):
 class Sink(Protocol):
     """The write side of one object. Only `finish` makes the object appear.
 
-    `Storage.create` makes it for one delivery, which owns it and ends it by `finish` or `abort`, and `close`.
+    `Storage.create` makes a sink for one delivery, which owns it, calls `finish` or `abort`, and then `close`.
     """
 
     @property
     def num_bytes(self) -> int:
-        """The size of the object; until the object is finished, the announced size."""
+        """The size of the finished object; before that, the announced size."""
 
     @property
     def num_retries(self) -> int:
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
     @property
     def failed(self) -> Future[None] | None:
-        """A future that gets the error once the object is known to fail; None if `write` and `finish` raise it."""
+        """A future that receives the error once the object has failed; None if only `write` and `finish` report it."""
         return None
 
     @property
@@ -45,14 +45,14 @@ class Sink(Protocol):
         return False
 
     def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
-        """Take one segment at `offset`; all but the last are whole. From any thread, in any order, each segment once.
+        """Write one segment at `offset`, from any thread; all but the last are full. Each comes once, in any order.
 
         `data` is the memory of `lease` and does not change until `lease` is released. A sink that sends it later
-        retains the lease; a sink that has failed has released all. Raises StorageFullError, StorageUnavailableError.
+        retains the lease; a failed sink has released every lease. Raises StorageFullError, StorageUnavailableError.
         """
 
     def finish(self, num_bytes: int | None = None) -> None:
-        """Make the object durable and visible under its name, whole. All writes have returned.
+        """Make the whole object durable and visible under its name. Call it once all writes have returned.
 
         `num_bytes` is the size of the object if only a limit was announced.
         """
@@ -61,20 +61,20 @@ class Sink(Protocol):
         """Leave no trace of the object. Idempotent; raises only errors that the caller can act on."""
 
     def close(self) -> None:
-        """Release locks: the object was committed, or never will be. Idempotent."""
+        """Release locks, after the object was committed or given up. Idempotent."""
         return
 
     def give_up(self) -> None:
-        """Release every lease that is not being sent at this moment; the object will not be finished.
+        """Release every lease that is not being sent at this moment, since the object will not be finished.
 
-        Does not wait; `abort` follows. Idempotent. From any thread.
+        Returns without waiting. The caller calls `abort` afterwards. Idempotent and thread-safe.
         """
         return
 
     def relieve(self) -> bool:
-        """Release one lease that is kept only for another attempt, since memory is short. From any thread.
+        """Release one lease that is kept only for another attempt, since memory is short. Thread-safe.
 
-        False if there is none.
+        Returns False if there is no such lease.
         """
         return False
 
@@ -85,13 +85,13 @@ class Reader(Protocol):
     num_bytes: int
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on. From any thread. Raises EOFError if the object ends too early.
+        """Fill `target` with the bytes from `offset` on. Thread-safe. Raises EOFError if the object ends too early.
 
-        Raises StorageUnavailableError, also if the object was replaced after it was opened.
+        Raises StorageUnavailableError if the read fails, or if the object was replaced after it was opened.
         """
 
     def close(self) -> None:
-        """Close what is open; by default nothing is."""
+        """Release files and connections; by default there are none to release."""
         return
 
     def __enter__(self) -> Self:
@@ -104,12 +104,12 @@ class Reader(Protocol):
 class Storage(Protocol):
     """One root. A missing object raises FileNotFoundError; any other failure raises StorageUnavailableError."""
 
-    remote: bool  # calls go through a network, so a save makes none on its caller's thread
-    in_order: bool  # sinks send in file order, and hold segments that come early
+    remote: bool  # calls use a network, so a save makes none on its caller's thread
+    in_order: bool  # sinks send segments in file order, and hold early ones
 
     @property
     def locks_tell(self) -> bool:
-        """Whether all that write here run on machines that see each other's locks, so that a free lock is proof."""
+        """Whether all writers run on machines that see each other's locks: a free lock proves that its writer ended."""
         return False
 
     def locate(self, path: str) -> str:
@@ -127,57 +127,57 @@ class Storage(Protocol):
         max_segments: int | None = None,
         exact: bool = True,
     ) -> Sink:
-        """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written.
+        """Begin an object of exactly this size, and make its folders. Raises StorageFullError before a byte is written.
 
-        The object comes in segments of `segment_bytes`, of which at most `max_segments` are on loan at a time. Without
-        `exact`, `num_bytes` is a limit, and `finish` is given the size.
+        The object is written in segments of `segment_bytes`; at most `max_segments` are on loan at a time. Unless
+        `exact`, `num_bytes` is a limit, and `finish` receives the size.
         """
 
     def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
-        """Make sure, once in a process, that what is saved here can be read again; see `proven/place_proof.py`.
+        """Check, once per process, that objects written here can be read back; see `proven/place_proof.py`.
 
-        A place for a run also has to replace small objects, and to list new ones at once. Does nothing on a disk.
+        A place for a run must also replace small objects, and list new ones at once. Does nothing on a disk.
         Raises StorageUnavailableError.
         """
         return
 
     def open(self, path: str) -> Reader:
-        """Open an object. Raises FileNotFoundError, and IsADirectoryError if folders are real."""
+        """Open an object. Raises FileNotFoundError; IsADirectoryError for a folder, where folders are real."""
 
     def read(self, path: str) -> tuple[bytes, str]:
-        """The content of a small object, and its version: a text that changes whenever the object is replaced.
+        """The content of a small object, and its version: a string that changes whenever the object is replaced.
 
-        Raises FileNotFoundError only if `names` does not list it either; a broken link, or anything else that is not a
-        file, raises StorageUnavailableError.
+        Raises FileNotFoundError only for an object that `names` does not list either. A broken link, or anything else
+        that is not a file, raises StorageUnavailableError.
         """
 
     def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:  # noqa: ARG002
-        """The contents and versions of small objects, by their paths, as far as there is a faster way than `read`.
+        """The contents and versions of small objects by path, if the storage has a faster way than `read`.
 
-        None is the content of an object that does not exist. A path that is left out proves nothing about its object.
+        A missing object maps to None. Nothing is known about an object whose path is left out.
         """
         return {}
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Write a small object durably if there is none of that name. Raises FileExistsError otherwise."""
+        """Write a small object durably. Raises FileExistsError if an object of this name exists."""
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
-        """Write or replace a small object durably and atomically; with `version`, only if that is its version.
+        """Write or replace a small object durably and atomically; with `version`, only if the object has this version.
 
-        Returns the new version, or None if the place does not tell it. Raises FileExistsError for another version.
+        Returns the new version, or None if not reported. Raises FileExistsError if `version` is given and differs.
         """
 
     def append_lines(self, path: str, lines: bytes) -> int | None:  # noqa: ARG002
-        """Add whole lines to a small object, which is created if it is missing. Returns its size. They are not durable.
+        """Append whole lines, not durably, to a small object, and create it if it is missing. Returns its size.
 
-        None if no object can grow at this place: then nothing was written.
+        Returns None, and writes nothing, if this storage cannot append to objects.
         """
         return None
 
     def under_way(self, folder: str) -> tuple[int, int]:  # noqa: ARG002
-        """The bytes written so far of objects that another process is writing in a folder, and their sizes at the end.
+        """The bytes written so far, and the final sizes, of objects that other processes are writing in a folder.
 
-        Zeros in places where nobody sees an object before it is whole.
+        Zeros in storages where an object is invisible until it is complete.
         """
         return 0, 0
 
@@ -185,12 +185,12 @@ class Storage(Protocol):
     """How many folders it has, each with a part of the bytes: several where each node has one of its own."""
 
     def free_bytes(self) -> int | None:
-        """The bytes that may still be written here; None if that is not known, or has no limit."""
+        """The bytes that can still be written here; None if unknown or unlimited."""
         return None
 
     def settle(self, path: str) -> None:  # noqa: ARG002
-        """Make an object durable that is visible, since whoever has put it may not have done so yet."""
-        return None  # at a store, what is visible is durable  # noqa: RET501
+        """Make a visible object durable, since its writer may not have done so yet."""
+        return None  # in an object store, visible objects are durable  # noqa: RET501
 
     def sender(
         self,
@@ -199,9 +199,9 @@ class Storage(Protocol):
         num_bytes: int,  # noqa: ARG002
         digest: str,  # noqa: ARG002
     ) -> Callable[[Callable[[], None]], None] | None:
-        """A function that has another process copy an archive to another place of the run, if it lies on its disk.
+        """A function that has another node copy an archive to the place `to`; None if this process must copy it itself.
 
-        The function calls `check` now and then, which may raise.
+        The function calls `check` repeatedly, which may raise.
         """
         return None
 
@@ -209,44 +209,44 @@ class Storage(Protocol):
         """Rename a small object, durably."""
 
     def delete(self, path: str) -> None:
-        """Delete an object, and the folder that this leaves empty. No error if there is no object."""
+        """Delete an object, and its folder if that is then empty. A missing object is no error."""
 
     def delete_many(self, paths: Sequence[str]) -> None:
-        """Delete objects, each as `delete` does, in any order; in few requests if the place can.
+        """Delete objects as `delete` does, in any order, and in few requests if the storage can.
 
-        After an error some of them may be deleted.
+        After an error, some objects may already be deleted.
         """
         for path in paths:
             self.delete(path)
 
     def delete_all(self, path: str) -> None:
-        """Delete an object, or a folder with its content. No error if there is neither. Links are not followed."""
+        """Delete an object, or a folder with its content. A missing path is no error. Links are not followed."""
 
     def remove_if_empty(self, folder: str) -> bool:
-        """Remove an empty folder below the root. False if the folder is not empty, or does not exist.
+        """Remove a folder below the root if it is empty. Returns False if it is not empty, or does not exist.
 
-        Harms no writer, even one that has made the folder and put nothing into it yet. Raises nothing.
+        Safe even if a writer has just made the folder and written nothing into it yet. Never raises.
         """
 
     def names(self, folder: str) -> list[str]:
-        """The names of the objects and folders directly in a folder, sorted; none if there is no such folder."""
+        """The sorted names of objects and folders directly in a folder; empty if the folder does not exist."""
 
     def listed(self, folder: str, names: Collection[str]) -> set[str]:
-        """The names, among these, of objects directly in a folder, by a listing as fast as it can be had."""
+        """The subset of `names` that exists directly in a folder, by the fastest way to list it."""
         return {*names}.intersection(self.names(folder))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The sizes of all objects below a folder, at any depth, by their paths from there, sorted.
+        """The sizes of all objects below a folder, at any depth, by path relative to the folder, sorted.
 
-        Empty if there is no such folder; without objects that are being written. Raises CorruptCheckpointError for an
-        object whose name is not a path to it.
+        Empty if the folder does not exist. Objects that are being written are left out. Raises CorruptCheckpointError
+        for an object whose name is not a valid path.
         """
 
     def exists(self, path: str) -> bool:
-        """Whether there is an object (or, if folders are real, a folder) of this name."""
+        """Whether an object of this name exists; or a folder, where folders are real."""
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        """The paths, among these, that exist, in the order given. Asks in parallel if requests are slow."""
+        """The subset of `paths` that exists, in the given order. Slow requests are made in parallel."""
 
     def sweep(
         self,
@@ -257,23 +257,23 @@ class Storage(Protocol):
         decided: bool = False,  # noqa: ARG002
         of_ranks: bool = False,  # noqa: ARG002
     ) -> list[str]:
-        """The names, among these, of objects whose writer has provably ended. With `delete`, they are deleted.
+        """The subset of `names` whose writers have provably ended. With `delete`, these objects are deleted.
 
-        `decided` says that a newer step is committed, so no writer can still commit these. If the writer cannot be
-        asked, that and a day's age by the store's clock are the proof; also for an object that one of several ranks has
-        written (`of_ranks`), which may run on another machine.
+        `decided` means that a newer step is committed, so no writer can still commit these objects. Where no lock shows
+        whether a writer lives, the proof is `decided`, and an age of more than a day by the store's clock. Objects
+        `of_ranks` also need this proof, since their writers may run on other machines.
         """
         return []
 
     def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
-        """Lock an object, as a sign to other processes that this one lives, until the returned function is called.
+        """Lock an object, to show other processes that this one lives. The returned function unlocks it.
 
-        Does nothing in places without locks, such as stores.
+        Does nothing in storages without locks, such as object stores.
         """
         return lambda: None
 
     def is_held(self, path: str) -> bool:  # noqa: ARG002
-        """Whether another living process provably has locked an object."""
+        """Whether another living process has provably locked an object."""
         return False
 
     def sweep_uploads(self) -> list[str]:

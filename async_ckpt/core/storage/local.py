@@ -3,11 +3,11 @@
 In: segments at offsets. Out: files that survive a power cut: temp name, fsync, rename, fsync of the folder.
 Knows nothing of: what is in the files.
 
-Archives are written with O_DIRECT if the file system takes it. Only a write tells: on some file systems `open` succeeds
-and `write` fails. The first refused write switches its file, and only that, to buffered writes.
+Archives are written with O_DIRECT if the file system supports it. Only a write shows whether it does: on some file
+systems `open` succeeds and `write` fails. The first refused write switches its file, and no other, to buffered writes.
 
-A file that is being written has a `fcntl` record lock until `close`, under its temp name and under its final name. A
-leftover whose lock is free has no living writer, on this host or another that shares the file system.
+A file that is being written is locked until `close` by a `fcntl` record lock, under its temp name and under its final
+name. If the lock of a leftover is free, its writer has ended, on this host or another that shares the file system.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errn
 
 
 class LocalStorage(Storage):
-    """One folder and everything below it. The folder need not exist until something is written. From any thread."""
+    """One folder and everything below it. The folder need not exist until something is written. Thread-safe."""
 
     remote = False
     in_order = False
@@ -120,7 +120,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def _root_translated(self) -> Iterator[None]:
-        """Raise the error about the root if it is a link to nothing: then a missing file says nothing about itself."""
+        """Raise an error about the root if it is a broken link, since every file below it then seems to be missing."""
         try:
             yield
         except FileNotFoundError:
@@ -162,7 +162,7 @@ class LocalStorage(Storage):
                 size, last = os.fstat(fd).st_size, bytearray(b"\n")
                 if size:
                     pread_into(fd, memoryview(last), size - 1)
-                # A writer that was killed may have left a line without its end.
+                # A killed writer may have left an unfinished line.
                 rest = memoryview(lines if last == b"\n" else b"\n" + lines)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
@@ -178,7 +178,7 @@ class LocalStorage(Storage):
     def free_bytes(self) -> int | None:
         try:
             return free_bytes_in(self.root)
-        except OSError:  # a folder above may not be looked into
+        except OSError:  # this user may not enter a folder above it
             return None
 
     def settle(self, path: str) -> None:
@@ -209,7 +209,7 @@ class LocalStorage(Storage):
                 if sum(map(_unlink, targets)):
                     with translated(targets[0]), suppress(FileNotFoundError):
                         sync_folder(folder)  # another process may have removed it
-            finally:  # also if the deletion may not be durable
+            finally:  # even if the deletion could not be made durable
                 if folder != self.root:
                     remove_if_empty(folder)
 
@@ -239,7 +239,7 @@ class LocalStorage(Storage):
         return bool(self.existing([path]))
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        root = os.path.join(self.root, "")  # a Path for each of thousands of names would take most of the time
+        root = os.path.join(self.root, "")  # making thousands of Paths would take most of the time
 
         def is_there(path: str) -> bool:
             try:
@@ -325,7 +325,7 @@ class LocalSink(Sink):
                 try:
                     num_written = pwrite(self._fd, data, offset)
                 except OSError as error:
-                    # Once for each write: another thread may be switching the file to buffered writes at this moment.
+                    # Tried again once: another thread may be switching the file to buffered writes at this moment.
                     if refused or error.errno not in _REFUSES_DIRECT:
                         raise
                     refused = True
@@ -345,7 +345,7 @@ class LocalSink(Sink):
             size = os.fstat(self._fd).st_size
             if size != self.num_bytes:
                 raise OSError(errno.EIO, f"{size} bytes arrived of {self.num_bytes}")
-            if fcntl is None:  # Windows renames no open file, and there is no lock to keep
+            if fcntl is None:  # Windows cannot rename an open file, and has no lock to keep
                 self.close()
             os.replace(self._temp, self._target)
             self._finished = True
@@ -370,28 +370,28 @@ class LocalSink(Sink):
 
 
 class LocalReader(Reader):
-    """One file, read past the page cache if alignment and file system allow it, except for pages that are cached.
+    """One file. Reads bypass the page cache if alignment and file system allow it, except for pages that are cached.
 
-    Once it is shared, all reads go through the page cache, so that the disk reads once for all processes.
+    After `share`, all reads go through the page cache, so that the disk is read once for all processes.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if os.path.isdir(path):  # some systems open a folder, and others raise another error
+        if os.path.isdir(path):  # some systems can open a folder, and others raise a different error
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         self._fd = open_regular(path, os.O_RDONLY)
         self._direct_fd = -1
         if _O_DIRECT:
             with suppress(OSError, StorageUnavailableError):
                 self._direct_fd = self._open_direct()
-                # Reads through the cache are of single pieces: nothing behind them should be read ahead.
+                # Reads through the cache are of single pieces, so reading ahead would be useless.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._asks_cache = bool(_RWF_NOWAIT)
         self.is_shared = False
         self.num_bytes = os.fstat(self._fd).st_size
 
     def _open_direct(self) -> int:
-        """Open the same file again; -1 if another file has taken its place."""
+        """Open the same file again, with O_DIRECT; -1 if another file has taken its place."""
         fd = open_regular(self._path, os.O_RDONLY | _O_DIRECT)
         if identity(os.fstat(fd)) == identity(os.fstat(self._fd)):
             return fd
@@ -420,19 +420,19 @@ class LocalReader(Reader):
                 target = target[num_read:]
 
     def share(self) -> None:
-        """From now on, leave the bytes that are read in the page cache, for other processes."""
+        """From now on, read through the page cache, so that other processes find the bytes there."""
         self.is_shared = True
 
     def _read_cached(self, offset: int, target: memoryview) -> int:
-        """Read whole pages from the page cache, up to the first missing one. Returns the number of bytes."""
+        """Read whole pages from the page cache, up to the first that is not cached. Returns the number of bytes."""
         if not self._asks_cache:
             return 0
         num_read = 0
         with suppress(OSError):  # the read would wait for the disk, or the flag is not supported
-            # One page first: asked for more that is missing, the kernel would begin to fetch it.
+            # One page first: if more were requested and not cached, the kernel would begin to fetch it.
             if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
                 num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES
-        # Most files are cached wholly or not at all, and each miss costs the disk a page.
+        # Most files are cached wholly or not at all, and each miss makes the disk read a page.
         if num_read < len(target):
             self._asks_cache = False
         return num_read
@@ -445,7 +445,7 @@ class LocalReader(Reader):
 
 
 def _sizes(folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[str, int]]:
-    """The paths and sizes of all files below a folder, links followed. Raises for any other kind of entry."""
+    """The paths and sizes of all files below a folder. Follows links, and raises for any other kind of entry."""
     with translated(folder):
         here = identity(os.stat(folder))
         if here in above:
@@ -484,7 +484,7 @@ def _temp_file(target: Path, data: bytes) -> Iterator[Path]:
 
 
 def _unlink(target: Path) -> bool:
-    """Delete a file. False if there was none."""
+    """Delete a file. Returns False if it did not exist."""
     with translated(target), suppress(FileNotFoundError):
         os.unlink(target)
         return True

@@ -37,18 +37,18 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
 
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
-# Of the folder beside a temp file in which code of the user writes files by itself.
+# The suffix of the folder beside a temp file in which a function of the user writes files directly.
 FOLDER_SUFFIX: Final = ".d"
-# How often other processes may sweep a new file, or its folder, before it is locked.
+# How often a file is created again because other processes have swept it, or its folder, before it was locked.
 _NUM_TRIES: Final = 100
 
 # Files that this process is writing. A record lock does not stop its own process, and is lost when any descriptor of
 # the file is closed, so the sweep of this process must not even open them.
 _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
-_ours_lock = threading.RLock()  # a finalizer forgets a file at any allocation, also of the thread that has the lock
+_ours_lock = threading.RLock()  # reentrant: any allocation may run a finalizer that calls `forget`
 # Temp files that this process could not delete; under _ours_lock.
 _undeleted: set[Path] = set()
-_replacing = threading.Lock()  # held while a file is replaced by its version
+_replacing = threading.Lock()  # held during a replacement that depends on the version
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:
@@ -57,7 +57,7 @@ def temps_of(name: str, names: list[str]) -> list[str]:
 
 
 def temp_stem(name: str) -> str:
-    """The beginning of the temp names of `name`; cut, since file names have at most 255 bytes."""
+    """The beginning of the temp names of `name`. It is cut off, since file names have at most 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
 
 
@@ -102,12 +102,12 @@ def create_locked(target: Path) -> tuple[Path, int]:
             forget(fd)
             raise
         forget(fd)
-    # As in /proc: there is a folder, but no file can be made in it.
+    # As in /proc: the folder exists, but no file can be created in it.
     raise FileNotFoundError(errno.ENOENT, "no file can be made there", str(target.parent))
 
 
 def _make_again(folder: Path) -> None:
-    """Make a folder, without syncing it: its first file should follow at once. The caller syncs it after that."""
+    """Make a folder without syncing it, so that its first file follows at once. The caller syncs it afterwards."""
     try:
         os.mkdir(folder)
     except FileExistsError:
@@ -117,7 +117,7 @@ def _make_again(folder: Path) -> None:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Lock an open file, without waiting. False if another living process has, None where locks do not work."""
+    """Lock an open file without waiting. False if another process has locked it, None where locks do not work."""
     if fcntl is None:
         return None
     try:
@@ -146,9 +146,9 @@ def delete_temp(temp: Path) -> None:
 
 
 def delete_left(root: Path) -> None:
-    """Delete temp files below a folder that this process could not delete before, and folders that held only them.
+    """Delete temp files below a folder that this process could not delete before, and their folders if then empty.
 
-    Their names are random, so they are no other writer's files.
+    The names of these files are random, so no other writer has made them.
     """
     with _ours_lock:
         temps = [temp for temp in _undeleted if temp.is_relative_to(root)]
@@ -160,7 +160,7 @@ def delete_left(root: Path) -> None:
 
 
 def hold(path: Path) -> int | None:
-    """Lock an existing file. `forget` with the returned descriptor unlocks it; None if locks do not work."""
+    """Lock an existing file. Returns a descriptor, which `forget` closes to unlock the file; None without locks."""
     if fcntl is None:
         return None
     with _ours_lock:
@@ -175,9 +175,9 @@ def hold(path: Path) -> int | None:
 
 
 def hold_if_free(path: Path) -> int | None:
-    """Create a file if need be, and lock it. Delete it, and unlock it by `forget` with the returned descriptor.
+    """Lock a file, and create it if it does not exist. To unlock it, delete it and `forget` the returned descriptor.
 
-    None if a living process has locked it, this one too. On a file system without locks, only this process counts.
+    Returns None if a living process, even this one, has locked it. If locks do not work, only this process counts.
     """
     for _ in range(_NUM_TRIES):
         with _ours_lock:
@@ -198,9 +198,9 @@ def hold_if_free(path: Path) -> int | None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[bool]:
-    """Keep other writers from replacing a file within the block. Yields whether there is a file.
+    """Keep other writers from replacing a file within the block. Yields whether the file exists.
 
-    Raises StorageUnavailableError: a process that is stopped may hold its lock.
+    Raises StorageUnavailableError if another process holds the lock too long, such as one that is stopped.
     """
     with _replacing:  # record locks do not keep threads of one process apart
         try:
@@ -226,7 +226,7 @@ def replacing(path: Path) -> Iterator[bool]:
 def read_held(path: Path) -> bytes:
     """Read a small file that a process has locked.
 
-    If it is this process, closing another descriptor of the file would release the lock: the one that holds it is read.
+    If this process has locked it, the locked descriptor is read, since closing another one would release the lock.
     """
     with _ours_lock:
         key = identity(os.stat(path))
@@ -237,7 +237,7 @@ def read_held(path: Path) -> bytes:
 
 
 def _opened(path: Path, flags: int) -> int | None:
-    """Open a file that this process is not writing: a close would release its lock. None if it is, or if that fails."""
+    """Open a file; None if that fails, or if this process is writing the file: a close would release its lock."""
     try:
         with _ours_lock:
             if identity(os.stat(path)) in _ours.values():
@@ -258,9 +258,9 @@ def is_held(path: Path) -> bool:
 
 
 def written_so_far(temp: Path) -> tuple[int, int]:
-    """The bytes written to a temp file of another process, and its size, which is allocated at once.
+    """The bytes written so far to a temp file of another process, and its final size, which is allocated at once.
 
-    Zeros for a file of this process, and for one that is gone or is not readable.
+    Zeros for a file of this process, and for a file that is missing or not readable.
     """
     fd = _opened(temp, os.O_RDONLY)
     if fd is None:
@@ -280,9 +280,9 @@ def written_so_far(temp: Path) -> tuple[int, int]:
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:
-    """Whether no living process is writing this file: its record lock is free.
+    """Whether the writer of this file has ended, since its record lock is free.
 
-    With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
+    With `delete`, the file is deleted under the lock, so that a writer that is about to lock the file finds it missing.
     """
     if (fd := _opened(path, os.O_RDWR)) is None:
         return False
@@ -300,7 +300,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """In a forked child: the files are the parent's, and the thread that held a lock is not here to release it."""
+    """In a forked child, the files belong to the parent, and a thread that held a lock does not exist."""
     global _ours_lock, _replacing
     _ours.clear()
     _undeleted.clear()

@@ -1,10 +1,10 @@
-"""A place where each node has a folder of its own, as one storage: what any of the nodes holds is there.
+"""A place where each node has its own folder, as one storage with the objects of all nodes.
 
-In: the folder of this node, and peers that answer for the folders of other nodes. Out: all of them together. Knows
-nothing of: ranks, steps.
+In: the folder of this node, and peers that answer for the folders of other nodes. Out: one storage for all of these
+folders. Knows nothing of: ranks, steps.
 
-One process decides what is there: it asks all nodes, and changes all of them. The others ask that process, and write
-to their own nodes alone. Archives are read where they lie.
+One process, the decider, asks all nodes which objects exist, and makes changes at all nodes. All other processes ask
+the decider, and write only to their own node. Archives are read from the node that has them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .served_folders import Peer, PeerReader, SilentPeerError
 
 T = TypeVar("T")
 A = TypeVar("A")
-# Copies a file of this node to the place of this number: path, number, size, digest.
+# A function that copies a file of this node to another place: path, number of the place, size, digest.
 Send = Callable[[str, int, int, str], None]
 
 HERE: Final = -1  # stands for this node
 _ASKED_AT_ONCE: Final = 32
-_LOOK_SECONDS: Final = 0.2  # between two questions whether a copy is done
+_LOOK_SECONDS: Final = 0.2  # between two checks whether a copy is complete
 
 
 class _OwnFolder(LocalStorage):
-    """The folder of this node, with what only one node is asked."""
+    """The folder of this node, with the requests that are made to one node."""
 
     def size(self, path: str) -> int | None:
-        """The size of a file; None if there is none."""
+        """The size of a file; None if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             target = self.root / path
             return target.stat().st_size if target.is_file() else None
@@ -48,23 +48,23 @@ class _OwnFolder(LocalStorage):
     def sweep(
         self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False, of_ranks: bool = False
     ) -> list[str]:
-        here = {*self.names(folder)}  # the names are those of all nodes
+        here = {*self.names(folder)}  # `names` has the names of all nodes
         names = [name for name in names if name in here]
         return super().sweep(folder, names, delete=delete, decided=decided, of_ranks=of_ranks)
 
 
 class NodeFolder(_OwnFolder):
-    """The folder of this node, as other nodes ask for it."""
+    """The folder of this node, for the requests of other nodes."""
 
     def __init__(self, root: str, send: Send) -> None:
         super().__init__(root)
         self._send, self._sent = send, dict[str, Future[None]]()
-        self._lock = threading.Lock()  # guards the table
+        self._lock = threading.Lock()  # guards _sent
 
     def send(self, name: str, path: str, number: int, num_bytes: int, digest: str) -> bool:
-        """Copy a file to another place in the background, once for each `name`. Returns whether it is there by now.
+        """Copy a file to another place in the background, once for each `name`. Returns whether the copy is complete.
 
-        Raises what has failed.
+        Raises the error of the copy.
         """
         with self._lock:
             is_new = name not in self._sent
@@ -88,12 +88,12 @@ class NodeFolder(_OwnFolder):
 
 
 class _OfNodes(LocalStorage):
-    """The folder of this node, and peers for those of other nodes."""
+    """The folder of this node, and peers for the folders of other nodes."""
 
     remote = True
 
     def __init__(self, root: str, peers: Mapping[int, Peer]) -> None:
-        """`peers` by the ranks that answer for nodes."""
+        """`peers` are keyed by the ranks that answer for their nodes."""
         super().__init__(root)
         self._here, self._peers = _OwnFolder(root), peers
 
@@ -110,7 +110,7 @@ class _OfNodes(LocalStorage):
 
     @abstractmethod
     def where(self, path: str) -> int | None:
-        """The node that has a file; None if none has it."""
+        """The node that has a file: HERE, or the rank that answers for it; None if no node has the file."""
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -118,26 +118,27 @@ class _OfNodes(LocalStorage):
 
 
 class AllNodes(_OfNodes):
-    """The folders of all nodes, in the process that decides. From any thread."""
+    """The folders of all nodes, in the decider. Thread-safe."""
 
     def __init__(
         self, root: str, peers: Mapping[int, Peer], number_of: Callable[[Storage], int], mark: str = ""
     ) -> None:
-        """`number_of` is that of a place of the run, and `mark` the name of a file that all nodes of the run get.
-        Without `peers`, it is the folder that all ranks share.
+        """`number_of` returns the number of a place of the run; `mark` names a file to be written at all nodes.
+
+        Without `peers`, all ranks share one folder.
         """
         super().__init__(root, peers)
         self.remote, self.num_nodes = bool(peers), 1 + len(peers)
         self._number_of = number_of
-        self._nodes: dict[str, int] = {}  # of archives, whose names are never given again
+        self._nodes: dict[str, int] = {}  # of archives, whose names are never reused
         self._chosen: dict[str, int] = {}
         self.left_out: dict[str, str] = {}  # manifests that do not count, and why
-        self._mark = mark  # until it is there
+        self._mark = mark  # empty once it is written
 
-    # --- what is there ----------------------------------------------------------------------------------------
+    # --- requests to all nodes --------------------------------------------------------------------------------
 
     def prefer(self, path: str, rank: int) -> None:
-        """Read this object from one node, as nodes have different ones."""
+        """Read this object from one node, since its content differs between nodes."""
         self._chosen[path] = rank
 
     def where(self, path: str) -> int | None:
@@ -194,7 +195,7 @@ class AllNodes(_OfNodes):
         return [HERE] * self._here.exists(path) + [rank for rank in self._peers if there[rank] is not None]
 
     def free_bytes(self) -> int | None:
-        """The bytes of the node that has the least; None if a node does not answer."""
+        """The free bytes of the node with the least free space; None if a node does not answer."""
         with suppress(StorageUnavailableError):
             free = [self._here.free_bytes(), *self._ask_all("free_bytes").values()]
             return min((one for one in free if one is not None), default=None)
@@ -269,7 +270,7 @@ class AllNodes(_OfNodes):
         rank = self.where(path)
         if rank is None or rank == HERE:
             return None
-        name = secrets.token_hex(8)  # what an earlier try has come to says nothing about this one
+        name = secrets.token_hex(8)  # a new name, or the result of an earlier try would be returned
 
         def send(check: Callable[[], None]) -> None:
             while not self._peers[rank].ask("send", name, path, self._number_of(to), num_bytes, digest):
@@ -281,7 +282,7 @@ class AllNodes(_OfNodes):
     def _ask_all(
         self, what: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
     ) -> dict[int, Any]:
-        """The answers of other nodes, by default of all, which are asked at once. Raises what they raise."""
+        """The answers of `ranks`, by default of all other nodes, which are asked in parallel. Raises their errors."""
         answers: dict[int, Any] = {}
 
         def ask(rank: int) -> None:
@@ -293,9 +294,9 @@ class AllNodes(_OfNodes):
 
 
 class OneOfNodes(_OfNodes):
-    """The folder of this node, in a process that does not decide: it asks the one that does. From any thread.
+    """The folder of this node, in a process that asks the decider about all nodes. Thread-safe.
 
-    Where that does not answer, only what lies here is known.
+    If the decider does not answer, only the objects of this node are known.
     """
 
     def __init__(self, root: str, peers: Mapping[int, Peer], decider: Peer) -> None:

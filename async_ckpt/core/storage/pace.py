@@ -1,4 +1,4 @@
-"""A limit on the bandwidth of writes to one place, which leaves the rest of its disk or network to others.
+"""A limit on the bandwidth of writes to one place, so that others can use the rest of its disk or network.
 
 In: sizes of writes. Out: waits. Knows nothing of: the bytes.
 """
@@ -16,7 +16,7 @@ _LOOK_SECONDS: Final = 0.2
 
 
 class Pace:
-    """A limit of `max_bandwidth` bytes per second on all writes to one place. From any thread."""
+    """A limit of `max_bandwidth` bytes per second on all writes to one place. Thread-safe."""
 
     def __init__(self, max_bandwidth: float, clock: Clock = monotonic) -> None:
         self._max_bandwidth, self._clock = max_bandwidth, clock
@@ -24,14 +24,14 @@ class Pace:
         self._free_at = clock()  # the end of the last write at that bandwidth; under _lock
 
     def wait(self, num_bytes: int, check: Callable[[], None]) -> None:
-        """Wait until so many bytes may be written. `check` is called meanwhile, and ends the wait by raising."""
+        """Wait until `num_bytes` may be written. `check` is called meanwhile, and ends the wait by raising."""
         never = threading.Event()
         while (seconds_left := self._begin(num_bytes)) > 0:
             check()
             never.wait(min(seconds_left, _LOOK_SECONDS))
 
     def _begin(self, num_bytes: int) -> float:
-        """Begin a write if it is time, and return 0; else return the seconds left, without reserving anything."""
+        """Begin a write and return 0 if its time has come. Otherwise reserve nothing, and return the seconds left."""
         with self._lock:
             now = self._clock()
             if now >= self._free_at:

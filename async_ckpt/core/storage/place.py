@@ -1,6 +1,6 @@
 """Places: a path or URL, and the options of the client for it.
 
-In: a user's arguments, and functions of wings and users that make storages of URLs. Out: a storage, without any
+In: a user's arguments; functions of wings and users that make storages from URLs. Out: a storage, made without any
 request. Knows nothing of: what is stored.
 """
 
@@ -35,14 +35,14 @@ Engine = Literal["obstore", "fsspec", "s3fs"]
 Maker: TypeAlias = Callable[[str, Mapping[str, Any] | None], Storage]
 """A function of a URL and the options of its `Place` that returns the storage whose root that is."""
 
-# The wing that serves a scheme, imported when the first storage is made: `import async_ckpt` brings no client along.
+# Storages of the wing `stores`, imported at the first use: `import async_ckpt` imports no client.
 _OBSTORE: Final = ("async_ckpt.stores.s3.store", "ObjectStorage")
 _FSSPEC: Final = ("async_ckpt.stores.fsspec.store", "FsspecStorage")
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
 _makers: dict[str, Maker] = {}
 
-# What only the places of a run have.
+# Options that only the places of a run have.
 _OF_RUNS: Final = ("keep", "every", "volatile", "compression")
 _DEADLINE: Final = "deadline_seconds"
 # Options that name the location of a store: not secret.
@@ -50,19 +50,19 @@ _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
 
 
 def register_storage(scheme: str, make: Maker) -> None:
-    """Have `Place("scheme://…")` use a storage of your own, everywhere in this process.
+    """Use a storage of your own for `Place("scheme://…")`, everywhere in this process.
 
         register_storage("mem", lambda url, options: MyStorage(url, **(options or {})))
         async_ckpt.save(state, "mem://folder/x.ackpt.tar")
 
-    `async_ckpt.testing.StorageContract` tests what a storage must keep to.
+    `async_ckpt.testing.StorageContract` tests whether a storage keeps the promises of `Storage`.
 
     Args:
-        scheme: in lower case, without "://". Another function that was registered for it is replaced.
-        make: called with a URL and the options of its `Place`, or None; returns the `Storage` whose root the URL is. It
-            makes no request, and raises ValueError for a URL that is not valid.
+        scheme: in lower case, without "://". A function that was registered for this scheme before is replaced.
+        make: a function of a URL and the options of its `Place`, or None. It returns a `Storage` whose root is the URL,
+            makes no request, and raises ValueError for an invalid URL.
 
-    Raises TypeError if `make` is not callable, and ValueError for a scheme that is not valid or has a client already.
+    Raises TypeError if `make` is not callable, and ValueError for a scheme that is invalid or has a client already.
     """
     if not callable(make):
         raise TypeError(f"make must be a function of a URL and its options, got {make!r:.100}")
@@ -77,7 +77,7 @@ def register_storage(scheme: str, make: Maker) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Place:
-    """A path or URL with the options of its client. Every function that takes a path or URL takes a Place.
+    """A path or URL with the options of its client. Every function that takes a path or URL also takes a Place.
 
         minio = Place("s3://bucket/run", options={"endpoint": "http://minio:9000", "region": "us-east-1"})
         AsyncCheckpointer(["runs/a", minio])
@@ -88,14 +88,14 @@ class Place:
         engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for
             s3 also called "s3fs").
         fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
-        keep: the retention at this place, if an AsyncCheckpointer has several; by default its `keep`.
+        keep: the retention at this place of an AsyncCheckpointer; by default, the `keep` of the AsyncCheckpointer.
         every: at a further place of an AsyncCheckpointer, copy only the steps that are multiples of this, and the last.
-        volatile: whether a reboot loses what lies there, as in a RAM disk. A save to a volatile place is done only once
-            it is at the next place that is not. By default tmpfs and ramfs are volatile.
-        compression: at a further place of an AsyncCheckpointer, "zstd" to compress the steps that are copied there, on
-            their way, block by block. Every reader of checkpoints reads them. It needs zstandard and numpy.
+        volatile: whether a reboot loses the data, as in a RAM disk. A save to a volatile place is done only once the
+            step is at the next place that is not volatile. By default, tmpfs and ramfs are volatile.
+        compression: at a further place of an AsyncCheckpointer, "zstd" compresses steps block by block while they are
+            copied there. All functions that read checkpoints can read them. Needs zstandard and numpy.
 
-    Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
+    Raises TypeError and ValueError for invalid arguments, such as `options` for a local path.
     """
 
     url: StrPath
@@ -146,19 +146,19 @@ class Place:
 
     @property
     def open_options(self) -> dict[str, Any] | None:
-        """The options that are no secret: numbers, and the location of the store."""
+        """The options that are not secret: numbers, and the location of the store."""
         return None if self.options is None else {k: v for k, v in self.options.items() if _printable(k, v) == v}
 
     @property
     def is_volatile(self) -> bool:
-        """Whether a reboot loses what lies there."""
+        """Whether a reboot loses the data at this place."""
         if self.volatile is None:
             return self.is_local and is_volatile(local_path(self.text))
         return self.volatile
 
     @property
     def outlives(self) -> Literal["process", "reboot", "machine"]:
-        """The worst that the steps there outlive: the end of a process, a reboot of this machine, or its loss."""
+        """The worst event that steps here survive: the end of a process, a reboot, or the loss of this machine."""
         if self.is_volatile:
             return "process"
         return "reboot" if self.is_local and not is_elsewhere(local_path(self.text)) else "machine"
@@ -169,9 +169,7 @@ class Place:
         return self.fs is None and scheme_of(self.text) in (None, "file")
 
     def storage(self) -> Storage:
-        """The storage whose root this is. Raises TypeError and ValueError for an invalid place, and ImportError for a
-        missing package.
-        """
+        """A storage whose root is this place. Raises TypeError, ValueError; ImportError for a missing package."""
         scheme = scheme_of(self.text)
         if self.is_local:
             return LocalStorage(local_path(self.text))
@@ -189,12 +187,12 @@ class Place:
         return _loaded(*_FSSPEC)(self.text, self.options, fs=self.fs)
 
     def object(self) -> tuple[Storage, str]:
-        """The storage that contains this object, and its name there. Raises ValueError if it has no name."""
+        """The storage that contains this object, and its name there. Raises ValueError if the object has no name."""
         parent, name = parent_and_name(self.url, fs=self.fs)
         return replace(self, url=parent).storage(), name
 
     def inside(self) -> tuple[Storage, str]:
-        """The storage that contains this object or folder, and its name there: empty for a whole bucket, or disk."""
+        """The storage that contains this object or folder, and its name there, which is empty for a bucket or disk."""
         parent, name = place_and_name(self.url, fs=self.fs)
         return replace(self, url=parent).storage(), name
 
@@ -212,13 +210,13 @@ class Place:
 
 
 def _loaded(module: str, name: str) -> Callable[..., Storage]:
-    """The class of a wing that makes storages. That of _FSSPEC also takes a filesystem, as `fs`."""
+    """A storage class of the wing `stores`. The class of _FSSPEC also takes a filesystem, as `fs`."""
     maker: Callable[..., Storage] = getattr(import_module(module), name)
     return maker
 
 
 def _printable(name: str, value: Any) -> Any:
-    """An option as it may be printed: numbers, and locations. Any other text may hold a secret."""
+    """The form of an option that may be printed: numbers and locations as they are, and "…" for possible secrets."""
     if SECRET_NAME.search(name):
         return "…"
     if isinstance(value, str):
@@ -235,7 +233,7 @@ def place_of(where: Anywhere) -> Place:
 
 
 def written_at(where: Anywhere) -> Place:
-    """The Place of something that is not a run. Raises ValueError if it has what only places of a run have."""
+    """The Place of something that is not a run. Raises ValueError if it has options of the places of a run."""
     place = place_of(where)
     if any(getattr(place, name) is not None for name in _OF_RUNS):
         raise ValueError(
@@ -246,7 +244,7 @@ def written_at(where: Anywhere) -> Place:
 
 
 def local_place(where: Anywhere, advice: str = "give a local path") -> Path:
-    """The path on this machine. Raises ValueError, with this advice, for any other place."""
+    """The path of a place on this machine. Raises ValueError, with `advice`, for any other place."""
     place = place_of(where)
     if not place.is_local:
         raise ValueError(f"{place.shown} is not a local path; {advice}")

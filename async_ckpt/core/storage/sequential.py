@@ -1,4 +1,4 @@
-"""Objects that are written from front to back, through a sink that takes segments.
+"""Objects that are written from front to back, through a sink for segments.
 
 In: bytes of any length, in order. Out: an object whose size was not known before. Knows nothing of: what is in it.
 """
@@ -19,20 +19,20 @@ from .interface import Sink, Storage
 from .locks import temps_of
 
 _SEGMENT_BYTES: Final = 8 * MIB
-# One is being filled, some are being written, and some are held until a store has sent them.
+# One segment is being filled, some are being written, and some are held until a store has sent them.
 _NUM_SEGMENTS: Final = 8
 _NUM_WRITERS: Final = 4
 
 
 class Appender:
-    """One object that is written from front to back. One thread at a time appends; a crew of this object writes.
+    """An object that is written from front to back. One thread at a time appends; the threads of its crew write.
 
-    `limit_bytes` is an upper limit, by which a store chooses the size of its parts. The memory is 64 MiB, or as much
-    as the store needs for parts of such an object.
+    `limit_bytes` is an upper limit of its size, from which a store chooses the size of parts. The memory is 64 MiB, or
+    more if the store needs more for the parts of such an object.
     """
 
     def __init__(self, storage: Storage, path: str, *, limit_bytes: int) -> None:
-        if not storage.remote:  # of a writer of the same object that was killed
+        if not storage.remote:  # delete what a killed writer of the same object has left
             folder, _, name = path.rpartition("/")
             storage.sweep(folder, temps_of(name, storage.names(folder)), delete=True)
         self._storage = storage
@@ -50,7 +50,7 @@ class Appender:
         self._error: BaseException | None = None
 
     def append(self, data: memoryview) -> None:
-        """Append bytes, which may change after the return. Raises the error of an earlier write."""
+        """Append bytes. `data` may change once the call has returned. Raises the error of an earlier write."""
         while data:
             if self._lease is None:
                 number = self.num_bytes // _SEGMENT_BYTES
@@ -80,7 +80,7 @@ class Appender:
         return self.num_bytes
 
     def abort(self) -> None:
-        """Leave no trace. Idempotent."""
+        """Leave no trace of the object. Idempotent."""
         self.fail(RuntimeError("the object was given up"))
         if self._lease is not None:
             self._lease.release()
@@ -90,7 +90,7 @@ class Appender:
         self._close()
 
     def fail(self, error: BaseException) -> None:
-        """Fail the object, from any thread: `append` and `finish` raise this error, unless there was an earlier one."""
+        """Make `append` and `finish` raise this error, unless an earlier one has occurred. Thread-safe."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class Appender:
             self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Wait until no write is under way: each ends by the deadlines of its sink."""
+        """Wait until no write is under way. The deadlines of the sink end each write."""
         with self._changed:
             while self._num_writing:
                 self._changed.wait(LIVENESS_SECONDS)
@@ -138,7 +138,7 @@ class Appender:
 
 
 class AppenderFile(io.RawIOBase):
-    """An object that is written from front to back, as the file that a function writes to."""
+    """A file object that appends to an Appender, for functions that write to a file."""
 
     def __init__(self, out: Appender) -> None:
         super().__init__()

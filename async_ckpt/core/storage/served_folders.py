@@ -1,11 +1,11 @@
-"""Folders of this machine, asked for by processes on other machines.
+"""Folders of this machine, served to processes on other machines.
 
-In: storages of this process, and a key that all processes of a training know. Out: the same storages, elsewhere.
-Knows nothing of: ranks, steps.
+In: storages of this process, and a key that all processes of a training share. Out: the same storages in other
+processes. Knows nothing of: ranks, steps.
 
-Each process proves that it knows the key, by the challenge and response of HMAC (RFC 2104), before it is answered. The
-bytes of files are not encrypted, like those that torch.distributed sends between the same machines. One thread answers
-each connection, and a connection carries one question at a time.
+Before the first request, both sides of a connection prove that they know the key, by an HMAC challenge and response
+(RFC 2104). The bytes of files are not encrypted; nor are those that torch.distributed sends between the same machines.
+One thread serves each connection, which carries one request at a time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .interface import Reader, Storage
 _CONNECT_SECONDS: Final = 10.0
 _LENGTH: Final = struct.Struct("<I")
 _NONCE_BYTES: Final = 32
-# Longer than any question or answer: a layout of thousands of ranks has some megabytes.
+# More bytes than any request or answer has: a layout of thousands of ranks has some megabytes.
 _MAX_BYTES: Final = 1 << 30
-# What a process may ask of a folder. Nothing else is called.
+# The methods of a folder that other processes may call.
 _QUESTIONS: Final = frozenset(
     [
         "names",
@@ -77,21 +77,21 @@ _ERRORS: Final[Mapping[str, type[Exception]]] = {
 
 
 class SilentPeerError(StorageUnavailableError):
-    """The process itself does not answer; it has not said that something has failed."""
+    """The other process did not answer. Errors that it reports are raised as they are."""
 
 
 class NodeServer:
-    """Answers for the folders of this process. From the time it is made until `close`."""
+    """A server for the folders of this process. It runs from its creation until `close`."""
 
     def __init__(self, key: bytes, folders: Mapping[str, Any]) -> None:
-        """`folders` by the names that others know them by."""
+        """`folders` are keyed by the names that other processes use for them."""
         self._key, self._folders = key, folders
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
         self._connections: set[socket.socket] = set()
         self._is_closed = False
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards _connections and _is_closed
         self.port: int = self._socket.getsockname()[1]
         _servers.add(self)
         start_thread("peers", self._accept, daemon=True)
@@ -125,7 +125,7 @@ class NodeServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 _prove(connection, self._key, is_first=True)
-                connection.settimeout(None)  # the next question may come late; `close` ends the wait
+                connection.settimeout(None)  # the next request may come late; `close` ends the wait
                 while True:
                     self._answer(connection, _receive(connection))
         finally:
@@ -143,7 +143,7 @@ class NodeServer:
                 _send_bytes(connection, folder, *arguments)
                 return
             answer: Any = getattr(folder, what)(*arguments, **options)
-        except EOFError:  # what is missing cannot be told any more
+        except EOFError:  # in the middle of the bytes of a file, no error can be reported
             raise
         except Exception as error:
             kind, text = type(error).__name__, str(error)
@@ -155,20 +155,20 @@ class NodeServer:
 
 
 class Peer:
-    """A folder of another process. From any thread."""
+    """A folder of another process. Thread-safe."""
 
     def __init__(self, hosts: list[str], port: int, folder: str, key: bytes, shown: str) -> None:
-        """`hosts` are names of the machine, the likeliest first; `shown` is the process, for messages."""
+        """`hosts` are names of the machine, the most likely first; `shown` names the process in messages."""
         self._hosts, self._port, self._folder, self._key, self.shown = hosts, port, folder, key, shown
         self._idle: list[socket.socket] = []  # pop and append are atomic
         self._pid = os.getpid()
 
     def ask(self, what: str, *arguments: Any, **options: Any) -> Any:
-        """The answer of a method of the other process's folder. Raises what it raises, and StorageUnavailableError."""
+        """Call a method of the folder in the other process. Raises its errors, and StorageUnavailableError."""
         return _answer_of(self._talk(self._question(what, *arguments, **options)))
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of a file there. Raises EOFError if the file ends too early."""
+        """Fill `target` with bytes of a file in that folder. Raises EOFError if the file ends too early."""
         num_bytes = _answer_of(self._talk(self._question("bytes", path, offset, len(target)), target))
         if num_bytes != len(target):
             raise EOFError(f"{path} ends at byte {offset + num_bytes}")
@@ -182,7 +182,7 @@ class Peer:
         return {"folder": self._folder, "what": what, **packed}
 
     def _talk(self, question: Mapping[str, Any], target: memoryview | None = None) -> Mapping[str, Any]:
-        """The answer to a question; with `target`, the bytes follow if all of them are there."""
+        """The answer to a request. With `target`, it is followed by bytes of a file if the file has all of them."""
         if os.getpid() != self._pid:  # the connections are the parent's
             self._idle, self._pid = [], os.getpid()
         try:
@@ -196,7 +196,7 @@ class Peer:
                 connection.close()
                 raise
         except (OSError, EOFError, ValueError) as error:
-            self.close()  # the others that wait may be dead as well
+            self.close()  # the other idle connections may be broken, too
             raise SilentPeerError(f"{self.shown} does not answer: {error}", path=self.shown) from error
         self._idle.append(connection)
         return answer
@@ -213,7 +213,7 @@ class Peer:
                 connection.settimeout(SMALL_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _prove(connection, self._key, is_first=False)
-            except (OSError, EOFError, ValueError) as error:  # a name may mean another machine here
+            except (OSError, EOFError, ValueError) as error:  # the name may belong to another machine here
                 connection.close()
                 failure = failure or error
                 continue
@@ -234,7 +234,7 @@ class PeerReader(Reader):
 
 
 def own_hosts(towards: tuple[str, int] | None) -> list[str]:
-    """Names of this machine that others may reach it by: its address on the way to a host, and its name."""
+    """Names by which other machines may reach this one: its address on the route to a host, and its host name."""
     hosts = []
     if towards is not None:
         with suppress(OSError):
@@ -245,11 +245,11 @@ def own_hosts(towards: tuple[str, int] | None) -> list[str]:
     return [*hosts, socket.gethostname()] if hosts else [socket.gethostname(), "localhost"]
 
 
-# --- what goes over a connection ----------------------------------------------------------------------------------
+# --- messages on a connection -------------------------------------------------------------------------------------
 
 
 def _prove(connection: socket.socket, key: bytes, *, is_first: bool) -> None:
-    """Have each side prove that it knows the key. Raises ValueError."""
+    """Make both sides prove that they know the key. Raises ValueError if the other side does not."""
     nonce, mine, theirs = secrets.token_bytes(_NONCE_BYTES), *((b"1", b"2") if is_first else (b"2", b"1"))
     connection.sendall(nonce)
     other = _received(connection, _NONCE_BYTES)
@@ -288,7 +288,7 @@ def _receive_into(connection: socket.socket, target: memoryview) -> None:
 
 
 def _send_bytes(connection: socket.socket, folder: Storage, path: str, offset: int, num_bytes: int) -> None:
-    """Send the number of bytes that there are of these, and them only if there are all."""
+    """Send how many of these bytes the file has; then send the bytes, if the file has all of them."""
     with open(folder.locate(path), "rb") as file:
         there = max(0, min(os.fstat(file.fileno()).st_size - offset, num_bytes))
         _send(connection, {"answer": there})
@@ -296,7 +296,7 @@ def _send_bytes(connection: socket.socket, folder: Storage, path: str, offset: i
             while num_bytes:
                 try:
                     sent = os.sendfile(connection.fileno(), file.fileno(), offset, num_bytes)
-                except OSError as error:  # an answer would be taken for the bytes that are missing
+                except OSError as error:  # a report of it would be read as the missing bytes
                     raise EOFError(str(error)) from error
                 if not sent:
                     raise EOFError(f"{path} was cut while it was read")
@@ -304,7 +304,7 @@ def _send_bytes(connection: socket.socket, folder: Storage, path: str, offset: i
 
 
 def _refuse_paths_outside(value: Any) -> None:
-    """Raise StorageUnavailableError for a text anywhere in a question that leads out of the folder."""
+    """Raise StorageUnavailableError if any text in a request is a path that leads out of the folder."""
     if isinstance(value, str) and (value.startswith("/") or ".." in value.split("/")):
         raise StorageUnavailableError("the path leads out of the folder", path="")
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -319,7 +319,7 @@ def _answer_of(answer: Mapping[str, Any]) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """A value as JSON has it: bytes as text, and all kinds of several values as lists."""
+    """A value in a form for JSON: bytes as base64, dicts as lists of pairs, and all other collections as lists."""
     if isinstance(value, bytes | bytearray):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, dict):
@@ -342,7 +342,7 @@ _servers: set[NodeServer] = set()
 
 @in_forked_child
 def _forget() -> None:
-    """In a forked child: only the parent answers."""
+    """In a forked child, close the inherited sockets, since only the parent answers."""
     for server in _servers:
         for inherited in (server._socket, *server._connections):
             inherited.close()

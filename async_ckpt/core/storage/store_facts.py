@@ -18,7 +18,7 @@ MAX_PARTS: Final = 10_000
 MAX_KEY_BYTES: Final = 1024
 # No writer of an object of this age, by the store's clock, can still be alive.
 ORPHAN_SECONDS: Final = 86400.0
-# How the names of objects begin by which a store is asked what it can do.
+# The beginning of the names of probes, objects that are written to find out what a store can do.
 PROBE: Final = ".async_ckpt-probe-"
 
 # Advice on refusals.
@@ -27,7 +27,7 @@ NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
 REGION: Final = 'the bucket is in another region; give it in Place(url, options={"region": …}), or set AWS_REGION'
 LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
 KEYS: Final = "check the access key and its secret"
-# By the scheme of the URL; Azure has several.
+# By the scheme of the URL; all schemes of Azure use "az".
 NO_KEYS: Final = {
     "s3": "give keys in Place(url, options=…), set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws "
     "configure, aws sso login)",
@@ -40,12 +40,12 @@ RIGHTS: Final = "let these credentials get, put, delete and list there, or use o
 AWAY: Final = "see that the store is up and can be reached from this host, then try again"
 ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
-# Names of options and variables whose values must not be in messages.
+# Names of options and variables whose values must not appear in messages.
 SECRET_NAME: Final = re.compile(r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE)
 
 
 def probe_name() -> str:
-    """A new name for an object by which a store is asked what it can do."""
+    """A new name for a probe, an object that is written to find out what a store can do."""
     return f"{PROBE}{os.urandom(8).hex()}"
 
 
@@ -61,7 +61,7 @@ def key_too_long(shown: str, num_bytes: int) -> str:
 
 
 def endless_listing(shown: str) -> StorageUnavailableError:
-    """The error for a store of which one page of a listing leads back to an earlier one, or to none."""
+    """The error for a store whose listing never ends: a page leads back to an earlier page, or to no page."""
     return StorageUnavailableError(
         f"{shown}: the store says that its listing continues, but returns nothing new; check that the endpoint is a "
         "store, or tell its operators",

@@ -1,4 +1,4 @@
-"""Paths and URLs as text: their parts, and the parts that may be shown.
+"""Paths and URLs as text: their parts, and the form that messages may show.
 
 In: a user's paths and URLs. Out: schemes, buckets, parents and names; text for messages. Knows nothing of: storages.
 """
@@ -21,15 +21,15 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 }
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
-# A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
+# A chained URL of fsspec, which is one filesystem on another.
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
-# A key or password of fewer characters may be a word, or a part of one.
+# A key or password with fewer characters may be a common word, or a part of one.
 _LONG_SECRET: Final = 8
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
-    """The place that contains an object, and its name there. Raises ValueError if there is no name."""
+    """The place that contains an object, and its name there. Raises ValueError if the object has no name."""
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
     scheme, _, rest = text.partition("://")
@@ -43,7 +43,7 @@ def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
 
 
 def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
-    """The place that contains an object or folder, and its name there: empty for a whole bucket, or a whole disk.
+    """The place that contains an object or folder, and its name there, which is empty for a whole bucket or disk.
 
     With `fs`, the path is on that filesystem.
     """
@@ -71,7 +71,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def split_bucket(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. Messages about a malformed URL show no part that may be a password."""
+    """The scheme, bucket and prefix of a URL. Messages about a malformed URL show no part that may be a password."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     scheme = SCHEMES.get(scheme, scheme)
@@ -95,7 +95,7 @@ def split_bucket(url: str) -> tuple[str, str, str]:
 
 
 def refuse_chain(text: str) -> None:
-    """Raise ValueError for a URL that fsspec would read as one filesystem on another: it has no parent and no name."""
+    """Raise ValueError for a chained URL of fsspec, one filesystem on another, which has no parent and no name."""
     if _CHAIN.match(text):
         raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
 
@@ -118,15 +118,15 @@ def shown(text: str) -> str:
     if ":" not in user:  # no password; an @ may be part of a name
         place = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest
     host = place.partition("/")[0]
-    if scheme.lower() in SCHEMES and ":" in host:  # no bucket has one: a port, or keys without their @
+    if scheme.lower() in SCHEMES and ":" in host:  # in no bucket's name: a port, or keys without their @
         place = host.partition(":")[0]
     return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
 
 
 def starred(text: str, secrets: Iterable[str]) -> str:
-    """A foreign text without these secrets, and without those in the URLs in it.
+    """A foreign text without these secrets, and without the secrets in its URLs.
 
-    A secret that is shorter than other words may be a part of many: it is replaced where it stands alone.
+    A short secret may be part of other words, so it is replaced only where it is a whole word.
     """
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         if len(secret) >= _LONG_SECRET:
@@ -142,7 +142,7 @@ def without_secrets(text: str) -> str:
 
 
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
-    """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
+    """The error about an object whose name cannot be requested, or is not a valid path below a folder."""
     return CorruptCheckpointError(
         f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object", path=place
     )
@@ -150,7 +150,7 @@ def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
 
 def text_of(path: StrPath) -> str:
     """A path as text. Raises TypeError and ValueError for anything else."""
-    # A cloudpathlib path of an object in a store has a file system path as well: that of its copy in a cache.
+    # The file system path of a cloudpathlib path is that of a copy in a cache, so its URI is used.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
@@ -163,7 +163,7 @@ def text_of(path: StrPath) -> str:
     if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
         raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")
     if match and not match[2] and not isinstance(path, str):
-        # A Path turns two slashes into one. The URL of a bucket has no others that could be lost.
+        # A Path turns two slashes into one. The URL of a bucket has no other double slashes that could be lost.
         if match[1] in SCHEMES:
             return text.replace(":/", "://", 1)
         raise ValueError(f"{shown(text)} was a URL: a Path turns two slashes into one; pass it as a string")
@@ -171,7 +171,7 @@ def text_of(path: StrPath) -> str:
 
 
 def local_path(text: str) -> Path:
-    """The path on this machine that a path or a `file://` URL means.
+    """The path on this machine for a path or a `file://` URL.
 
     Raises StorageUnavailableError, and ValueError for `~name` of an unknown user.
     """
@@ -182,7 +182,7 @@ def local_path(text: str) -> Path:
         raise ValueError("the path is empty")
     try:
         path = Path(text).expanduser().absolute()
-    except RuntimeError as error:  # `~name` of a user that this host does not know
+    except RuntimeError as error:  # `~name` of an unknown user
         raise ValueError(
             f"{text:.300}: {error}; write the path in full, or ./{text:.300} if its name begins so"
         ) from error

@@ -1,7 +1,7 @@
-"""Whether what lies in a folder outlives a reboot of this machine, or the machine, and how much room memory has.
+"""Whether a folder survives a reboot or the loss of this machine, and how many bytes can be written to it.
 
-In: a folder. Out: the answers of the mount table, where there is one, and of the machine. Knows nothing of: what lies
-there.
+In: a folder. Out: answers from the mount table, if the system has one, and from the limits of memory.
+Knows nothing of: the content of the folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .disk import free_bytes_at
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
-# The disks of other machines. Of FUSE, most kinds are those of stores and shared file systems.
+# File systems on other machines. Most kinds of FUSE are object stores or shared file systems.
 _ELSEWHERE: Final = r"nfs\d?|cifs|smb3?|ceph|lustre|gpfs|beegfs|9p|afs|pvfs2|glusterfs|wekafs|fuse\..*"
 _ESCAPED: Final = r"\\(\d{3})"
 
-# Of the memory that is free, this much at least is left to the training: a sixteenth, or so many bytes.
+# The part of the free memory that is left to the training: a sixteenth, and at least this many bytes.
 _LEFT_FREE: Final = 16
 _LEFT_BYTES: Final = 64 * MIB
 
@@ -30,7 +30,7 @@ _warned: set[str] = set()
 
 
 def is_volatile(folder: Path) -> bool:
-    """Whether a folder, which may not exist yet, lies in memory. Warns once of one in a container's own layer."""
+    """Whether a folder, which may not exist yet, is in memory. Warns once of a folder in a container's own layer."""
     kind = file_system(folder)
     if kind == "overlay" and str(folder) not in _warned:
         _warned.add(str(folder))
@@ -39,13 +39,14 @@ def is_volatile(folder: Path) -> bool:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder, which may not exist yet, lies in memory: then only this machine sees it."""
+    """Whether a folder, which may not exist yet, is in memory, so that only this machine sees it."""
     return file_system(folder) in _IN_MEMORY
 
 
 def free_bytes_in(folder: Path) -> int | None:
-    """The bytes that may still be written there; None if unknown. In memory, those that the machine, or the control
-    group of this process, can spare: what a file system promises there is not room, and whoever believes it is killed.
+    """The bytes that can still be written to a folder; None if unknown.
+
+    In memory, at most the bytes that the machine or the control group can spare: a process that uses more is killed.
     """
     free = free_bytes_at(folder)
     if free is None or not is_in_memory(folder):
@@ -55,12 +56,12 @@ def free_bytes_in(folder: Path) -> int | None:
 
 
 def is_elsewhere(folder: Path) -> bool:
-    """Whether a folder, which may not exist yet, lies on disks of other machines."""
+    """Whether a folder, which may not exist yet, is on disks of other machines."""
     return re.fullmatch(_ELSEWHERE, file_system(folder)) is not None
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the file system that a folder lies in; empty where the system has no mount table."""
+    """The type of the file system that contains a folder; empty if the system has no mount table."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -70,6 +71,6 @@ def file_system(folder: Path) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         point = re.sub(_ESCAPED, lambda match: chr(int(match[1], 8)), before.split(" ", 5)[4]).rstrip("/") + "/"
-        if len(point) >= len(found) and wanted.startswith(point):  # of two at one point, the later one counts
+        if len(point) >= len(found) and wanted.startswith(point):  # of two mounts at one point, the later one counts
             found, kind = point, after.split(" ", 1)[0]
     return kind

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from ...core.backends import has_plain_bytes
-from ...core.collector import no_collection
+from ...core.garbage import no_collection
 from ...core.state.capture import why_not
 from ...core.state.captured import SnapshotView, tree_of
 from ...errors import UnsupportedStateError

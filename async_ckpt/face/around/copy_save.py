@@ -16,8 +16,8 @@ import torch
 from ...core.host.loop import awaitable, get_loop, off_loop
 from ...core.host.waits import all_of
 from ...core.report import Destination, Progress, SaveReport
-from ...core.saving.default import files_saver, host_memory
 from ...core.saving.handle import SaveHandle
+from ...core.saving.kept_memory import files_saver, host_memory
 from ...core.saving.save import Save, SaveState
 from ...core.staging.guard import Optimizers
 from ...core.staging.host_copy import HostCopy

@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
-from ...core.format.tarball import Tarball
+from ...core.format.tar_of_files import Tarball
 from ...core.host.loop import awaitable, off_loop
 from ...core.host.threads import conclude
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
-from ...core.saving.default import files_saver
 from ...core.saving.file_target import Compression, FileTarget
 from ...core.saving.handle import SaveHandle
+from ...core.saving.kept_memory import files_saver
 from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver

@@ -28,9 +28,9 @@ from ...core.ranks.rendezvous import Channel, RankCall
 from ...core.ranks.start import WorldStart, start_of
 from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
-from ...core.saving.default import slices_saver
 from ...core.saving.file_target import FileTarget
 from ...core.saving.handle import SaveHandle
+from ...core.saving.kept_memory import slices_saver
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.state.captured import FrozenTensors, SnapshotView
@@ -230,7 +230,7 @@ class SpreadExport(Export):
             self._part.result()
             parts = await self._call.all_done([self._file.name], self._goes_on)
             if parts is None:
-                await self._call.hear()
+                await self._call.receive()
             else:
                 self._files = [name for (name,) in parts]
                 await off_loop(self._write_folder)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from ...core.format.tarball import stays_inside
+from ...core.format.tar_of_files import stays_inside
 from ...core.loading.archives.find import opened_as_file
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at

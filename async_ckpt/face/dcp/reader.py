@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ...core.collector import no_collection
+from ...core.garbage import no_collection
 from ...core.loading.archives.contents import CPU, Contents, Part
 from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import check_from_ranks

@@ -36,7 +36,7 @@ from ...core.runs.receipts import Table, layout_name
 from ...core.runs.record import DCP_RECORD
 from ...core.runs.root import Root, replaceable
 from ...core.runs.sweep import Sweeper
-from ...core.saving import default
+from ...core.saving import kept_memory
 from ...core.saving.file_target import FileTarget
 from ...core.saving.request import FileRequest
 from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
@@ -173,7 +173,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         rank, world_size = plan.storage_data
         share, blobs = _share_of_plan(plan, planner, rank, world_size)
         target = _RankTarget(self._save.place.storage(), archive_name(rank, os.urandom(4).hex()))
-        report = default.files_saver().save(FileRequest(share, target)).result()
+        report = kept_memory.files_saver().save(FileRequest(share, target)).result()
         assert target.archive is not None
         written = WrittenArchive(rank, target.archive, blobs)
         sizes = {item.index: _num_bytes(item) for item in plan.items} or {_NOTHING: report.num_bytes}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
-from ...core.collector import no_collection
+from ...core.garbage import no_collection
 from ...core.pickles.machine import ALL, PickleMachine
 from ...core.pickles.saved_objects import ignore_missing_checksums
 from ...core.spec import DTYPES, MAX_DIMS

@@ -17,8 +17,8 @@ from typing import Any
 from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
 from ...plumbing import disk, file_digests, timing
-from .checkpoint_history import HistoryEntry
-from .frameworks import LOGGED_AS
+from .event_history import HistoryEntry
+from .framework_checks import LOGGED_AS
 from .run_folders import LocalRun, StoredRun
 from .save_queue import SaveQueue
 from .small_files import room_for

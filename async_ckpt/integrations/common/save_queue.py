@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ... import SaveHandle, SaveReport
 from ...plumbing import ledger, threads, timing, waits
-from .checkpoint_history import HistoryEntry
+from .event_history import HistoryEntry
 from .joint_errors import meet
 
 _log = logging.getLogger("async_ckpt")

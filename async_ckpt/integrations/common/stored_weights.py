@@ -24,9 +24,9 @@ from ... import Place
 from ...errors import NotCommittedError, StorageUnavailableError
 from ...plumbing import contents, fill, find, spec, threads, waits
 from ...weights.publishing.folder_replica import FolderReplica
-from ...weights.publishing.source import WeightsState
 from ...weights.publishing.subscriber import Subscriber
-from ...weights.publishing.version_checks import has_versions
+from ...weights.publishing.verify_versions import has_versions
+from ...weights.publishing.version_files import WeightsState
 
 PIECE_BYTES: Final = 128 * spec.MIB
 _MODEL: Final = "model"

@@ -24,9 +24,9 @@ import torch
 from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
 from ...plumbing import disk, file_digests, places, rendezvous, timing, waits, write_by_torch
-from ..common.checkpoint_history import HistoryEntry, note_closed
+from ..common.event_history import HistoryEntry, note_closed
 from ..common.folders import hold_for, latest_in, let_go
-from ..common.frameworks import name_in, require, require_names
+from ..common.framework_checks import name_in, require, require_names
 from ..common.joint_errors import meet
 from ..common.save_queue import SaveQueue
 from ..common.small_files import room_for

@@ -24,7 +24,7 @@ import torch
 
 from ... import SaveReport, save, wrap
 from ...plumbing import process, rendezvous
-from ..common.checkpoint_history import HistoryEntry, note_closed
+from ..common.event_history import HistoryEntry, note_closed
 from ..common.joint_errors import meet
 from ..common.save_queue import Action, SaveQueue, path_key
 from ..common.step_guard import StepGuard

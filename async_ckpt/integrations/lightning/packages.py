@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from ..common.frameworks import require
+from ..common.framework_checks import require
 
 # The same code under two names; a program may have either. Each: Fabric, the package with the version, the Trainer.
 _PACKAGES: Final = (

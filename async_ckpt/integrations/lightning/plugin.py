@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ... import SaveReport
 from ...plumbing import spec
-from ..common.frameworks import require_names
+from ..common.framework_checks import require_names
 from .background_saves import BackgroundSaves
 from .packages import imported_packages
 from .sharded_strategies import FabricShards, TrainerShards

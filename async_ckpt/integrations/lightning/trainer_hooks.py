@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch.utils._pytree import tree_leaves
 
-from ..common.frameworks import LOGGED_AS, require_names
+from ..common.framework_checks import LOGGED_AS, require_names
 from ..common.joint_errors import meet
 from ..common.loader_order import ORDER, order_file, warn_of_order
 from .background_saves import BackgroundSaves

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from ...plumbing import file_digests, places, scratches, timing, waits
-from ..common.checkpoint_history import HistoryEntry
+from ..common.event_history import HistoryEntry
 from ..common.folders import name_latest
 from ..common.run_folders import surplus
 from ..common.save_queue import SaveQueue

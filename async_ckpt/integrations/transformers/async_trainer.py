@@ -26,10 +26,10 @@ from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_work_dir
 from ...plumbing import sharded, timing
-from ..common.checkpoint_history import note_closed
+from ..common.event_history import note_closed
 from ..common.folder_saves import FolderSaves, noted_on
 from ..common.folders import FolderHold
-from ..common.frameworks import LOGGED_AS, name_in, require, require_names
+from ..common.framework_checks import LOGGED_AS, name_in, require, require_names
 from ..common.fsdp1_state import optimizer_to_fill, take_back, take_back_optimizer, weights_of
 from ..common.fsdp_files import has_optimizer, refuse
 from ..common.joint_errors import meet

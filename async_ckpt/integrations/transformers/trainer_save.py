@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ... import HeldSnapshot
 from ...plumbing import write_by_torch
-from ..common.checkpoint_history import HistoryEntry
+from ..common.event_history import HistoryEntry
 from ..common.folder_saves import FolderSave
 from ..common.fsdp1_state import plain_of
 from ..common.fsdp_files import FsdpFiles

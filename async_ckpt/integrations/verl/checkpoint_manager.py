@@ -25,8 +25,8 @@ from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapsho
 from ...errors import NotCommittedError
 from ...plumbing import ledger, timing, waits
 from ..common import fsdp1_state
-from ..common.checkpoint_history import HistoryEntry
-from ..common.frameworks import require, require_names
+from ..common.event_history import HistoryEntry
+from ..common.framework_checks import require, require_names
 from ..common.joint_errors import meet
 from ..common.save_queue import SaveQueue
 from ..common.small_files import written_by

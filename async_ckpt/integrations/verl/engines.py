@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
-from ..common.frameworks import require, require_names
+from ..common.framework_checks import require, require_names
 from .checkpoint_manager import VerlCheckpointManager
 
 VENDOR: Final = "async_ckpt"

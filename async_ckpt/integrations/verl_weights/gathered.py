@@ -1,10 +1,10 @@
-"""The weights of one sync, copied to host memory as they come.
+"""The weights of one sync, copied to host memory while they are exported.
 
-In: names and tensors, one after the other, as verl's engines export them. Out: a snapshot of all of them.
-Knows nothing of: verl, versions.
+In: names and tensors, one after the other, as verl's engines export them. Out: a snapshot of all of them. Knows nothing
+of: verl, versions.
 
-A tensor of the export is there for a moment: the next one may take its memory. So each is copied at once, into a few
-large buffers, which other processes of the host can map. A tensor is never cut.
+An exported tensor is valid only until the next one, which may reuse its memory. So each tensor is copied at once, into
+a few large buffers that other processes of the host can map. A tensor is never split.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HALF_BYTES: Final = 2
 
 
 class GatheredWeights:
-    """The tensors of one sync. Made and filled by the thread that walks the export.
+    """The tensors of one sync. Created and filled by the thread that iterates over the export.
 
-    Buffers are of `room_bytes`, or of the size of a tensor that is larger. With `shared`, they are in memory that other
-    processes can map, as far as the system has it.
+    A buffer has `room_bytes`, or the size of a larger tensor. With `shared`, the buffers are in memory that other
+    processes can map, if the system has such memory.
     """
 
     def __init__(self, room_bytes: int, *, shared: bool, max_bytes: int | None) -> None:
@@ -37,7 +37,7 @@ class GatheredWeights:
         self._used_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor. Raises UnsupportedStateError, ValueError for a name that was there before, and MemoryError."""
+        """Copy a tensor. Raises UnsupportedStateError, ValueError for a repeated name, and MemoryError."""
         why = capture.why_not(tensor)
         if why is not None:
             raise UnsupportedStateError(f"{name!a}: {why}; nothing was sent", path=name)
@@ -61,17 +61,17 @@ class GatheredWeights:
         return self._buffer[begin : self._used_bytes]
 
     def drop(self) -> None:
-        """Give the memory back; it is filled no further."""
+        """Release the memory. No more tensors are added."""
         self.tensors, self._buffer = {}, self._buffer[:0].clone()
 
     @property
     def room_for_all(self) -> int:
-        """The size of one buffer for as many weights again."""
+        """The size of one buffer that has room for all these weights."""
         return sum(spec.align_up(tensor.nbytes, _ALIGNMENT) for tensor in self.tensors.values())
 
     @property
     def change_little(self) -> bool:
-        """Whether most bytes are of small floating point types, of which a step of training changes few."""
+        """Whether most bytes are of floating point types of at most two bytes, of which a training step changes few."""
         small = sum(
             tensor.nbytes
             for tensor in self.tensors.values()
@@ -80,7 +80,7 @@ class GatheredWeights:
         return 2 * small > self.num_bytes
 
     def snapshot(self) -> captured_state.SnapshotView:
-        """The tensors as a snapshot, which is not copied again. They must not be written to any more."""
+        """The tensors as a snapshot, without another copy. They must not be written to afterwards."""
         captured = capture.capture(self.tensors)
         completion: Future[None] = Future()
         completion.set_result(None)

@@ -1,10 +1,11 @@
-"""The line from the sender of weights to their receivers, by which they learn that a version can be read.
+"""Connections from the sender of weights to the receivers, over which it reports that a version can be read.
 
-In: small messages on rank 0 of the training. Out: the same at each receiver, or an error as soon as the sender is gone.
+In: small messages on rank 0 of the training. Out: the messages at each receiver, or an error when the sender has died.
 Knows nothing of: weights, verl.
 
-The sender listens once, for all syncs. Receivers connect before weights are sent, and get lines of JSON. Nobody
-answers, so a receiver that hangs or dies holds up nothing. The end of a connection is the end of the sender.
+The sender has one listening socket for all syncs. Receivers connect before weights are sent, and get lines of JSON.
+They send nothing, so a receiver that hangs delays nobody. A connection ends when the sender ends, or begins another
+sync.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import PeerFailedError
 
-# More than the rollouts of one training; the kernel may allow fewer.
+# More connections than the rollouts of one training make. The kernel may allow fewer.
 _MAX_WAITING: Final = 4096
 _READ_BYTES: Final = 65536
 
 
 class Address(NamedTuple):
-    """The address of a sender, and the name of one sync. Plain values, which Ray passes on."""
+    """The address of a sender, and the name of one sync, as plain values that Ray can send."""
 
     host: str
     port: int
@@ -34,7 +35,7 @@ class Address(NamedTuple):
 
 
 class SentVersion(NamedTuple):
-    """A version by its number, and the token of the publisher that has published it."""
+    """The number of a version, and the token of the publisher that has published it."""
 
     number: int
     token: str
@@ -49,12 +50,12 @@ class SenderLine:
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_WAITING)
         self._listener.setblocking(False)
         self._lock = threading.Lock()
-        self._sent: list[bytes] = []  # in the present sync; under _lock, like the two below
+        self._sent: list[bytes] = []  # the messages of this sync; under _lock, like the two fields below
         self._connections: list[socket.socket] = []
         self._sync = ""
 
     def begin(self) -> Address:
-        """Begin a sync. Receivers that still wait for an earlier one are told that it is over."""
+        """Begin a sync. The connections of receivers that still wait for an earlier sync are closed."""
         with self._lock:
             self._accept()
             self._hang_up()
@@ -77,8 +78,8 @@ class SenderLine:
             self._listener.close()
 
     def _accept(self) -> None:
-        """Accept new receivers, and send them all messages of this sync so far."""
-        with suppress(OSError):  # nobody else waits; or there is no descriptor left, and they see the end of the line
+        """Accept new connections, and send them all messages of this sync."""
+        with suppress(OSError):  # no connection is left to accept, or no descriptor is free
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
@@ -90,7 +91,7 @@ class SenderLine:
             whole = connection.send(data) == len(data) if data else True
         except OSError:
             whole = False
-        if not whole:  # it has died, or it reads nothing
+        if not whole:  # the receiver has died, or does not read
             self._connections.remove(connection)
             connection.close()
 
@@ -103,7 +104,7 @@ class SenderLine:
 class ReceiverLine:
     """A receiver's end, for one sync. Used by one coroutine at a time.
 
-    Raises PeerFailedError if the sender cannot be reached in this time.
+    Raises PeerFailedError if the sender cannot be reached within `timeout_seconds`.
     """
 
     def __init__(self, address: Address, timeout_seconds: float) -> None:
@@ -121,7 +122,7 @@ class ReceiverLine:
         self._socket.setblocking(False)
 
     async def wait_for(self, name: str) -> Any:
-        """Wait until the sender has told this. Raises PeerFailedError: it has failed, or died, or takes too long."""
+        """Wait for a message of the sender. Raises PeerFailedError if the sender fails, dies or takes too long."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 while name not in self._known:

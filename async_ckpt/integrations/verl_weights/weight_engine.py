@@ -1,10 +1,10 @@
-"""`AsyncCkptEngine`: a checkpoint engine of verl, by which rollouts get the weights of a training as versions.
+"""`AsyncCkptEngine`: a checkpoint engine of verl that sends the weights of a training to rollouts as versions.
 
 In: the calls of verl's `CheckpointEngineManager`, on all ranks of the training and in all workers of rollouts. Out: a
 version for each sync, and its tensors in the rollouts. Knows nothing of: how versions are written and read.
 
-One sync is `prepare`, `build_topology`, `init_process_group`, `send_weights` beside `receive_weights`, and `finalize`.
-Rank 0 of the training sends; the other ranks only take part in the export, which is collective.
+One sync is `prepare`, `build_topology`, `init_process_group`, `send_weights` with `receive_weights`, and `finalize`.
+Rank 0 of the training sends. The other ranks only take part in the export, which is collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ... import Place
-from ..common.frameworks import TESTED, require, require_names, version_of
+from ..common.framework_checks import TESTED, require, require_names, version_of
 from .sync_line import Address
 from .weight_receiver import WeightReceiver
 from .weight_sender import WeightSender
@@ -40,7 +40,7 @@ require_names(_verl, CheckpointEngineRegistry, ["register", "get", "new"])
 
 
 class _Sync(NamedTuple):
-    """The part of this worker in the present sync."""
+    """The role of this worker in the current sync."""
 
     role: str  # "sender", "exporter" or "receiver"
     address: Address
@@ -50,19 +50,19 @@ class _Sync(NamedTuple):
 class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
     """Sends weights to rollouts as versions at a root: through memory on one host, through files or a store elsewhere.
 
-    verl makes it: `backend=async_ckpt`, with what is in `engine_kwargs.async_ckpt` as arguments.
+    verl creates it for `backend=async_ckpt`, with the arguments in `engine_kwargs.async_ckpt`.
 
     Args:
-        bucket_size: bytes of a buffer in host memory that the first weights are gathered in; verl gives it.
+        bucket_size: the size in bytes of a buffer in host memory for the weights of the first sync; set by verl.
         root: the place of the versions, as for a `Publisher`: a path that all hosts see, or a URL.
-        is_master: whether this is rank 0 of the training; verl says so.
+        is_master: whether this is rank 0 of the training; set by verl.
         local: whether rollouts on the host of rank 0 get weights from its memory. By default wherever this is possible,
             which is on Linux.
-        cache: a folder on each host that has rollouts and not rank 0; they pull versions into it. By default one for
-            each root below the folder for temporary files.
+        cache: a folder on each host that has rollouts but not rank 0; they pull versions into it. By default, a folder
+            for each root inside the folder for temporary files.
         options: options of the client of a URL, such as its endpoint.
         publisher: options of the `Publisher`: anchor_every, keep (by default 5), encoding and host_bytes.
-        timeout_seconds: the longest wait for weights; of the sender for its root, and of a receiver for the sender.
+        timeout_seconds: the longest wait of the sender for its root, and of a receiver for the sender.
 
     Raises ValueError and TypeError for arguments that are not valid.
     """
@@ -96,7 +96,7 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
             self._receiver = WeightReceiver(place, cache, self._timeout_seconds)
 
     def prepare(self) -> dict[str, Any]:
-        """Begin a sync. What it returns, of all workers, is what `build_topology` gets."""
+        """Begin a sync. `build_topology` gets the results of all workers."""
         self._sync = None
         return {
             "root": self._root,
@@ -130,9 +130,9 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         return arguments(of_training), arguments(["receiver"] * rollout_world_size)
 
     def init_process_group(self, role: str, address: tuple[str, int, str], num_elsewhere: int) -> None:
-        """Take a part in the sync. There is no process group: receivers connect to rank 0 of the training.
+        """Join the sync. No process group is created: receivers connect to rank 0 of the training.
 
-        Raises PeerFailedError if that cannot be reached.
+        Raises PeerFailedError if rank 0 cannot be reached.
         """
         self._sync = _Sync(role, Address(*address), num_elsewhere)
         if role == "receiver":
@@ -145,12 +145,12 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
             self._receiver.hang_up()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Send the weights of the model: the same call on all ranks of the training. Returns figures for a logger.
+        """Send the weights of the model. Called on all ranks of the training. Returns figures for a logger.
 
-        The version has the number `global_steps`, or the next one. It replaces versions that are not below it: those
-        of a training that was set back. Returns when all receivers can read it. If they are all on this host, it may
-        not be durable then; if it never will be, there is a warning. Raises as `Publisher.publish` and its handle do,
-        TimeoutError, and RuntimeError outside of a sync.
+        The version has the number `global_steps`, or the next free one. It replaces versions with the same or a higher
+        number, which are from before the training was set back. Returns when all receivers can read the version. If all
+        of them are on this host, it may not be durable yet; if it cannot become durable, a warning is logged. Raises
+        the errors of `Publisher.publish` and its handle, TimeoutError, and RuntimeError outside of a sync.
         """
         sync = self._in_sync("send_weights")
         if sync.role == "exporter":
@@ -168,23 +168,23 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         )
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The names and tensors of the model, as they are sent in this sync.
+        """The names and tensors of the model that are sent in this sync.
 
         A tensor is on the accelerator of this process, if there is one. Otherwise it is a view of shared memory, which
         must not be written to, and which is valid until the iteration ends. Raises PeerFailedError if the sender has
         failed or died, or sends another version than `global_steps`; ClosedError if another training has taken the
-        root; NotCommittedError, CorruptCheckpointError, StorageUnavailableError, StorageFullError and TimeoutError.
-        All of them come before the first tensor.
+        root; NotCommittedError, CorruptCheckpointError, StorageUnavailableError, StorageFullError and TimeoutError. All
+        errors are raised before the first tensor.
         """
         self._in_sync("receive_weights")
         async for pair in self._receiving("receive_weights").receive(global_steps):
             yield pair
 
     async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The names and tensors of the version that was received last, once more, at any later time.
+        """The names and tensors of the version that was received last, again, at any later time.
 
-        They come from the memory of the sender as long as that version is its newest, and else from the folder of this
-        host, or from the root. Raises as `receive_weights` does, and NotCommittedError if nothing was received yet.
+        They are read from the memory of the sender while that version is its newest, otherwise from the folder of this
+        host, or from the root. Raises the errors of `receive_weights`, and NotCommittedError if there is no version.
         """
         async for pair in self._receiving("get_weights").again():
             yield pair
@@ -201,12 +201,12 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
 
 
 def _own_address() -> str:
-    """The address of this host that other hosts of the cluster know."""
+    """The address of this host in the cluster."""
     return str(import_module("ray.util").get_node_ip_address()).strip("[]")
 
 
 def _host() -> str:
-    """The name of this host, with what else has to be the same for two processes to share memory."""
+    """A text that is equal for two processes that can share memory: host name, user, boot and network namespace."""
     parts = [socket.gethostname(), str(os.geteuid()) if hasattr(os, "geteuid") else ""]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
@@ -214,7 +214,7 @@ def _host() -> str:
 
 
 def _refuse_other_methods() -> None:
-    """Raises RuntimeError if this version of verl asks an engine for other methods."""
+    """Raise RuntimeError if this version of verl requires other methods of an engine."""
     asked = frozenset(CheckpointEngineWithCache.__abstractmethods__)
     if asked == _METHODS:
         return

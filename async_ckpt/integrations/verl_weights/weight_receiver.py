@@ -1,10 +1,10 @@
 """The tensors of a version on the host of a receiver: in the memory of the sender, or in a folder of this host.
 
-In: the root of a publisher, and a version. Out: its tensors by name, for as long as they are used.
-Knows nothing of: verl.
+In: the root of a publisher, and a version. Out: its tensors by name, while they are used. Knows nothing of: verl.
 
-The memory of the sender is mapped, and not copied. Elsewhere one folder serves all receivers of a host: the first one
-pulls, and all map its files. Whoever reads the folder shares its lock, so that no pull changes it meanwhile.
+The memory of the sender is mapped, not copied. On other hosts, one folder serves all receivers: the first one pulls
+into it, and all map its files. A receiver holds a shared lock on the folder while it reads, so that no pull changes the
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .sync_line import Address, ReceiverLine, SentVersion
 Item = tuple[str, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 
-# Tries to pull a version that other processes replace at once by another version.
+# How many times to pull a version that other processes replace at once by another version.
 _TRIES: Final = 10
 
 
@@ -69,7 +69,7 @@ class WeightReceiver:
             self._line = None
 
     async def receive(self, number: int | None) -> AsyncIterator[Item]:
-        """The tensors of the version that the sender tells of. Raises PeerFailedError if it is not this number."""
+        """The tensors of the version that the sender announces. Raises PeerFailedError for another `number`."""
         line = self._line
         if line is None:
             raise RuntimeError("receive_weights was called outside of a sync; call init_process_group before")
@@ -159,7 +159,7 @@ async def _nothing_to_wait_for() -> None:
 def _default_folder(root: str) -> Path:
     """A folder of this user, the same for all processes of the host that follow this root.
 
-    Raises StorageUnavailableError if it belongs to somebody else, who could change the weights.
+    Raises StorageUnavailableError if another user owns it or may write to it, and so could change the weights.
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     parent = Path(tempfile.gettempdir(), f"async_ckpt-weights-{user}")

@@ -1,4 +1,4 @@
-"""Rank 0 of the training: the weights of a sync become a version, and the receivers are told.
+"""Rank 0 of the training: it publishes the weights of a sync as a version, and notifies the receivers.
 
 In: the export of a model, tensor by tensor. Out: a version at a root, and in memory. Knows nothing of: verl, receivers.
 """
@@ -21,7 +21,7 @@ from .blocking_calls import off_loop
 from .gathered import GatheredWeights
 from .sync_line import Address, SenderLine, SentVersion
 
-# The options of a Publisher that a configuration may set, and the defaults here.
+# The options of a Publisher that a configuration may set, with their defaults.
 _OPTIONS: Final = {"anchor_every": 20, "keep": 5, "encoding": "xor", "host_bytes": None}
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -30,7 +30,7 @@ _log: Final = logging.getLogger("async_ckpt")
 class WeightSender:
     """The sender of one training, which owns its publisher. Used by the coroutine of one sync at a time.
 
-    `address` is that of this host; `bucket_bytes` is the size of a buffer in the first sync.
+    `address` is the address of this host; `bucket_bytes` is the size of a buffer in the first sync.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WeightSender:
         self._root, self._local = root, shared_memory.CAN_SHARE if local is None else local
         self._options: dict[str, Any] = {**_OPTIONS, **options}
         Publisher(root, local=self._local, **self._options).close()  # raises for options that are not valid
-        self._publisher: Publisher | None = None  # made when it is known what the weights are
+        self._publisher: Publisher | None = None  # created when the dtypes of the weights are known
         self._versions = Versions(root.storage())
         self._room_bytes = bucket_bytes
         self._line = SenderLine(address)
@@ -54,9 +54,9 @@ class WeightSender:
         self, address: Address, weights: AsyncIterator[tuple[str, torch.Tensor]], version: int | None, *,
         durably: bool, timeout_seconds: float,
     ) -> dict[str, float]:  # fmt: skip
-        """Publish the weights, and tell the receivers of the sync, who are told of an error, too. Returns figures.
+        """Publish the weights, and notify the receivers of the sync, also of an error. Returns figures.
 
-        Returns when a receiver on this host can read the version; if `durably`, when all others can.
+        Returns when a receiver on this host can read the version; with `durably`, when all receivers can.
         """
         begun = timing.monotonic()
         try:
@@ -83,7 +83,7 @@ class WeightSender:
         }
 
     async def _gather(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> GatheredWeights:
-        """Copy all weights to host memory. After an error the export is walked to its end: other ranks take part."""
+        """Copy all weights to host memory. After an error, the export still runs to its end, since it is collective."""
         gathered = GatheredWeights(self._room_bytes, shared=self._local, max_bytes=self._options["host_bytes"])
         failed = None
         async for name, tensor in weights:
@@ -101,7 +101,7 @@ class WeightSender:
     async def _publish(
         self, address: Address, gathered: GatheredWeights, version: int | None, timeout_seconds: float
     ) -> SaveHandle:
-        """Publish weights as a version, and tell the receivers of it once it can be read on this host."""
+        """Publish weights as a version, and notify the receivers once it can be read on this host."""
         publisher = self._publisher = self._publisher or self._new_publisher(gathered)
         number = max(await off_loop(publisher.versions), default=-1) + 1 if version is None else version
         handle = publisher.publish(gathered.snapshot(), number)

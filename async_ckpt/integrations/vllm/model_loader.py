@@ -1,6 +1,6 @@
-"""The load format `async_ckpt`: an engine of vLLM that starts with weights of this library, wherever they are.
+"""The load format `async_ckpt`: a vLLM engine starts with weights of this library, from any place.
 
-In: vLLM's load configuration. Out: a model with weights. Knows nothing of: what the weights are stored in.
+In: vLLM's load configuration. Out: a model with weights. Knows nothing of: the format in which the weights are stored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..common.frameworks import require
+from ..common.framework_checks import require
 from ..common.stored_weights import Item, StoredWeights
-from .handed_on import HandedOn
+from .loaded_tensors import HandedOn
 
 _loaders: Final[Any] = import_module("vllm.model_executor.model_loader")
 _OF_VLLM: Final = "enable_weights_track"
 """The key of vLLM's own loader that has a meaning here: whether parameters without a weight are an error."""
-# By model of an engine, what vLLM called it when it was loaded first. A reload may name other weights.
+# The name of each engine's model when it was first loaded. A reload may name other weights.
 _FIRST_NAMES: Final[WeakKeyDictionary[torch.nn.Module, str]] = WeakKeyDictionary()
 
 
@@ -28,8 +28,8 @@ class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader of models, with the weights of an archive, a step, a run, an export or a published version.
 
     `model_loader_extra_config` has the arguments of `StoredWeights`; `path` is by default the model itself, and
-    `folder` vLLM's `download_dir`. The config and the tokenizer come from the model, as for every load format. When a
-    running engine reloads its weights from a place that the request names, they come from there, and not from `path`.
+    `folder` vLLM's `download_dir`. The config and the tokenizer come from the model, as for every load format. If a
+    request to reload weights names a place, that place is used instead of `path`.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -46,18 +46,18 @@ class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
         return StoredWeights.of(self._given, path=path, folder=self.load_config.download_dir)
 
     def _reloaded(self, model_config: Any, model: torch.nn.Module) -> StoredWeights:
-        """The place of the weights that a running engine loads."""
+        """The place of the weights that a running engine reloads."""
         name = model_config.model
         if _FIRST_NAMES.get(model, name) == name:
             return self.weights(model_config)
         return StoredWeights(name, folder=self._given.get("folder", self.load_config.download_dir))
 
     def download_model(self, model_config: Any) -> None:
-        """Look whether the weights are there; nothing is downloaded. Raises NotCommittedError."""
+        """Check that the weights exist; nothing is downloaded. Raises NotCommittedError."""
         self.weights(model_config).check()
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[Item]:
-        """The names and tensors. Raises what `StoredWeights.tensors` raises."""
+        """Names and tensors. Raises the errors of `StoredWeights.tensors`, and ValueError for `secondary_weights`."""
         if tuple(getattr(model, "secondary_weights", ())):
             raise ValueError(
                 f"{type(model).__name__} also takes weights of a second model, which this load format does not have; "
@@ -66,7 +66,7 @@ class StoredModelLoader(_loaders.DefaultModelLoader):  # type: ignore[misc]
         return self._handed_on.each(self._reloaded(model_config, model).tensors())
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Fill the model. Raises StateMismatchError if the weights are not those of this model."""
+        """Fill the model. Raises StateMismatchError if the weights do not fit it."""
         self._handed_on = HandedOn()
         weights = self.weights(model_config)
         weights.check()

@@ -1,6 +1,6 @@
-"""The names by which vLLM finds what is here.
+"""The registration of this package with vLLM.
 
-In: vLLM, as it is installed. Out: entries in its registries, or an error that says what has moved. Knows nothing of:
+In: vLLM, as it is installed. Out: entries in its registries, or an error that names what has moved. Knows nothing of:
 weights.
 """
 
@@ -11,14 +11,14 @@ from functools import cache
 from importlib import import_module
 from typing import Final
 
-from ..common.frameworks import require, require_module, require_names
+from ..common.framework_checks import require, require_module, require_names
 
 NAME: Final = "async_ckpt"
 
 _HERE: Final = __name__.rpartition(".")[0]
 _TRANSFER: Final = "vllm.distributed.weight_transfer"
 _LOADERS: Final = "vllm.model_executor.model_loader"
-# By module, and in it by class: the names that are used here.
+# The names that are used here, by module and class. The empty class is the module itself.
 _USED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     _TRANSFER: {
         "": ("WeightSource", "ParamMeta", "Shard", "Replicate"),
@@ -37,14 +37,14 @@ _USED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 @cache
 def register() -> None:
-    """Name the transfer engines and the model loader to vLLM, as "async_ckpt". May be called again.
+    """Register the transfer engines and the model loader with vLLM, as "async_ckpt". May be called again.
 
         async_ckpt.integrations.vllm.register()
 
-    vLLM does it itself, in each of its processes, where async_ckpt is installed as a package. A training calls it
-    before it makes a transfer engine.
+    vLLM calls this itself, in each of its processes, if async_ckpt is installed as a package. A training calls it
+    before it creates a transfer engine.
 
-    Raises ImportError if vLLM is not installed, and RuntimeError if it lacks what is used here, by its name.
+    Raises ImportError if vLLM is not installed, and RuntimeError if it lacks a name that is used here.
     """
     package = require("vllm")
     for name, classes in _USED.items():
@@ -61,8 +61,8 @@ def register() -> None:
 
 
 def plugin() -> None:
-    """`register` for vLLM, which calls it in all of its processes, also where nobody uses it: an error is a warning."""
+    """Call `register`, with errors as warnings: vLLM calls this in all of its processes, used or not."""
     try:
         register()
-    except Exception as error:  # an engine that needs none of this must start
+    except Exception as error:  # an engine that does not use async_ckpt must start
         warnings.warn(f"async_ckpt is not registered with vLLM: {error}", RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""`SnapshotSource`: the weights of a held snapshot as vLLM's transfer engines take them.
+"""`SnapshotSource`: the weights of a held snapshot for vLLM's transfer engines.
 
 In: a part of a snapshot. Out: its metadata and tensors, whole or as this rank holds them. Knows nothing of: transports.
 """
@@ -27,15 +27,15 @@ class SnapshotSource(_transfer.WeightSource):  # type: ignore[misc]
         ...
         source.renew(later["model"])  # of the next step, before the next `send_weights`
 
-    `iter_full` gathers tensors that ranks hold slices of, one at a time, by a collective on the devices of their mesh.
-    `iter_local` calls none. The names are those that `export_hf` writes.
+    `iter_full` gathers sharded tensors, one at a time, by a collective on the devices of their mesh. `iter_local` uses
+    no collective. The names are those that `export_hf` writes.
 
     Args:
         view: the part of a snapshot that is the model, on every rank.
-        device: where the tensors are handed on, such as "cuda" for engines that send by NCCL or CUDA's IPC; by default
-            they stay on the host.
+        device: the device that tensors are copied to, such as "cuda" for engines that send by NCCL or CUDA's IPC; by
+            default they stay on the host.
 
-    Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
+    Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is not a model.
     """
 
     def __init__(self, view: captured.SnapshotView, *, device: Any = None) -> None:
@@ -47,7 +47,7 @@ class SnapshotSource(_transfer.WeightSource):  # type: ignore[misc]
         return [_meta(tensor) for tensor in self._weights.tensors]
 
     def renew(self, view: captured.SnapshotView) -> None:
-        """Go on with a later snapshot of the same model.
+        """Continue with a later snapshot of the same model.
 
         source.renew(snap["model"])
 
@@ -63,7 +63,7 @@ class SnapshotSource(_transfer.WeightSource):  # type: ignore[misc]
         return self._weights.whole(self._device)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slice of each tensor that this rank holds, as its `placements` say. Raises as `iter_full` does.
+        """The slice of each tensor that this rank holds, by its `placements`. Raises the errors of `iter_full`.
 
         for name, tensor in source.iter_local(): ...
         """

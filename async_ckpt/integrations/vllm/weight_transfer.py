@@ -2,9 +2,9 @@
 
 In: a WeightSource, or the place of stored weights. Out: an engine that has them. Knows nothing of: snapshots.
 
-A worker is always told of a place: a step or a version that any host sees, or a safetensors file of at most
-`bucket_bytes` in memory that all processes of the host share. The training writes such a file, waits until all workers
-have read it, and deletes it before it writes the next one; a file of a training that was killed is swept by the next.
+A worker always receives a place: a step or a version that all hosts see, or a safetensors file of at most
+`bucket_bytes` in memory that the processes of a host share. The training writes such a file, waits until all workers
+have read it, and deletes it before it writes the next one. The next training deletes the file of a killed one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from ...plumbing import backends, disk, hf_shards, hf_weights, scratches, spec
-from ..common.frameworks import require
+from ..common.framework_checks import require
 from ..common.held_weights import in_buckets
 from ..common.stored_weights import StoredWeights
-from .handed_on import HandedOn
+from .loaded_tensors import HandedOn
 from .registration import NAME
 
 _transfer: Final[Any] = import_module("vllm.distributed.weight_transfer")
@@ -32,14 +32,14 @@ _SCRATCH: Final = "async_ckpt-weights"
 
 @dataclass
 class ReceiverInit(_base.WeightTransferInitInfo):  # type: ignore[misc]
-    """The words that a worker is told once. `folder` is where it pulls published versions to, unless an update says."""
+    """The settings that a worker receives once. It pulls versions into `folder` unless an update names another."""
 
     folder: str | None = None
 
 
 @dataclass
 class StoredUpdate(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One update: the arguments of `StoredWeights`; or `failed`, why the training will send no more."""
+    """One update: the arguments of `StoredWeights`, or in `failed` the reason why the training sends no more."""
 
     weights: dict[str, Any] | None = None
     failed: str | None = None
@@ -55,12 +55,12 @@ class SenderInit(_base.TrainerInitInfo):  # type: ignore[misc]
 
         SenderInit(rank=0)
 
-    `rank`, a field of vLLM's class, is that of the training process; rank 0 talks to the engine.
+    `rank`, a field of vLLM's class, is the rank of the training process. Rank 0 communicates with the engine.
 
     Args:
-        buckets: a folder in memory that the workers see as well, for the weights of snapshots.
+        buckets: a folder in memory that the workers also see, for the weights of snapshots.
         bucket_bytes: the size of a file there; a larger tensor has a file of its own.
-        folder: on the workers' hosts, where they pull published versions to.
+        folder: the folder on the workers' hosts into which they pull published versions.
     """
 
     backend: ClassVar[str] = NAME
@@ -77,7 +77,7 @@ class SenderInit(_base.TrainerInitInfo):  # type: ignore[misc]
 
 
 class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
-    """The receiving side: it reads the weights of the place that it is told of into the worker's model."""
+    """The receiving side: it loads the weights at the place that an update names into the worker's model."""
 
     init_info_cls = ReceiverInit
     update_info_cls = StoredUpdate
@@ -88,15 +88,15 @@ class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
         self._folder: str | None = None
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Take what the training says once."""
+        """Store the settings that the training sends once."""
         self._folder = init_info.folder
 
     def start_weight_update(self) -> None:
-        """Have the layers wait for weights as they are stored."""
+        """Prepare the layers to receive weights as they are stored."""
         _loader("reload").initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load what an update is about, and wait for the device. Raises as `receive_weights` does."""
+        """Load the weights of an update, and wait for the device. Raises the errors of `receive_weights`."""
         self.receive_weights(self.parse_update_info(update_info))
         if not backends.is_host(self.device):
             backends.backend_of(self.device).current_stream(self.device).synchronize()
@@ -104,8 +104,8 @@ class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: StoredUpdate) -> None:
         """Load the weights of one place.
 
-        Raises StateMismatchError if they are not those of the model, what `StoredWeights.tensors` raises, and
-        RuntimeError if the training has failed in the middle of an update.
+        Raises StateMismatchError if they do not fit the model, the errors of `StoredWeights.tensors`, and RuntimeError
+        if the training has failed during an update.
         """
         try:
             self._load(update_info)
@@ -129,7 +129,7 @@ class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights(handed_on.each(weights.tensors()))
 
     def _give_up(self) -> None:
-        """Give layers that wait for weights their old ones again: what they hold would be loaded by the next update."""
+        """Return waiting layers to their old weights. Otherwise, the next update would load what they hold."""
         layerwise = _loader("reload.layerwise")
         for layer in self.model.modules():
             info = layerwise.get_layerwise_info(layer)
@@ -138,11 +138,11 @@ class StoredWeightsEngine(_transfer.WeightTransferEngine):  # type: ignore[misc]
         self.finish_weight_update()
 
     def finish_weight_update(self) -> None:
-        """Have the layers take the weights that they have got."""
+        """Have the layers process the weights that they have received."""
         _loader("reload").finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine holds no resources."""
 
 
 def _loader(name: str) -> Any:
@@ -169,7 +169,7 @@ class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[mis
 
     @classmethod
     def trainer_init(cls, init_info: SenderInit, *, client: Any, source: Any = None) -> SnapshotSender:
-        """Make the engine, and tell the workers of it. Every rank calls this.
+        """Create the engine, and initialize the workers. Every rank calls this.
 
         Raises TypeError for a source without `iter_full`.
         """
@@ -182,19 +182,19 @@ class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[mis
         return engine
 
     def send_weights(self, weights: StoredWeights | None = None, *, version: int | str | None = None) -> None:
-        """Have the engine take new weights, and return when it has them. Every rank calls this.
+        """Send new weights to the engine, and return when it has loaded them. Every rank calls this.
 
         engine.send_weights(version=1200)
 
-        After an error the engine may have some old and some new weights: send them again before it generates.
+        After an error, the engine may have a mix of old and new weights: send them again before it generates.
 
         Args:
             weights: a place that the hosts of all workers see; by default the weights of the source are sent.
-            version: what the engine calls the weights from then on, such as the training step.
+            version: the engine's name for the new weights, such as the training step.
 
-        Raises NotCommittedError and others for a place where nothing is complete, before the engine is told anything;
-        ClosedError and TornSnapshotError for a snapshot; StorageFullError if there is no room for a bucket; and what
-        the client raises, also if the engine has died.
+        Raises NotCommittedError and other errors for a place where nothing is complete, before the engine is contacted;
+        ClosedError and TornSnapshotError for a snapshot; StorageFullError if a bucket does not fit; and the errors of
+        the client, also if the engine has died.
         """
         if weights is not None:
             if self.is_sender:
@@ -211,13 +211,13 @@ class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[mis
     def _send(self, version: int | str | None) -> None:
         with ExitStack() as stack:
             files = self._files(stack)
-            first = next(files, None)  # the source may fail before the engine is told anything
+            first = next(files, None)  # the source may fail here, before the engine is contacted
             if first is None:
                 raise ValueError("the source has no weights")
             self._update(chain([first], files), version)
 
     def _files(self, stack: ExitStack) -> Iterator[dict[str, Any]]:
-        """Updates with one file after the other; each file is there until the next is asked for."""
+        """Updates with one file each. A file exists until the next update is requested."""
         scratch = stack.enter_context(scratches.Scratch(Path(self._init.buckets), _SCRATCH))
         items = ((name, tensor.detach().cpu().contiguous()) for name, tensor in self.source.iter_full())
         for number, bucket in enumerate(in_buckets(items, self._init.bucket_bytes)):
@@ -237,7 +237,7 @@ class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[mis
             for place in places:
                 self.client.update_weights({"weights": place, "failed": None})
         except BaseException as error:
-            # A worker that has not failed itself waits for more, and would refuse the next update.
+            # A worker that has not failed waits for more weights, and would refuse the next update.
             self._end(f"{type(error).__name__}: {error}")
             raise
         if version is None:
@@ -254,6 +254,6 @@ class SnapshotSender(_transfer.TrainerWeightTransferEngine):  # type: ignore[mis
             self.client.start_weight_update()
 
     def _end(self, why: str) -> None:
-        """End an update by an error of the workers, if they can be reached."""
+        """End an update by an error in the workers, if they can be reached."""
         with suppress(Exception):
             self.client.update_weights({"weights": None, "failed": why})

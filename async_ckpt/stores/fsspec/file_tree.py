@@ -18,18 +18,18 @@ from typing import IO, Any, Final
 import xxhash
 
 from ...plumbing import disk, locks, spec, store_facts, timing, waits
-from ..proven.known import ClientFacts
+from ..proven.client_facts import ClientFacts
 from ..proven.range_reader import Info, NoRangesError, ReplacedError
 from .setup import OncePerProcess
 
-# The time for which a folder that cannot be made is tried again.
+# How long the creation of a folder is retried.
 _MAKING_SECONDS: Final = 3.0
 _FIRST_PAUSE_SECONDS: Final = 0.05
-# Filesystems where a file appears when it is complete, and folders are only a part of names.
+# Filesystems where a file appears only when it is complete, and folders are only parts of names.
 _OBJECTS: Final = frozenset(
     ["memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oci", "ocilake", "oss", "tos", "tosfs"]
 )
-# Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete its content.
+# Filesystems whose `rmdir` refuses a folder that is not empty. On other filesystems (Arrow), it deletes the content.
 _KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 _LISTING_TRIES: Final = 5
 _COPIED_BYTES: Final = 4 * spec.MIB
@@ -40,7 +40,7 @@ _STAMPS: Final = (
 
 
 class FileTree:
-    """The files below one folder of any filesystem of fsspec. FsspecStorage creates and owns it. From any thread."""
+    """The files below one folder of any filesystem of fsspec. FsspecStorage creates and owns it. Thread-safe."""
 
     in_order = True
 
@@ -52,7 +52,7 @@ class FileTree:
         self.local = protocol in ("file", "local")
         self._keeps_full_folders = protocol in _KEEPS_FULL_FOLDERS
         self._protocol, self._shown, self._known = protocol, shown, known
-        # Whether `cat_file` reads parts; None if that is not known yet.
+        # Whether `cat_file` can read a part of a file; None if not known yet.
         self._takes_ranges: bool | None = None
 
     def name(self, path: str) -> str:
@@ -63,7 +63,7 @@ class FileTree:
 
     def info(self, name: str) -> Info:
         fs = self._filesystem()
-        for listed in (name, fs._parent(name)):  # a user's filesystem may keep listings
+        for listed in (name, fs._parent(name)):  # a user's filesystem may cache listings
             fs.invalidate_cache(listed)
         entry = fs.info(name)
         if entry["type"] == "directory":
@@ -75,17 +75,17 @@ class FileTree:
         return data, xxhash.xxh3_128_hexdigest(data)
 
     def fetch(self, name: str, offset: int, target: memoryview, version: str) -> None:
-        """Fill `target`. Raises NoRangesError if a part of an object cannot be read."""
+        """Fill `target`. Raises NoRangesError if only whole files can be read, and ReplacedError."""
         data = self._read_part(name, offset, len(target))
         if self.info(name).version != version or len(data) != len(target):
             raise ReplacedError
         target[:] = data
 
     def _read_part(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """A part of a file, by `cat_file`, or by a file that can seek: some filesystems (sshfs) have the one alone."""
+        """A part of a file, by `cat_file` or by a file that can seek: some filesystems (sshfs) support only one."""
         fs = self._filesystem()
         if self._takes_ranges is None and self._protocol in ("http", "https"):
-            # Where a server knows no ranges, `cat_file` would take the whole into memory, and a file raises an error.
+            # If the server has no ranges, `cat_file` would read the whole file into memory, and a file raises an error.
             data = self._seek_and_read(name, offset, num_bytes)
             self._takes_ranges = True
             return data
@@ -114,7 +114,7 @@ class FileTree:
         try:
             with fs.open(name, "rb") as source:
                 shutil.copyfileobj(source, file, _COPIED_BYTES)
-        except (ValueError, NotImplementedError):  # no part is read, not even the first one
+        except (ValueError, NotImplementedError):  # the file cannot be read in parts
             file.seek(0)
             file.truncate()
             fs.get_file(name, file)
@@ -137,7 +137,7 @@ class FileTree:
             raise
 
     def creates_exclusively(self) -> bool:
-        """Whether `put` can refuse to replace: by a link, or by a `pipe_file` that has a mode and is not inherited."""
+        """Whether `put` can refuse to replace: by a link, or by a `pipe_file` of its own that has a mode."""
         fs = self._filesystem()
         if not self.objects:
             return hasattr(fs, "link")
@@ -146,10 +146,10 @@ class FileTree:
         return own and not self.alone and "mode" in inspect.signature(method).parameters
 
     def replace(self, name: str, data: bytes, version: str) -> bool:  # noqa: ARG002
-        return False  # no filesystem can
+        return False  # no filesystem supports this
 
     def move(self, name: str, to: str) -> None:
-        """Rename a file, and replace another one of that name."""
+        """Rename a file, and replace a file that has the new name."""
         try:
             self._rename(name, to)
         except FileNotFoundError:
@@ -168,14 +168,14 @@ class FileTree:
         fs = self._filesystem()
         if self._protocol in ("webdav", "dav"):  # its `mv` copies, and refuses to replace
             fs.client.move(name, to, overwrite=True)
-        elif type(fs).mv is AbstractFileSystem.mv and "mv" not in vars(fs):  # it takes `?` and `[` as patterns
+        elif type(fs).mv is AbstractFileSystem.mv and "mv" not in vars(fs):  # which would treat `?` and `[` as patterns
             fs.cp_file(name, to)
             fs.rm_file(name)
         else:
             fs.mv(name, to)
 
     def _rename_aside(self, to: str, name: str) -> None:
-        """Replace a file where a rename onto an existing name is refused."""
+        """Replace a file on a filesystem that refuses to rename onto an existing name."""
         aside = _temp_name(to)
         self._rename(to, aside)
         self._known.log_once(
@@ -189,7 +189,7 @@ class FileTree:
             with suppress(Exception):
                 self._rename(aside, to)
             raise
-        with suppress(Exception):  # it is swept as a temp file
+        with suppress(Exception):  # if this fails, it is swept as a temp file
             self._filesystem().rm_file(aside)
 
     def _is_there(self, name: str) -> bool:
@@ -200,7 +200,7 @@ class FileTree:
         return True
 
     def settle(self, name: str) -> None:
-        """On a local disk, make the name durable, and the names of the folders that may be new."""
+        """On a local disk, make the name durable, and the names of folders that may be new."""
         for folder in PurePosixPath(name).parents if self.local else ():
             disk.sync_folder(Path(folder))
             if len(str(folder)) < len(self._root):
@@ -216,7 +216,7 @@ class FileTree:
         return False
 
     def _remove_empty_parents(self, name: str) -> None:
-        """Remove the folders above a deleted name that are empty."""
+        """Remove the empty folders above a deleted name."""
         folder = name.rpartition("/")[0]
         while len(folder) > len(self._root) and self.remove_if_empty(folder):
             folder = folder.rpartition("/")[0]
@@ -231,13 +231,13 @@ class FileTree:
         try:
             if has_own:
                 fs.rmdir(folder)
-            elif hasattr(fs, "_rmdir"):  # of sshfs, whose `rmdir` does nothing
+            elif hasattr(fs, "_rmdir"):  # sshfs, whose `rmdir` does nothing
                 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
                 sync(fs.loop, fs._rmdir, folder)
             else:
                 return False
-        except Exception:  # not empty, which is the usual case, or already gone
+        except Exception:  # usually since the folder is not empty, or already removed
             return False
         return True
 
@@ -273,18 +273,18 @@ class FileTree:
         return sizes
 
     def _listed(self, folder: str, *, detail: bool) -> list[Any]:
-        """The result of `ls`. If a file goes meanwhile, rclone's WebDAV server breaks its answer off, as no XML."""
+        """The result of `ls`, with retries: if a file is deleted meanwhile, rclone's WebDAV server sends broken XML."""
         for _ in range(_LISTING_TRIES):
             try:
                 return self._filesystem().ls(folder or "/", detail=detail)  # type: ignore[no-any-return]
-            except SyntaxError as error:  # what parsers of XML raise
+            except SyntaxError as error:  # raised by parsers of XML
                 broken = error
         raise OSError(errno.EIO, f"its listing cannot be understood ({broken})") from broken
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """The files and folders of a tree, outer folders first, each as the part of its name behind `name`.
+        """The files and folders of a tree, outer folders first, each without `name` at its beginning.
 
-        A link is a file, wherever it leads.
+        Every link counts as a file.
         """
         if self.objects:
             return ["", *(f"/{path}" for path in self.sizes(name))], []
@@ -299,7 +299,7 @@ class FileTree:
         fs = self._filesystem()
         files: list[str] = []
         folders = [""]
-        for folder in folders:  # the loop appends to them
+        for folder in folders:  # the loop appends to this list
             fs.invalidate_cache(name + folder)
             for entry in fs.ls(name + folder, detail=True):
                 path = f"{folder}/{entry['name'].rstrip('/').rpartition('/')[2]}"
@@ -340,12 +340,12 @@ class Draft:
             try:
                 self.file = fs.open(self._temp, "wb")
                 return
-            except FileNotFoundError:  # another writer has removed the folder that it had emptied
+            except FileNotFoundError:  # another writer has removed the folder, which was empty
                 if not tries_left:
                     raise
 
     def _make(self, folder: str) -> None:
-        """Make a folder with those above it, again if need be: rclone's WebDAV locks folders that others are making."""
+        """Make a folder and its parents, with retries: rclone's WebDAV locks folders that other writers are making."""
         deadline = timing.TIMEKEEPER.now() + _MAKING_SECONDS
         for seconds in waits.growing_pauses(_FIRST_PAUSE_SECONDS, _MAKING_SECONDS):
             try:
@@ -380,7 +380,7 @@ class Draft:
             with suppress(Exception):
                 self.file.discard()
             with suppress(AttributeError):
-                self.file.closed = True  # or it uploads its content when it is collected
+                self.file.closed = True  # or it would upload its content when it is garbage-collected
             return
         with suppress(Exception):
             self.file.close()
@@ -389,7 +389,7 @@ class Draft:
 
 
 def _temp_name(name: str) -> str:
-    """A name beside this one for a file that is being written, or about to be deleted."""
+    """A new name in the same folder, for a file that is being written or is about to be deleted."""
     folder, _, last = name.rpartition("/")
     return f"{folder}/{locks.temp_stem(last)}{os.urandom(4).hex()}{locks.TEMP_SUFFIX}"
 
@@ -400,9 +400,9 @@ def _is_folder(entry: dict[str, Any]) -> bool:
 
 
 def _open_uncommitted(fs: Any, name: str) -> Any:
-    """A file that appears only with its `commit`."""
+    """A file that appears only when its `commit` is called."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem  # type: ignore[import-untyped]
 
-    if isinstance(fs, MemoryFileSystem):  # whose `open` makes it appear at once
+    if isinstance(fs, MemoryFileSystem):  # its `open` would make the file appear at once
         return MemoryFile(fs, name)
-    return fs._open(name, "wb", autocommit=False)  # `open` also adds it to a transaction
+    return fs._open(name, "wb", autocommit=False)  # `open` would also add it to a transaction

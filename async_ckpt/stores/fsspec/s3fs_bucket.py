@@ -18,23 +18,23 @@ from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts
 from ..conditions import Conditions, Form
 from ..proven.range_reader import Info, NoRangesError, ReplacedError
-from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
+from .error_advice import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
-_PARTIAL: Final = 206  # the status of a response that is a part of an object
-# Where the next page of a listing begins.
+_PARTIAL: Final = 206  # the HTTP status of a response with a part of an object
+# Parameters of the request for the next page of a listing.
 _MARKERS: Final = ("ContinuationToken", "KeyMarker", "UploadIdMarker")
-# S3 takes no more in one request.
+# The limit of S3 for one request.
 _MAX_DELETED: Final = 1000
-# A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
+# A body is sent in copies of this size: a join of less than 1 MiB keeps the GIL, so no slice is torn.
 _SLICE_BYTES: Final = 256 * spec.KIB
 
 
 class Body:
-    """The body of a request, without a copy of the whole: a file for botocore, which hashes it, and slices for aiohttp.
+    """The body of a request, not copied as a whole: a file for botocore, which hashes it, and slices for aiohttp.
 
-    Requests that were given up may still read it after its memory was released; `close` leaves them nothing.
+    Abandoned requests may still read the body after its memory was released; after `close`, they read no bytes.
     """
 
     def __init__(self, views: list[memoryview]) -> None:
@@ -76,7 +76,7 @@ class Body:
 class Bucket:
     """Objects of S3, by the requests of s3fs, without its file interface and its cached listings.
 
-    FsspecStorage creates and owns it. From any thread.
+    FsspecStorage creates and owns it. Thread-safe.
     """
 
     in_order = False
@@ -86,7 +86,7 @@ class Bucket:
         self._filesystem = filesystem
         self._root = root
         self._deadline_seconds = deadline_seconds
-        self._has_bucket = False  # the bucket was seen
+        self._has_bucket = False  # the bucket is known to exist
         self._conditions = Conditions(
             self._put_if,
             lambda name: self.info(name).version,
@@ -112,7 +112,7 @@ class Bucket:
         return bucket, key
 
     def call(self, method: str, name: str, **parameters: Any) -> Any:
-        """Make a request, which s3fs repeats if that helps. Parameters that the method does not have are left out."""
+        """Make a request, which s3fs repeats if that may help. Parameters that the method does not have are dropped."""
         return self._await(lambda request: request(method), name, **parameters)
 
     def _await(self, requests: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any) -> Any:
@@ -132,10 +132,10 @@ class Bucket:
     def info(self, name: str) -> Info:
         try:
             response = self.call("head_object", name)
-        except FileNotFoundError:  # the object is missing, or the bucket
+        except FileNotFoundError:  # the object or the bucket is missing
             self._require_bucket(name)
             raise
-        except OSError:  # a HEAD's response has no body and so no reason; a listing's response has
+        except OSError:  # the response to a HEAD has no body and so no reason; the response to a listing has one
             bucket, key = self.split(name)
             self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise
@@ -149,7 +149,7 @@ class Bucket:
         except FileNotFoundError:
             raise NoBucketError(errno.ENXIO, f"bucket {self.split(name)[0]} does not exist") from None
         except PermissionError:
-            pass  # the bucket is there, and may not be listed
+            pass  # the bucket exists, but access to it is denied
         self._has_bucket = True
 
     def read(self, name: str) -> tuple[bytes, str]:
@@ -165,7 +165,7 @@ class Bucket:
             raise
 
     def _get(self, name: str, target: memoryview | None, **conditions: Any) -> tuple[memoryview, str]:
-        """Get an object, whose body is received into `target`. s3fs repeats failed requests, but not failed bodies."""
+        """Get an object, and receive its body into `target`. s3fs repeats failed requests, but not failed bodies."""
         from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
         from s3fs.core import S3_RETRYABLE_ERRORS  # type: ignore[import-untyped]
 
@@ -212,7 +212,7 @@ class Bucket:
                 return
             except OSError as error:
                 codes = codes_of(error)
-                if tries_left and codes & CONFLICT:  # another conditional put is being decided
+                if tries_left and codes & CONFLICT:  # another conditional put is in progress
                     continue
                 is_gone = version is not None and isinstance(error, FileNotFoundError)
                 if not (condition and codes & REFUSED) and not is_gone:
@@ -233,7 +233,7 @@ class Bucket:
                 self.delete(probe)
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
-        """Replace this version only. False if the store does not obey that condition."""
+        """Replace one version of an object. Returns False if the store does not obey that condition."""
         return self.creates_exclusively() and bool(self._conditions.replace(name, data, version))
 
     def _put_if(self, name: str, data: bytes, version: str | None, form: Form) -> bool:
@@ -249,7 +249,7 @@ class Bucket:
         self.call("delete_object", name)
 
     def delete_many(self, names: Sequence[str]) -> bool:
-        """Delete objects by as few requests as possible. False if the store does not support that."""
+        """Delete objects by as few requests as possible. Returns False if the store could not delete some of them."""
         for at in range(0, len(names), _MAX_DELETED):
             keys = [{"Key": self.split(name)[1]} for name in names[at : at + _MAX_DELETED]]
             response = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
@@ -281,11 +281,11 @@ class Bucket:
         }
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """See FileTree. A store has no folders."""
+        """See `FileTree.tree`. A store has no folders."""
         return ["", *(f"/{path}" for path in self.sizes(name))], []
 
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
-        """The pages of a listing. Raises StorageUnavailableError if one leads back to an earlier one, or nowhere."""
+        """The pages of a listing. Raises StorageUnavailableError if a page leads back to an earlier one, or to none."""
         marker: dict[str, Any] = {}
         seen: set[tuple[Any, ...]] = {()}
         while True:
@@ -307,7 +307,7 @@ class Bucket:
         return float(self.call("head_object", name)["LastModified"].timestamp())
 
     def abort_uploads(self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False) -> list[str]:
-        """Abort uploads to keys with this prefix (`exact`: to this key), begun before this time. Returns their keys."""
+        """Abort uploads begun before `before` to keys with this prefix; if `exact`, to this key. Returns their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])
             for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)
@@ -316,6 +316,6 @@ class Bucket:
             if upload["Key"] == prefix or not exact
         ]
         for key, upload_id in stale:
-            with suppress(FileNotFoundError):  # it has ended since
+            with suppress(FileNotFoundError):  # it has ended meanwhile
                 self.call("abort_multipart_upload", f"{bucket}/{key}", UploadId=upload_id)
         return [key for key, _ in stale]

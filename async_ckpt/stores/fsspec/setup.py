@@ -1,4 +1,4 @@
-"""Creation of filesystems of fsspec: their class, their options, and one for each process.
+"""Creation of filesystems of fsspec: their class, their options, and one instance for each process.
 
 In: a scheme, a URL, options of fsspec or obstore. Out: a filesystem. Knows nothing of: objects.
 """
@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from ...plumbing import process, urls
 from ..s3.azure_google_settings import adlfs_options, gcsfs_options
-from .refusals import InheritedError, chain
+from .error_advice import InheritedError, chain
 
-# Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).
+# Filesystems with one connection, where threads would receive each other's responses, which paramiko drops.
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})
 _OURS: Final = frozenset({"deadline_seconds", "client_options", "retry_config", "credential_provider"})
 _S3_NAMES: Final = {
@@ -44,16 +44,16 @@ _OBSTORE_ONLY: Final = frozenset(
 )
 
 
-# What makes options of obstore those of the filesystem, by the scheme.
+# Functions that translate options of obstore into options of the filesystem, by the scheme.
 _OPTIONS_OF: Final = {"gs": gcsfs_options, **dict.fromkeys(("az", "azure", "abfs", "abfss"), adlfs_options)}
 
 _makers: weakref.WeakSet[OncePerProcess] = weakref.WeakSet()
-# Filesystems by their ids, since equal ones need not be the same.
+# Filesystems by their ids, since equal filesystems may be different objects.
 _alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class OncePerProcess:
-    """A filesystem that is made at the first call; a forked child makes its own. From any thread."""
+    """A filesystem that is made at the first call; a forked child makes its own. Thread-safe."""
 
     def __init__(self, make: Callable[[], Any], *, one_at_a_time: bool) -> None:
         self._make = make
@@ -63,7 +63,7 @@ class OncePerProcess:
 
     def begin_anew(self) -> None:
         self._filesystem: Any = None
-        # Both are held over calls, since a waiting thread needs the new filesystem, or the connection that is in use.
+        # Both are held during foreign calls: a waiting thread needs the new filesystem, or the connection in use.
         self._making, self._using = threading.Lock(), threading.RLock()
 
     def __call__(self) -> Any:
@@ -81,7 +81,7 @@ class OncePerProcess:
 
 @process.in_forked_child
 def _forget() -> None:
-    """In a forked child: connections and event loops are the parent's."""
+    """In a forked child, make new filesystems, since connections and event loops belong to the parent."""
     for fs in list(_alive.values()):
         process.never_end(fs)
     for maker in list(_makers):
@@ -89,11 +89,11 @@ def _forget() -> None:
 
 
 def maker_of(fs: Any) -> Callable[[], Any]:
-    """A function that returns a user's filesystem; in a forked child, a copy if connections belong to the parent."""
-    made_in = getattr(fs, "_pid", os.getpid())  # which filesystems with an event loop have
+    """A function that returns a user's filesystem; in a forked child, a copy if its connections are the parent's."""
+    made_in = getattr(fs, "_pid", os.getpid())  # filesystems with an event loop have a _pid
 
     def make() -> Any:
-        # Whether it has an event loop, or one connection.
+        # True if it has an event loop, or only one connection.
         is_bound = getattr(fs, "async_impl", False) or protocol_of(fs) in ONE_AT_A_TIME
         return _remake(fs) if is_bound and os.getpid() != made_in else fs
 
@@ -104,7 +104,7 @@ def _remake(fs: Any) -> Any:
     """A copy of a filesystem with connections of this process, made by pickling."""
     process.never_end(fs)
     try:
-        return pickle.loads(pickle.dumps(fs))  # of bytes that were pickled in the same line  # nosec B301
+        return pickle.loads(pickle.dumps(fs))  # the bytes were pickled in the same line  # nosec B301
     except Exception as error:
         raise InheritedError(f"fs={type(fs).__qualname__} belongs to the parent of this process") from error
 
@@ -127,7 +127,7 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
     def make() -> Any:
         provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
         fs = kind(**kwargs, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
-        fs.dircache.use_listings_cache = False  # as an option, some constructors would refuse it
+        fs.dircache.use_listings_cache = False  # some constructors refuse this option
         return fs
 
     return kind, make
@@ -158,7 +158,7 @@ def _class_of(scheme: str) -> Any:
 
 
 def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """Options of s3fs, from those of s3fs or obstore. Raises ValueError for options of neither."""
+    """Options of s3fs, from options of s3fs or obstore. Raises ValueError for any other option."""
     kwargs: dict[str, Any] = {}
     for name, value in options.items():
         name = name.lower().removeprefix("aws_")
@@ -183,7 +183,7 @@ def _is_true(value: object) -> bool:
 
 
 def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
-    """The present keys of a credential provider of obstore. s3fs never renews them: use its `session` for that."""
+    """The current keys of a credential provider of obstore. s3fs never renews them: use its `session` for that."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
     credentials = provider()
@@ -207,6 +207,6 @@ _turns: dict[tuple[int, str], threading.Lock] = {}
 def turn(url: str) -> threading.Lock:
     """A lock for the writers of this process to a root without conditional writes.
 
-    Held over the write. A place that hangs delays only its own writers.
+    It is held during the write. Each root has its own lock, so a place that hangs delays only its own writers.
     """
     return _turns.setdefault((os.getpid(), url), threading.Lock())

@@ -1,6 +1,6 @@
-"""Sinks through fsspec: the parts of an upload, or one file from front to back.
+"""Sinks through fsspec: a multipart upload, or one file that is written from front to back.
 
-In: segments at offsets. Out: objects that are there whole or not at all. Knows nothing of: what is in them.
+In: segments at offsets. Out: objects that appear whole or not at all. Knows nothing of: what is in them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import MemoryLoan, Sink
+from .error_advice import codes_of
 from .file_tree import Draft, FileTree
-from .refusals import codes_of
 from .s3fs_bucket import Body, Bucket
 
 Translate = Callable[..., AbstractContextManager[None]]
@@ -24,7 +24,7 @@ Translate = Callable[..., AbstractContextManager[None]]
 class _HoldingSink(Sink):
     """The common part of both sinks: the segments that are not sent yet, and the first error, which ends the sink.
 
-    FsspecStorage creates a sink for one delivery. From any thread.
+    FsspecStorage creates a sink for one delivery. Thread-safe.
     """
 
     num_bytes = num_retries = 0
@@ -49,7 +49,7 @@ class _HoldingSink(Sink):
             raise error
 
     def _give_up(self, error: BaseException) -> None:
-        """Refuse further segments, and release those that are held."""
+        """Refuse further segments, and release all held segments."""
         with self._lock:
             self._error = self._error or error
             held, self._held = self._held, {}
@@ -97,21 +97,21 @@ class MultipartSink(_HoldingSink):
         self._is_small = self._num_parts == 1
         self._parts: dict[int, dict[str, Any]] = {}  # the store's response for each part; under _lock
         self._retried = False  # the upload may have been begun more than once
-        self._upload_id: str | None = None  # under _beginning, which is held over the request
-        self._kept_fields: tuple[str, ...] = ()  # fields of the response for a part that complete the upload
+        self._upload_id: str | None = None  # under _beginning, which is held during the request
+        self._kept_fields: tuple[str, ...] = ()  # fields in the response for a part that `_complete` needs
         self._beginning = threading.Lock()
 
     def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
         if self._is_small:
-            return  # one put makes it visible, so `finish` makes it
+            return  # a put makes the object visible, so `finish` sends it
         segments = self._take(number)
         if segments:
             self._send(number, segments)
 
     def _take(self, number: int) -> list[tuple[memoryview, MemoryLoan]]:
-        """The segments of a part in order; none unless all are there."""
+        """The segments of a part in order; empty unless all have arrived."""
         begin = number * self._part_bytes
         offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
         with self._lock:
@@ -132,7 +132,7 @@ class MultipartSink(_HoldingSink):
 
     @contextmanager
     def _body_of(self, segments: list[tuple[memoryview, MemoryLoan]]) -> Iterator[Body]:
-        """The body of a request within the block, whose end releases the segments. An error ends the sink."""
+        """The body of a request. The end of the block releases the segments. An error in the block ends the sink."""
         body = Body([view for view, _ in segments])
         try:
             yield body
@@ -150,7 +150,7 @@ class MultipartSink(_HoldingSink):
                 response = self._bucket.call("create_multipart_upload", self._name)
                 self._retried = bool(response["ResponseMetadata"].get("RetryAttempts"))
                 self._upload_id = str(response["UploadId"])
-                # The checksums of parts belong to the completion only if the upload was begun with that kind.
+                # The completion has checksums of parts only if the upload was begun with that kind of checksum.
                 self._kept_fields = ("ETag", f"Checksum{response.get('ChecksumAlgorithm')}")
             return self._upload_id
 
@@ -165,15 +165,15 @@ class MultipartSink(_HoldingSink):
             num_bytes = 0
             with suppress(FileNotFoundError):
                 num_bytes = self._bucket.info(self._name).num_bytes
-            # Not by e-tag, since some stores (rclone) tell different ones for one object.
+            # The e-tag is not checked, since some stores (rclone) report different e-tags for one object.
             self._check_size(num_bytes)
-            # The response to a first beginning may have been lost: then there is another upload.
+            # If the upload was begun twice, because the first response was lost, another upload exists.
             if self._retried:
                 self._discard_all()
         self._finished = True
 
     def _end_at(self, num_bytes: int) -> None:
-        """Note the size, and send the last part if its segments are there."""
+        """Note the size, and send the last part if its segments have arrived."""
         self.num_bytes, self._num_parts = num_bytes, -(-num_bytes // self._part_bytes)
         if not self._is_small and (segments := self._take(self._num_parts - 1)):
             self._send(self._num_parts - 1, segments)
@@ -194,7 +194,7 @@ class MultipartSink(_HoldingSink):
                 "complete_multipart_upload", self._name, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
         except FileNotFoundError as error:
-            # The response to a first try may have been lost: then the e-tag is that of these parts.
+            # The response to a first try may have been lost: then the object has the e-tag of these parts.
             if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(parts):
                 raise
 
@@ -221,7 +221,7 @@ def _etag_of(parts: list[dict[str, Any]]) -> str:
 class AppendingSink(_HoldingSink):
     """One file, written from front to back by one thread at a time. Segments that come early are held.
 
-    If another thread is writing, a thread leaves its segment to that one, so no thread waits.
+    While one thread is writing, other threads leave their segments to it, so no thread waits.
     """
 
     def __init__(self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate) -> None:

@@ -16,11 +16,11 @@ from typing import IO, Any
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...plumbing import Storage, bulk, store_facts, urls, waits
-from ..proven.known import identity_of, known_of, known_to
+from ..proven.client_facts import identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.range_reader import NoRangesError, RangeReader, ReplacedError
+from .error_advice import advice_on, chain, secrets_in
 from .file_tree import FileTree
-from .refusals import advice_on, chain, secrets_in
 from .s3fs_bucket import Bucket
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink
@@ -29,9 +29,9 @@ _log = logging.getLogger("async_ckpt")
 
 
 class FsspecStorage(Storage):
-    """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
+    """A folder or bucket prefix on a filesystem of fsspec, which is made at its first use. Thread-safe.
 
-    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options`
+    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline in `options`
     counts.
     """
 
@@ -61,7 +61,7 @@ class FsspecStorage(Storage):
         self._known = known_of(identity) if fs is None else known_to(fs)
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
         self._place: Bucket | FileTree
-        self._deletes_many = True  # until it refuses
+        self._deletes_many = True  # until the place refuses
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{urls.shown(url)} names no bucket; write s3://bucket/prefix")
@@ -115,7 +115,7 @@ class FsspecStorage(Storage):
 
     @contextmanager
     def _read_opened(self, path: str) -> Iterator[None]:
-        """Around a read of an object that was opened: raise ReplacedError if it is gone."""
+        """Translate errors of a block that reads an opened object. Raises ReplacedError if the object is missing."""
         try:
             with self._translate_errors(path, passing=(NoRangesError, ReplacedError, FileNotFoundError)):
                 yield
@@ -148,7 +148,7 @@ class FsspecStorage(Storage):
                 if self._place.replace(name, data, version):
                     return
             except FileExistsError:
-                # With this content, the first try has written it, and the response was lost.
+                # If the object has this content, the first try has written it, and the response was lost.
                 if not self._has_content(name, data):
                     raise
                 return
@@ -190,7 +190,7 @@ class FsspecStorage(Storage):
         with self._translate_errors(path):
             files, folders = self._place.tree(self._place.name(path))
         self.delete_many([path + file for file in files])
-        for folder in reversed(folders):  # folders without files are still there
+        for folder in reversed(folders):  # folders that contained no files still exist
             self.remove_if_empty(path + folder)
 
     def remove_if_empty(self, folder: str) -> bool:
@@ -275,7 +275,7 @@ class FsspecStorage(Storage):
     def _translate_errors(
         self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Translate errors of the block, which makes all foreign calls. Errors in `passing` pass, without secrets."""
+        """Translate errors of a block with foreign calls. Errors in `passing` keep their type, but show no secrets."""
         try:
             with self._filesystem.turn():
                 yield
@@ -308,7 +308,7 @@ def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
 def abort_stale_uploads(
     bucket: str, prefix: str, *, options: Mapping[str, Any] | None, before: float = math.inf, exact: bool = False
 ) -> list[str]:
-    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before this time.
+    """Abort unfinished uploads, begun before `before`, to keys that begin with `prefix`; if `exact`, to this key only.
 
     Returns their keys.
     """

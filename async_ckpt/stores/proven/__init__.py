@@ -1,5 +1,5 @@
-"""The abilities of places: proved before the first save, remembered, and made up for where they are missing.
+"""The abilities of places: proved before the first save, remembered, and worked around where they are missing.
 
-`place_proof.py` writes a tiny object and looks at what has become of it. `known.py` remembers what was found out in
-this process. `range_reader.py` reads objects, also where a part of one cannot be read.
+`place_proof.py` writes a tiny object and reads it back. `client_facts.py` remembers the facts that this process has
+found out. `range_reader.py` reads ranges of objects, even where only whole objects can be read.
 """

@@ -1,9 +1,9 @@
 """The proof that a place can be saved to: a tiny object is written, replaced, listed, read in part, and deleted.
 
-In: a storage. Out: nothing, or an error that names what the place cannot do. Knows nothing of: clients.
+In: a storage. Out: nothing, or an error about the ability that the place lacks. Knows nothing of: clients.
 
-A store may acknowledge every byte of a checkpoint that nobody can read back. So the first save of a process finds that
-out before it is acknowledged. The storage itself works around what can be worked around, here as later.
+A store may acknowledge every byte of a checkpoint, and still be unable to return it. So the first save of a process
+tests this before it is reported as done. If a storage has a workaround for a missing ability, the test uses it, too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ...plumbing import Storage, store_facts, timing
-from .known import ClientFacts
+from .client_facts import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
 _NEW: Final = b"This replaces what was written before, and is deleted at once."
 _PART: Final = (5, 23)
-# A listing that is behind is given so many tries, about three seconds in all.
+# The waits for a listing that is out of date, about three seconds in all.
 _LISTING_WAITS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.Timekeeper = timing.TIMEKEEPER) -> None:
-    """Prove, once in a process, that a place can be saved to.
+    """Prove, once per process, that a place can be saved to.
 
-    A place for single objects must let a part of one be read. A place for a run must also let a small object be
-    replaced, and list it at once. If the probe may not be deleted, that is logged, and the place is good.
-    Raises StorageUnavailableError otherwise, also while the place is away.
+    A place for single objects must return a part of an object. A place for a run must also replace a small object, and
+    list it within seconds. A probe that cannot be deleted is logged, but the place is accepted.
+    Raises StorageUnavailableError if the place fails the proof, or is unavailable.
     """
     if known.serves_runs or (known.serves_files and not for_run):
         return
@@ -39,9 +39,11 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
         _prove_reads(storage, name, replaced=for_run)
         if for_run:
             _prove_listing(storage, name, timer)
-    except BaseException:
+    except BaseException as error:
         with suppress(StorageUnavailableError):
             storage.delete(name)
+        if isinstance(error, FileExistsError):
+            raise _useless(storage, "an object with a new name cannot be created, as if it existed") from error
         raise
     try:
         storage.delete(name)
@@ -56,7 +58,7 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
 
 
 def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
-    """Read a part of the probe. Raises StorageUnavailableError if other bytes come."""
+    """Read a part of the probe. Raises StorageUnavailableError if the bytes are wrong."""
     begin, end = _PART
     part = bytearray(end - begin)
     try:
@@ -72,12 +74,12 @@ def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
 
 
 def _prove_listing(storage: Storage, name: str, timer: timing.Timekeeper) -> None:
-    """List the probe. Raises StorageUnavailableError if it is not shown in time."""
+    """List the probe. Raises StorageUnavailableError if it is not listed in time."""
     for seconds in _LISTING_WAITS:
         if name in storage.names(""):
             return
         timer.sleep(seconds)
-    # Some servers hide names that begin with a dot, which are only those of probes and temp files.
+    # Some servers hide names that begin with a dot, but only probes and temp files have such names.
     shown = name.removeprefix(".")
     storage.replace(shown, _NEW)
     try:

@@ -1,6 +1,6 @@
-"""Readers of objects by ranges, or by a copy of the whole where the client or the server cannot read a part of one.
+"""Readers of objects: by ranges, or by a copy of the whole object if the client or the server cannot read ranges.
 
-In: functions that fetch a range, and the object. Out: its ranges. Knows nothing of: clients.
+In: functions that fetch a range, and the whole object. Out: ranges of the object. Knows nothing of: clients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import IO, Final, NamedTuple
 
 from ...errors import StorageFullError, StorageUnavailableError
 from ...plumbing import Reader
-from .known import ClientFacts
+from .client_facts import ClientFacts
 
-# What the log says once about such a place.
+# Logged once about a place where ranges cannot be read.
 _NO_RANGES: Final = (
     "the server, or the client, sends whole objects when a part of one is requested; so each object that is read is "
     "first copied to a scratch file (TMPDIR)"
@@ -30,7 +30,7 @@ class Info(NamedTuple):
 
 
 class NoRangesError(Exception):
-    """A part of an object was asked for, and the whole came, or another part."""
+    """A part of an object was requested, and the whole object or another part was returned."""
 
 
 class ReplacedError(Exception):
@@ -38,12 +38,12 @@ class ReplacedError(Exception):
 
 
 class RangeReader(Reader):
-    """One object as it was when it was opened. Where no part of one can be read, it is copied to a scratch file first.
+    """A reader of one object as it was when it was opened. If ranges cannot be read, it first makes a scratch copy.
 
-    `fetch` fills memory with the bytes from an offset on, and raises NoRangesError if a part cannot be read;
-    `fetch_whole` writes all of them to a file. Both raise ReplacedError. `known` are the facts about the client of
-    the place, which is `root` in the log. `read_into` raises StorageFullError if the copy does not fit where
-    `tempfile` makes files.
+    `fetch` fills memory with the bytes from an offset on, and raises NoRangesError if only whole objects can be read.
+    `fetch_whole` writes the object to a file. Both raise ReplacedError. `known` has the facts about the client of the
+    place, which the log calls `root`. `read_into` raises StorageFullError if the copy does not fit into the folder of
+    `tempfile`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RangeReader(Reader):
         self.num_bytes, self._shown, self._known, self._root = num_bytes, shown, known, root
         self._fetch, self._fetch_whole = fetch, fetch_whole
         self._file: IO[bytes] | None = None
-        # Held over the fetch of the whole, for which all other reads have to wait anyway.
+        # Held while the whole object is fetched, since all other reads have to wait for that anyway.
         self._using = threading.Lock()
 
     def read_into(self, offset: int, target: memoryview) -> None:

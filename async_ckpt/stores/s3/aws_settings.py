@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from ...plumbing import timing
 
-# How long keys are used before they are looked up again; botocore returns none that expire sooner.
+# How long keys are used before they are looked up again; botocore returns no keys that expire sooner.
 _KEYS_SECONDS: Final = 300.0
-# fsspec's names of options, so that the same options serve both clients.
+# Names of options in fsspec, so that the same options work for both clients.
 _ALIASES: Final = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -32,7 +32,7 @@ _ALIASES: Final = {
     "default_region": "region",
 }
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Options that choose one of obstore's own sources of keys.
+# Options that select one of obstore's own sources of keys.
 _OWN_KEYS: Final = re.compile(r"container_|metadata_|web_identity_|role_|imdsv1_")
 
 
@@ -47,7 +47,7 @@ class AwsSetup:
         for key, value in _flat(options):
             name = key.lower().removeprefix("aws_")
             config[_ALIASES.get(name, name)] = value
-        self._profile = str(config.pop("profile", "")) or None  # by option, before the environment
+        self._profile = str(config.pop("profile", "")) or None  # the option has precedence over the environment
         profile = self._read_profile()
         self.endpoint = str(config.pop("endpoint", "")) or (
             _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") or profile.get("endpoint_url", "")
@@ -70,12 +70,12 @@ class AwsSetup:
         if self.endpoint:
             url = _parse_endpoint(self.endpoint)
             config["endpoint_url_s3"] = self.endpoint  # this name has precedence over the environment
-            # Over plain http, only a signature protects the bytes on their way.
+            # Over plain http, only a signature protects the bytes in transit.
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
         else:
             config.setdefault("unsigned_payload", True)
-            # 0.03 s of processor time per GiB, compared with 0.24 for the upload itself; sha256 takes 0.6. Not for
-            # other servers that speak S3, which may not support it.
+            # crc64nvme takes 0.03 s of processor time per GiB, sha256 0.6 s, and the upload itself 0.24 s. Other
+            # servers with the API of S3 may not support it.
             config.setdefault("checksum_algorithm", "crc64nvme")
         self.config = {f"aws_{name}": value for name, value in config.items()}
 
@@ -97,7 +97,7 @@ class AwsSetup:
         self.__dict__.pop("_credentials", None)
 
     def _finds_keys(self) -> bool:
-        """Whether this object has a source of keys. Without botocore, obstore knows more sources than this module."""
+        """Whether this object has a source of keys. Without botocore, obstore has more sources than this module."""
         return bool(self.given_keys or _botocore_session() or self._keys_of_files())
 
     def _keys_of_session(self) -> dict[str, str]:
@@ -109,7 +109,7 @@ class AwsSetup:
 
     @cached_property
     def _credentials(self) -> Any:
-        """The credentials of botocore, which knows SSO, assumed roles and processes, and renews keys."""
+        """The credentials of botocore, which supports SSO, assumed roles and processes, and renews keys."""
         session = _botocore_session()
         return session(profile=self._profile).get_credentials() if session else None
 
@@ -132,7 +132,7 @@ class AwsSetup:
             ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
         ):
             parser = configparser.RawConfigParser(strict=False)
-            with suppress(configparser.Error, OSError):  # botocore reports what is wrong with the file
+            with suppress(configparser.Error, OSError):  # botocore reports errors in the file
                 parser.read(Path(_environment(variable) or folder / file).expanduser(), encoding="utf-8")
                 if parser.has_section(section):
                     settings |= dict(parser.items(section))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Other names of obstore's options: those of adlfs and gcsfs, and of the command.
+# Other names of obstore's options, in adlfs, gcsfs and the command.
 _AZURE_NAMES: Final = {
     "account_url": "endpoint",
     "sas_token": "sas_key",
@@ -40,7 +40,7 @@ _GOOGLE_VARIABLES: Final = tuple(f"GOOGLE_{name.upper()}" for name in (*_GOOGLE_
 
 
 def azure_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Obstore's configuration. The endpoint comes from an option, a connection string, or the environment."""
+    """Obstore's configuration for Azure. The endpoint comes from an option, a connection string, or the environment."""
     config = _renamed(options, "azure_", _AZURE_NAMES)
     connection = str(config.pop("connection_string", "") or os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     for part in filter(None, connection.split(";")):
@@ -54,9 +54,9 @@ def azure_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def google_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Obstore's configuration. The endpoint comes from an option or the environment.
+    """Obstore's configuration for Google. The endpoint comes from an option or the environment.
 
-    Requests to a server without TLS, as only emulators are, have no credentials unless some are given.
+    Requests to a server without TLS, which can only be an emulator, carry no credentials unless some are given.
     """
     config = _renamed(options, "google_", _GOOGLE_NAMES)
     if config.get("token") == "anon":
@@ -74,7 +74,7 @@ def google_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adlfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of adlfs, from those of adlfs or obstore. An endpoint becomes a part of a connection string."""
+    """The options of adlfs, from options of adlfs or obstore. An endpoint becomes a part of a connection string."""
     config = azure_config(options)
     endpoint = config.pop("endpoint", None)
     names = {new: old for old, new in _AZURE_NAMES.items() if old in ("sas_token", "anon")}
@@ -86,7 +86,7 @@ def adlfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gcsfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of gcsfs, from those of gcsfs or obstore."""
+    """The options of gcsfs, from options of gcsfs or obstore."""
     config = {name.lower().removeprefix("google_"): value for name, value in options.items()}
     for name in ("endpoint", "base_url"):
         if name in config:
@@ -101,7 +101,7 @@ def gcsfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(options: Mapping[str, Any], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """The options by one name each. Unknown options keep their names, for obstore to judge."""
+    """The options, each under one name. Unknown options keep their names, and obstore accepts or rejects them."""
     config = {}
     for key, value in options.items():
         name = key.lower().removeprefix(prefix).removeprefix("storage_")

@@ -5,7 +5,7 @@ In: settings. Out: a client for each kind of request. Knows nothing of: requests
 obstore has one tokio runtime per process, made by its first request, and never makes another. A forked child inherits
 the runtime without its threads, so a request there would neither be answered nor time out. It would also harm the
 parent: both share the runtime's epoll instance, which gives the parent's threads an address in the child's memory for
-each socket that the child registers. So an inherited runtime makes no request.
+each socket that the child registers. So no request is made with an inherited runtime.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _started_in: int | None = None  # the process that has started the runtime
 
 
 class Connections:
-    """obstore's clients of one bucket, one for each kind of request. A Client creates and owns it. From any thread.
+    """obstore's clients of one bucket, one for each kind of request. A Client creates and owns it. Thread-safe.
 
-    Raises ImportError if obstore is missing, ValueError for options that it does not take, and
-    StorageUnavailableError in a process that has lost the threads of obstore.
+    Raises ImportError if obstore is missing, ValueError for options that obstore rejects, and StorageUnavailableError
+    in a process that has lost the threads of obstore.
     """
 
     def __init__(self, settings: BucketSettings) -> None:
@@ -39,7 +39,7 @@ class Connections:
         _all.add(self)
 
     def store(self, kind: Kind, shown: str) -> Any:
-        """The client for a request about the object that is `shown`; the first one starts obstore's runtime."""
+        """The client for a kind of request. The first call starts obstore's runtime. Errors show `shown`."""
         _refuse_if_inherited(shown)
         if _started_in is None:
             with _starting:
@@ -69,7 +69,7 @@ class Connections:
         raise ValueError(f"options of {settings.url}: {problem}")
 
     def renew(self, store: Any) -> None:
-        """Look up keys again for the next request, since those of this client have expired."""
+        """Look up keys again for the next request, since the keys of this client have expired."""
         with self._lock:
             if store in self._stores.values():
                 self._stores = {}
@@ -77,7 +77,7 @@ class Connections:
             self._settings.aws.renew()
 
     def begin_anew(self) -> None:
-        """In a forked child: the clients, their connections and locks are the parent's."""
+        """In a forked child, start without clients, since their connections and locks belong to the parent."""
         for store in self._stores.values():
             process.never_end(store)
         self._lock, self._stores = threading.Lock(), {}
@@ -86,7 +86,7 @@ class Connections:
 
 
 def _refuse_if_inherited(shown: str) -> None:
-    """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
+    """Raise StorageUnavailableError if this process has inherited obstore's runtime without its threads."""
     if process.has_lost_tokio() or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
             f"{shown}: this process was forked from one that had used a store through obstore, whose threads no forked "

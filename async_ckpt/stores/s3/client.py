@@ -1,4 +1,4 @@
-"""Requests to a bucket through obstore: repeated while the store is away, refused in plain words.
+"""Requests to a bucket through obstore: repeated while the store is unavailable, with errors in plain words.
 
 In: keys, and requests about them. Out: responses, and errors of this library. Knows nothing of: segments.
 """
@@ -15,31 +15,31 @@ from typing import IO, Any, Final, TypeVar
 from ...errors import StorageUnavailableError
 from ...plumbing import spec, store_facts, threads, timing, waits
 from .. import retry
-from ..proven.known import known_of
+from ..proven.client_facts import known_of
 from ..proven.range_reader import NoRangesError, ReplacedError
 from ..watched_calls import StuckError, WatchedCall
-from . import refusals
+from . import error_translation
 from .bucket_clients import Connections
-from .segments import GivenUpError
 from .settings import BucketSettings, Kind
+from .upload_memory import GivenUpError
 
 T = TypeVar("T")
 
-# A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
+# A read comes in pieces of about this size: larger pieces are first joined by a copy, which doubles the cost.
 _READ_BYTES: Final = 256 * spec.KIB
-# Small objects that are read at a time: their sizes do not count, the latency of the requests does.
+# The number of small objects that are read at a time: the latency of the requests matters, not the sizes.
 _MANY_READERS: Final = 128
-# The number of keys that a page of a listing has at most, in S3.
+# The most keys that a page of a listing has in S3.
 PAGE_KEYS: Final = 1000
-# A page that tells of fewer objects is no better than a request for each; and pages come one after the other.
+# Pages come one after another. A page that answers for fewer objects is no better than a request for each object.
 _LEAST_DECIDED: Final = 4
 _MOST_PAGES: Final = 32
 
 
 class Client:
-    """One bucket, or all below a prefix in it. An ObjectStorage creates and owns it; its sinks and readers share it.
+    """One bucket, or everything below a prefix in it. `options` are those of BucketSettings. Thread-safe.
 
-    Making one sends no request. From any thread. `options` are those of BucketSettings.
+    An ObjectStorage creates and owns a client; its sinks and readers share it. Creating a client sends no request.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Client:
         self._connections = Connections(self.settings)
         self.known = known_of(self.settings.identity)
         self._deletes_many = True  # until the store refuses it
-        self._has_answered = False  # so the bucket is there, and a 404 is about the key
+        self._has_answered = False  # if True, the bucket exists, and a 404 is about the key
 
     def delete(self, path: str) -> None:
         import obstore
@@ -60,7 +60,7 @@ class Client:
             self.ask(path, lambda store, _: obstore.delete(store, self.key(path)))
 
     def delete_many(self, paths: Sequence[str]) -> bool:
-        """Delete objects, up to a thousand by one request. False if the store may not support it; some may be gone."""
+        """Delete objects, up to a thousand per request. Returns False if a request failed; some may be deleted then."""
         import obstore
 
         if not self._deletes_many:
@@ -80,7 +80,7 @@ class Client:
         kind: Kind = "small",
         stuck_seconds: float | None = None,
     ) -> T:
-        """Make a request, and repeat it while the store is away."""
+        """Make a request, and repeat it while the store is unavailable."""
         return self.persist(lambda: self.ask_once(path, request, kind=kind, stuck_seconds=stuck_seconds))
 
     def ask_once(
@@ -92,10 +92,10 @@ class Client:
         num_bytes: int = 0,
         stuck_seconds: float | None = None,
     ) -> T:
-        """Make one request. The only place that translates obstore's errors.
+        """Make one request. Only this method translates obstore's errors.
 
-        The translated error is raised outside of the `except` block, since the text of obstore's may hold keys. What
-        lends memory, or consists of several requests, tells its WatchedCall that it goes on.
+        The translated error is raised outside of the `except` block, since the text of obstore's error may contain
+        keys. A request that fills lent memory, or consists of several requests, reports progress to its WatchedCall.
         """
         store = self._connections.store(kind, self.locate(path))
         call = WatchedCall(stuck_seconds or self.settings.stuck_seconds(kind))
@@ -112,16 +112,16 @@ class Client:
             )
             refusal.__cause__ = error
         except Exception as error:
-            refusal = refusals.translate(error, path, self.settings, num_bytes)
+            refusal = error_translation.translate(error, path, self.settings, num_bytes)
         else:
             self._has_answered = True
             return result
-        if getattr(refusal, "code", "") in refusals.EXPIRED_CODES:
+        if getattr(refusal, "code", "") in error_translation.EXPIRED_CODES:
             self._connections.renew(store)
         raise refusal
 
     def head(self, path: str) -> Any:
-        """Size, e-tag and time of an object."""
+        """The size, e-tag and time of an object."""
         import obstore
 
         key = self.key(path)
@@ -130,38 +130,38 @@ class Client:
             try:
                 return obstore.head(store, key)
             except Exception as error:
-                # The response to a HEAD has no body and so no reason; the response to a listing has.
+                # The response to a HEAD has no body and so no reason; the response to a listing has one.
                 missing = isinstance(error, FileNotFoundError)
                 if not (missing and self._has_answered):
                     try:
                         obstore.list_with_delimiter(store, key)
                         self._has_answered = True
                     except Exception as reason:
-                        if not missing or refusals.ErrorResponse.of(reason).status == 404:
+                        if not missing or error_translation.ErrorResponse.of(reason).status == 404:
                             raise
                 raise
 
         return self.ask(path, ask)
 
     def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
-        """Look for these objects by pages of a listing, as long as a page tells of more than a few requests would.
+        """Look for objects in pages of a listing, as long as a page answers for more objects than a few requests would.
 
-        Returns the paths of those that exist, and the paths of which nothing is known. That a page does not show an
-        object proves little: servers differ in the order of keys, and in where a page begins. See `_left_out`.
+        Returns the paths that exist, and the paths that are still unknown. An object may exist although a page does not
+        show it: servers differ in the order of keys, and in where a page begins. See `_left_out`.
         """
         path_of = {self.key(path): path for path in paths}
         missing, there = {*path_of}, set[str]()
-        if len(missing) < 2 or self.settings.scheme != "s3":  # others list from the beginning
+        if len(missing) < 2 or self.settings.scheme != "s3":  # other stores list from the beginning
             return there, [*path_of.values()]
         first, final = min(missing), max(missing)
         folder = commonpath(map(dirname, missing))
-        # Not after the folder of the first key, if it can be helped: SeaweedFS would leave out all that is in it.
+        # Not after the folder of the first key, if possible: SeaweedFS would leave out the whole folder.
         after = dirname(first) if basename(first[:-1]) in ("", ".", "..") else first[:-1]
         while len(missing) > 1:
             try:
                 page = self._page(path_of[first], folder, after)
             except StorageUnavailableError as error:
-                if getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES:
+                if getattr(error, "status", None) in error_translation.UNSUPPORTED_STATUSES:
                     break
                 raise
             found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
@@ -176,7 +176,7 @@ class Client:
         return there, [path_of[key] for key in sorted(missing)]
 
     def _page(self, path: str, folder: str, after: str) -> dict[str, int]:
-        """The next keys in a folder, and the sizes of their objects, as far as one request for this path lists them."""
+        """The next keys in a folder, and the sizes of their objects, from one request. Errors show `path`."""
         import obstore
 
         def list_one(store: Any, _: WatchedCall) -> dict[str, int]:
@@ -186,9 +186,9 @@ class Client:
         return self.ask(path, list_one)
 
     def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
-        """The contents and versions of small objects: None for a missing one; an error leaves some out.
+        """The contents and versions of small objects; None for a missing object. After an error, some are left out.
 
-        Each thread makes its requests within one watched call: to watch each of them costs three times as much.
+        Each thread makes its requests within one watched call: one for each request would cost three times as much.
         """
         import obstore
 
@@ -199,13 +199,13 @@ class Client:
             while waiting:
                 try:
                     path = waiting.popleft()
-                except IndexError:  # another thread has taken the last one
+                except IndexError:  # another thread has taken the last path
                     return
                 try:
                     result = obstore.get(store, self.key(path))
                     contents[path] = bytes(result.bytes()), version_of(result.meta)
                 except FileNotFoundError:
-                    if not self._has_answered:  # perhaps it is the bucket that is missing
+                    if not self._has_answered:  # perhaps the bucket is missing
                         raise
                     contents[path] = None
                 call.moved()
@@ -214,10 +214,10 @@ class Client:
             try:
                 self.ask_once(paths[0], get_some)
             except (FileNotFoundError, StorageUnavailableError):
-                waiting.clear()  # whoever reads the others repeats this error, or waits for the store
+                waiting.clear()  # a later read of the other objects raises this error, or waits for the store
 
         threads.run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
-        return contents.copy()  # a thread that was stuck may still add to it
+        return contents.copy()  # a stuck thread may still add to it
 
     def fetch(self, path: str, etag: str | None, offset: int, target: memoryview) -> None:
         """Fill `target`. Raises ReplacedError, and NoRangesError if a part of the object cannot be read."""
@@ -239,7 +239,7 @@ class Client:
         except FileExistsError:
             is_same = False
         except StorageUnavailableError as error:
-            if getattr(error, "code", "") != refusals.NO_RANGE:
+            if getattr(error, "code", "") != error_translation.NO_RANGE:
                 raise
             raise NoRangesError from error
         if not is_same:
@@ -267,7 +267,7 @@ class Client:
     def list(self, folder: str) -> Any:
         import obstore
 
-        # Takes as many requests as there are pages, and obstore reports only the end.
+        # Makes a request for each page, but obstore reports only the end.
         return self.ask(
             folder,
             lambda store, _: obstore.list_with_delimiter(store, self.key(folder) or None),
@@ -278,7 +278,7 @@ class Client:
         return self.persist(lambda: self.put_once(path, data))
 
     def put_once(self, path: str, data: bytes, mode: Any = "overwrite") -> str:
-        """Put an object, perhaps on a condition, by one request. Returns its version.
+        """Put an object by one request, which may be conditional. Returns its version.
 
         Raises FileExistsError if another writer was first.
         """
@@ -289,7 +289,7 @@ class Client:
             return version_of(
                 self.ask_once(path, lambda store, _: obstore.put(store, key, data, mode=mode, use_multipart=False))
             )
-        except FileNotFoundError:  # whatever a put needs that is not there, it is not the object
+        except FileNotFoundError:  # a put needs the bucket, but not the object
             shown = self.locate(path)
             raise StorageUnavailableError(f"{shown}: {store_facts.NO_BUCKET}", path=shown) from None
 
@@ -325,10 +325,10 @@ class Client:
 
 
 def _left_out(page: Mapping[str, int], keys: Iterable[str]) -> set[str]:
-    """The keys, among these, that do not exist: the page shows a later key of the same folder.
+    """The subset of `keys` that does not exist, since the page shows a later key of the same folder.
 
-    All servers but those of directory buckets list what is in one folder together and in order, whatever the order of
-    folders; that of characters beyond ASCII differs.
+    Servers list folders in different orders, but all list the keys of one folder together and in order. Exceptions are
+    directory buckets, and keys with characters beyond ASCII.
     """
     last_in: dict[str, str] = {}
     for key in page:
@@ -340,5 +340,5 @@ def _left_out(page: Mapping[str, int], keys: Iterable[str]) -> set[str]:
 
 
 def version_of(meta: Any) -> str:
-    """The version of an object: its e-tag, and its generation if the store has these."""
+    """The version of an object: its e-tag, and its generation if the store has generations."""
     return " ".join(filter(None, (meta["e_tag"], meta["version"])))

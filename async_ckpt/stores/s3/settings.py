@@ -10,22 +10,22 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import StorageUnavailableError
 from ...plumbing import store_facts, timing, urls, waits
-from ..proven.known import identity_of
+from ..proven.client_facts import identity_of
 from .aws_settings import AwsSetup
 from .azure_google_settings import azure_config, google_config
 
 # Clients for small requests, for parts, for the deletion of many objects, and for objects of any size.
 Kind: TypeAlias = Literal["small", "part", "many", "whole"]
 
-# A request that takes this many times its own timeout does not end by it: obstore's threads are stuck.
+# If a request takes this many times its own timeout, obstore's threads are stuck.
 _STUCK_TIMES: Final = 4
 
 
 class BucketSettings:
-    """A bucket, or all below a prefix in it, and the options of its clients. A Client creates and owns it.
+    """A bucket, or everything below a prefix in it, and the options of its clients. A Client creates and owns it.
 
-    `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
-    `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
+    `options` are the options of obstore, with or without the prefix `aws_`, or of fsspec; and also `client_options`,
+    `retry_config` (for the requests of one part), `credential_provider`, `profile` and `deadline_seconds`.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
@@ -51,7 +51,7 @@ class BucketSettings:
 
     @property
     def identity(self) -> str:
-        """A text that is the same for the same bucket and options."""
+        """A text that is equal for equal buckets and options."""
         return identity_of(f"{self.scheme}://{self.bucket}", self._config, self.aws.given_keys if self.aws else {})
 
     @property
@@ -61,14 +61,14 @@ class BucketSettings:
 
     @property
     def renews_keys(self) -> bool:
-        """Whether keys that have expired may be followed by others."""
+        """Whether new keys can be looked up when keys have expired."""
         return self._credential_provider is not None or (self.aws is not None and not self.aws.given_keys)
 
     def locate(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
 
     def key(self, path: str) -> str:
-        """The key of an object, or of a folder without the slash behind it."""
+        """The key of an object, or of a folder, without a slash at its end."""
         key = "/".join(filter(None, (self.prefix, path)))
         num_bytes = len(key.encode())
         if num_bytes > store_facts.MAX_KEY_BYTES:
@@ -77,7 +77,7 @@ class BucketSettings:
         return key
 
     def stuck_seconds(self, kind: Kind) -> float:
-        """How long a request may stand still. With timeouts or retries of the user's, up to the whole deadline."""
+        """How long a request may make no progress. If the user sets timeouts or retries, up to the whole deadline."""
         is_set = self._client_options.keys() & {"timeout", "connect_timeout"} or self._retry_config
         longest = self.deadline_seconds if is_set or kind != "small" else waits.REQUEST_SECONDS
         return max(_STUCK_TIMES * self._timeout_seconds(kind), min(longest, self.deadline_seconds))
@@ -94,12 +94,12 @@ class BucketSettings:
             "timeout": f"{seconds * 1000:.0f}ms",
             "connect_timeout": "10s",
         } | self._client_options
-        # obstore retries the requests of a part by itself; all others are retried by `retry`.
+        # obstore itself retries the requests of a part; `retry` retries all others.
         retries: dict[str, Any] = {"max_retries": 0}
         if kind == "part":
             retries = {"max_retries": 10, "retry_timeout": timing.duration(seconds)} | self._retry_config
         provider = self._credential_provider or (self.aws.provider if self.aws else None)
-        # Not all servers know the deletion of many objects by one request.
+        # Some servers do not support the deletion of many objects by one request.
         one_by_one = {"aws_disable_bulk_delete": True} if self.aws and kind != "many" else {}
         return {
             "config": {**self._config, **one_by_one},
@@ -109,6 +109,6 @@ class BucketSettings:
         }
 
     def scrub(self, text: str) -> str:
-        """A text without the secrets of these settings, and without those in URLs."""
+        """A text without the secrets of these settings, and without the secrets in its URLs."""
         known = {str(value) for key, value in self._config.items() if store_facts.SECRET_NAME.search(key)}
         return urls.starred(text, known | (self.aws.known_secrets if self.aws else set()))

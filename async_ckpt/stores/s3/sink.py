@@ -1,11 +1,11 @@
-"""One object on its way up to a store, cut into parts.
+"""The upload of one object to a store, in parts.
 
-In: segments, which are the parts of a multipart upload without a copy. Out: an object that appears whole or not at all.
+In: segments, which are sent without a copy. Out: an object that appears whole or not at all.
 Knows nothing of: what is in the objects.
 
-This file builds on how obstore was observed to behave: a put from an iterator asks for the next buffer on the calling
-thread, holds no more than the parts in flight and the one being gathered, and drops a buffer when its part has been
-acknowledged; a weak reference tells. If the iterator raises, or a part fails for good, obstore aborts the upload.
+This module relies on the observed behavior of obstore. A put from an iterator requests the next buffer on the calling
+thread. It holds only the parts in flight and the part being gathered, and drops a buffer when its part has been
+acknowledged, which a weak reference shows. If the iterator raises, or a part finally fails, obstore aborts the upload.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...plumbing import MemoryLoan, store_facts, threads, waits
 from .. import retry
 from ..watched_calls import StuckError, WatchedCall
 from .client import Client
-from .segments import GivenUpError, Phase, SegmentQueue
+from .upload_memory import GivenUpError, Phase, SegmentQueue
 
-# More do not make one host faster, and each holds a segment.
+# More parts do not make one host faster, and each holds a segment.
 _MAX_PARTS_IN_FLIGHT: Final = 8
 
 _log = logging.getLogger("async_ckpt")
@@ -44,12 +44,12 @@ class UploadPlan:
         return self.part_segments * self.segment_bytes
 
     def parts_in_flight(self, num_retries: int) -> int:
-        """The number of parts to send at once: fewer with each retry, since the store is in trouble."""
+        """The number of parts to send at once: fewer with each retry, since the store may be overloaded."""
         return max(1, self.max_parts_in_flight >> num_retries)
 
 
 def plan_upload(num_bytes: int, segment_bytes: int, *, max_segments: int | None) -> UploadPlan:
-    """The plan for an object of at most `num_bytes`, whose segments come out of `max_segments` at most."""
+    """The plan for an object of at most `num_bytes`, with at most `max_segments` on loan at a time."""
     part_segments = store_facts.part_segments(num_bytes, segment_bytes)
     num_parts = _MAX_PARTS_IN_FLIGHT
     if max_segments is not None:
@@ -58,10 +58,10 @@ def plan_upload(num_bytes: int, segment_bytes: int, *, max_segments: int | None)
 
 
 class ObjectSink:
-    """One object on its way up. ObjectStorage creates it for one delivery, which owns it.
+    """The upload of one object. ObjectStorage creates it for one delivery, which owns it.
 
     The first segment starts a thread that sends the segments in file order, as they come, and sends the object again
-    if an attempt fails. The thread ends by its deadlines; `finish` and `abort` wait for it.
+    if an attempt fails. Deadlines limit the life of the thread; `finish` and `abort` wait for it.
     """
 
     def __init__(self, client: Client, path: str, num_bytes: int, plan: UploadPlan) -> None:
@@ -122,7 +122,7 @@ class ObjectSink:
         self._target.delete()
 
     def close(self) -> None:
-        """There is nothing left to close: the thread has ended, and all segments are released."""
+        """Do nothing, since the thread has ended, and all segments are released."""
 
     def _failure(self) -> BaseException:
         if self._error is None or isinstance(self._error, GivenUpError):
@@ -158,7 +158,7 @@ class ObjectSink:
         self._segments.end(Phase.SENT if error is None else Phase.FAILED)
         if error is not None:
             self.failed.set_exception(self._failure())
-        # The cause tells why an attempt failed whose object could not be sent again.
+        # If the object could not be sent again, the cause is the error of the last attempt.
         reasons = () if error is None else (error, error.__cause__ or error)
         broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
         if self._plan.is_multipart and (self.num_retries or broke_off):
@@ -184,7 +184,7 @@ class ObjectSink:
             raise
 
     def _send(self, store: Any, call: WatchedCall) -> Any:
-        """Runs on the thread of the call, as does the iterator that obstore is given."""
+        """Send the object. This method, and the iterator that obstore receives, run on the thread of the call."""
         import obstore
 
         key, is_multipart, body = self._client.key(self._path), self._plan.is_multipart, self._body(call)
@@ -204,14 +204,14 @@ class ObjectSink:
         while self._segments.is_there(call, number):
             yield self._segments.take(call, number)
             number += 1
-        # obstore completes the object when this ends.
+        # obstore completes the object when this iterator ends.
         self._segments.wait_until(call, lambda: self._is_written() and self._target.has_looked)
 
     def _is_written(self) -> bool:
         return self._segments.life.now is Phase.WRITTEN
 
     def _look_before(self) -> None:
-        """Runs on a thread of its own, while the first parts are on their way."""
+        """Look at the previous object, on a thread of its own, while the first parts are being sent."""
         try:
             self._target.look()
         finally:
@@ -224,7 +224,7 @@ class ObjectSink:
 
 
 class _UploadTarget:
-    """The object under the name that an ObjectSink writes to: the one that was there before, and the new one."""
+    """The object at the path that an ObjectSink writes to: the previous object, and the new one."""
 
     def __init__(self, client: Client, path: str) -> None:
         self._client, self._path = client, path
@@ -233,7 +233,7 @@ class _UploadTarget:
         self._etag: str | None = None  # of the new object, once the store has acknowledged it
 
     def look(self) -> None:
-        """See which object is there before the new one."""
+        """Note the e-tag of the previous object."""
         try:
             with suppress(FileNotFoundError, StorageUnavailableError):
                 self._etag_before = self._client.head(self._path)["e_tag"]
@@ -241,9 +241,9 @@ class _UploadTarget:
             self.has_looked = True
 
     def verify(self, etag: str | None, num_bytes: int, *, is_multipart: bool) -> None:
-        """Raise StorageUnavailableError unless the object that the store has acknowledged is there.
+        """Raise StorageUnavailableError unless the store has the object that it has acknowledged.
 
-        Some servers report another e-tag than in the acknowledgement, but never that of the object before.
+        Some servers report a different e-tag than in the acknowledgement, but never the e-tag of the previous object.
         """
         self._etag = etag
         try:
@@ -262,7 +262,7 @@ class _UploadTarget:
         self._etag = head["e_tag"]
 
     def delete(self) -> None:
-        """Delete the new object if it is there after all; the one before is gone already. Idempotent."""
+        """Delete the new object if the store has it; the previous object is already gone. Idempotent."""
         etag, self._etag = self._etag, None
         if etag is not None:
             with suppress(StorageUnavailableError, FileNotFoundError):

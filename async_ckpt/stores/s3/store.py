@@ -1,6 +1,6 @@
 """S3, Google Cloud Storage and Azure, through obstore.
 
-In: segments, which are the parts of a multipart upload without a copy. Out: objects that appear whole or not at all.
+In: segments, which are sent without a copy. Out: objects that appear whole or not at all.
 Knows nothing of: what is in the objects. It never creates buckets.
 """
 
@@ -18,11 +18,11 @@ from ..conditions import NEVER, Conditions, Form
 from ..proven.place_proof import prove
 from ..proven.range_reader import RangeReader
 from ..watched_calls import WatchedCall
-from . import refusals
+from . import error_translation
 from .client import PAGE_KEYS, Client, version_of
 from .sink import ObjectSink, plan_upload
 
-# Fewer objects are read, or deleted, one by one, which all servers support.
+# Fewer objects are read or deleted one by one, which all servers support.
 _LEAST_MANY: Final = 8
 _PAGES_AT_ONCE: Final = 16
 
@@ -30,10 +30,10 @@ _log = logging.getLogger("async_ckpt")
 
 
 class ObjectStorage(Storage):
-    """A bucket, or all below a prefix in it. Making one sends no request. From any thread.
+    """A bucket, or everything below a prefix in it. Creating one sends no request. Thread-safe.
 
-    `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
-    `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
+    `options` are the options of obstore, with or without the prefix `aws_`, or of fsspec; and also `client_options`,
+    `retry_config` (for the requests of one part), `credential_provider`, `profile` and `deadline_seconds`.
     """
 
     remote = True
@@ -48,8 +48,8 @@ class ObjectStorage(Storage):
             self._put_if,
             lambda path: version_of(self._client.head(path)),
             self._client.probe,
-            lambda error: getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES,
-            # Servers that speak S3, but are not S3 itself, are tested once.
+            lambda error: getattr(error, "status", None) in error_translation.UNSUPPORTED_STATUSES,
+            # Servers with the API of S3 that are not S3 itself are tested once.
             are_obeyed=True if self._client.settings.obeys_conditions else None,
             never=f"{NEVER} 1" if self._client.settings.scheme == "gs" else NEVER,
         )
@@ -102,7 +102,7 @@ class ObjectStorage(Storage):
         try:
             there, unknown = self._client.find(paths)
         except StorageUnavailableError:
-            return {}  # whoever reads them repeats this error, or waits for the store
+            return {}  # a later read of these objects raises this error, or waits for the store
         asked = [path for path in paths if path in there or path in {*unknown}]
         contents = dict.fromkeys({*paths} - {*asked})
         return contents | self._client.get_many(asked) if len(asked) >= _LEAST_MANY else contents
@@ -165,7 +165,7 @@ class ObjectStorage(Storage):
             found.extend(self.existing(some))
 
         pages = [partial(look, paths[at : at + PAGE_KEYS]) for at in range(0, len(paths), PAGE_KEYS)]
-        threads.run_together("look", pages, max_threads=_PAGES_AT_ONCE)  # a listing has one after the other
+        threads.run_together("look", pages, max_threads=_PAGES_AT_ONCE)  # one listing sends its pages in turn
         return {path.rpartition("/")[2] for path in found}
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -191,7 +191,7 @@ class ObjectStorage(Storage):
             raise urls.unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
         sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
-        # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
+        # An empty object whose key ends in a slash may mark a folder. obstore hides the slash: there is no such object.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
         placeholders = {*empty} - {*bulk.existing(self, empty)}
         return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
@@ -251,9 +251,9 @@ class ObjectStorage(Storage):
     # --- conditions -------------------------------------------------------------------------------------------
 
     def _put_if(self, path: str, data: bytes, version: str | None, form: Form) -> str:
-        """Create an object, or replace this version only. Returns the new version.
+        """Create an object, or replace one version of it. Returns the new version.
 
-        Raises FileExistsError, unless an earlier try has succeeded.
+        Raises FileExistsError if the store refuses, unless an earlier try has succeeded.
         """
         mode: Any = "create"
         if version is not None:

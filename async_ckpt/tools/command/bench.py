@@ -1,11 +1,11 @@
-"""The speed of a disk or a store, and of saves and restores beside it.
+"""The speed of a disk or a store, and of saves and restores there.
 
-In: a root. Out: a table of seconds, bandwidths and ratios, and advice. Knows nothing of: arguments.
+In: a root. Out: a table of seconds, bandwidths and ratios, and advice. Knows nothing of: command-line arguments.
 
-The raw speed of the place is measured with little code: whole segments from warm memory, past the page cache
-where the file system can. In each round all candidates take turns, so that other load of the machine meets them all;
-a ratio is the median of the ratios of the rounds. Everything is written to a folder of its own below the root, and
-deleted at the end, also after Ctrl-C and SIGTERM.
+The raw speed of the place is measured with little code: whole segments from warm memory, past the page cache if the
+file system allows it. In each round all candidates take turns, so that other load on the machine affects all of them. A
+ratio is the median of the ratios of the rounds. Everything is written to a new folder below the root, which is deleted
+at the end, also after Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ import torch
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
 from ...plumbing import Reader, bulk, disk, limits, places, reports, spec, threads, timing
-from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_rate, shown_seconds
-from .where import place_below
+from .output import USAGE, Answer, print_json, print_table, print_text, progress, shown_rate, shown_seconds
+from .place_arguments import place_below
 
 _PIECE_BYTES: Final = 8 * spec.MIB
 _NUM_THREADS: Final = 8
 _NUM_SMALL: Final = 20
 _NUM_ROUNDS: Final = 3
-# No new round begins after this.
+# No new round begins after this time.
 _SECONDS: Final = 40.0
 _PREFIX: Final = "async-ckpt-bench."
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|G|T)(i?)B?|B|)")
-# The state, its snapshot, and what is read back.
+# The state, its snapshot, and the data that is read back.
 _STATES_IN_MEMORY: Final = 3
-# One for each round, since a deletion would slow down what comes after it; beside them the raw file and torch's.
+# One step for each round, since deleting one would slow down the next candidate; the raw file; the file of torch.save.
 _STATES_ON_DISK: Final = _NUM_ROUNDS + 2
-# Of what the place gives, and of a second.
+# Limits for the advice: a share of the raw bandwidth, and seconds.
 _SLOW_SHARE: Final = 0.7
 _LONG_STALL: Final = 0.05
 _LONG_SAVE: Final = 2.0
@@ -54,7 +54,7 @@ _LONG_SAVE: Final = 2.0
 
 @dataclass(slots=True)
 class Measured:
-    """One row of the table: a time for each round, of so many bytes, and the row that its ratios refer to."""
+    """One row of the table: the seconds of each round for `num_bytes`. `beside` is the row that its ratios refer to."""
 
     name: str
     num_bytes: int = 0
@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def ratio(self) -> float | None:
-        """The bandwidth as a share of that of the other row: 1 is as fast."""
+        """The bandwidth relative to the row `beside`; 1 is as fast."""
         if self.beside is None:
             return None
         return statistics.median(b / a for a, b in zip(self.seconds, self.beside.seconds, strict=True))
@@ -83,9 +83,7 @@ class Measured:
 
 
 def show(root: Place | None, *, size: str, tensors: int, as_json: bool) -> None:
-    """Measure saves of a state of this size in so many tensors, and print the table or the document. Raises
-    StorageFullError if it does not fit onto the disk.
-    """
+    """Measure saves of a state, and print the table or a JSON document. Raises StorageFullError."""
     root, num_bytes, num_tensors = root or Place("."), size_of(size), tensors
     _refuse(num_bytes, num_tensors)
     with _own_folder(root) as folder:
@@ -115,7 +113,7 @@ def show(root: Place | None, *, size: str, tensors: int, as_json: bool) -> None:
 
 
 def size_of(text: str) -> int:
-    """A number of bytes: "1GB", "512MiB", "4096"."""
+    """Parse a number of bytes: "1GB", "512MiB", "4096"."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise Answer(f"give the size as 1GB, 512MiB or 4096, not {text!r}", USAGE)
@@ -135,7 +133,7 @@ def _refuse(num_bytes: int, num_tensors: int) -> None:
 
 @contextmanager
 def _own_folder(root: Place) -> Iterator[Place]:
-    """A new folder below a root, and nothing of it afterwards."""
+    """A new folder below a root, which is deleted at the end of the block."""
     name = f"{_PREFIX}{secrets.token_hex(4)}"
     inner = place_below(root, name)
     was_there = not root.is_local or places.local_place(root).exists()
@@ -149,7 +147,7 @@ def _own_folder(root: Place) -> Iterator[Place]:
         if inner.is_local:
             shutil.rmtree(places.local_place(inner), ignore_errors=True)
             if not was_there:
-                with suppress(OSError):  # somebody else has put something there
+                with suppress(OSError):  # another program has put something there
                     places.local_place(root).rmdir()
         else:
             root.storage().delete_all(name)
@@ -174,7 +172,7 @@ def _measured(root: Place, num_bytes: int, num_tensors: int) -> list[Measured]:
 
 
 class _Candidates:
-    """The candidates, which take turns in a round. `_measured` uses it as a context."""
+    """The candidates, which take turns in a round. `_measured` uses the object as a context."""
 
     def __init__(self, root: Place, num_bytes: int, num_tensors: int) -> None:
         self._storage, self._root, self._num_bytes = root.storage(), root, num_bytes
@@ -190,7 +188,7 @@ class _Candidates:
                     path=root.shown,
                 )
         self._state = _state(num_bytes, num_tensors)
-        # Written once: the pages of new memory are scattered, and reads into them past the page cache twice as slow.
+        # Written once: pages of new memory are scattered, and reading into them directly takes twice as long.
         self._pieces = [_random_piece() for _ in range(_NUM_THREADS)]
         self._step, self._stall_seconds = 0, 0.0
 
@@ -203,7 +201,7 @@ class _Candidates:
         self._checkpointer.close()
 
     def rows(self) -> list[tuple[Measured, Callable[[], float]]]:
-        """The rows of the table, each with the call that measures it once, in seconds."""
+        """The rows of the table, each with the call that measures it once and returns seconds."""
         is_disk, num_bytes = self._folder is not None, self._num_bytes
         kind, small = ("O_DIRECT", "fsync of 4 kB") if is_disk else ("multipart", "conditional put of 4 kB")
         raw_write, raw_read = (Measured(f"raw {word}, {kind}", num_bytes) for word in ("write", "read"))
@@ -219,7 +217,7 @@ class _Candidates:
         ]
         return [(row, measure) for row, measure in rows if is_disk or measure != self._torch_save]
 
-    # --- what the place gives -------------------------------------------------------------------------------------
+    # --- the raw speed of the place -------------------------------------------------------------------------------
 
     @property
     def _raw_path(self) -> Path:
@@ -237,7 +235,7 @@ class _Candidates:
         return _seconds_of(self._read_object if self._folder is None else self._read_file)
 
     def _write_file(self) -> None:
-        """A new file, as the archive of a save is one."""
+        """Write a new file, like the archive of a save."""
         fd = _open_direct(self._raw_path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         try:
             with suppress(OSError):
@@ -278,7 +276,7 @@ class _Candidates:
             file.write(data)
             os.fsync(file.fileno())
 
-    # --- what is reached beside it --------------------------------------------------------------------------------
+    # --- saves and restores ---------------------------------------------------------------------------------------
 
     def _save(self) -> float:
         self._step += 1
@@ -305,7 +303,7 @@ class _Candidates:
 
 
 def _state(num_bytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
-    """Tensors of float32 of one size each; random, since some disks compress."""
+    """Float32 tensors of equal size. Their values are random, since some disks compress."""
     length = num_bytes // num_tensors // 4
     noise = torch.rand(min(length, 1 << 20))
     return {
@@ -330,7 +328,7 @@ def _median_of(action: Callable[[], object]) -> float:
 
 
 def _in_pieces(num_bytes: int, move: Callable[[int, int], object]) -> None:
-    """Call `move` for each piece, by its offset and the number of the thread."""
+    """Call `move` with the offset of each piece and the number of its thread."""
 
     def run(thread: int) -> None:
         for at in range(thread * _PIECE_BYTES, num_bytes, _NUM_THREADS * _PIECE_BYTES):
@@ -340,7 +338,7 @@ def _in_pieces(num_bytes: int, move: Callable[[int, int], object]) -> None:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """A file past the page cache, if the file system can do that."""
+    """Open a file past the page cache if the file system allows it."""
     with suppress(OSError):
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
     return os.open(path, flags, 0o644)
@@ -356,7 +354,7 @@ def _drop_cache(path: Path) -> None:
 
 
 class _Memory(Reader):
-    """A reader whose bytes are those of one piece, again and again. One for each object that is written."""
+    """A reader that repeats one piece of memory. Each object that is written has its own reader."""
 
     def __init__(self, piece: mmap.mmap, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -373,7 +371,7 @@ def _plain(row: Measured) -> str:
 
 
 def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
-    """The option that would help most, in a sentence."""
+    """A sentence that names the option that would help most."""
     by_name = {_plain(row): row for row in rows}
     save, stall, write = by_name["save until durable"], by_name["training held up"], by_name["raw write"]
     if not is_local and save.median > _LONG_SAVE:

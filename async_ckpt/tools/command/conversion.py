@@ -1,10 +1,10 @@
-"""A checkpoint in another format.
+"""The conversion of a checkpoint to another format.
 
 In: a place with a checkpoint of any format, and a destination. Out: the same tensors and values there, as far as the
-format can hold them. Knows nothing of: arguments.
+format can hold them. Knows nothing of: command-line arguments.
 
-Safetensors files are written piece by piece. A state for the other formats consists of views of files, which the kernel
-reads as they are needed. A destination appears whole, when it is durable.
+Safetensors files are written piece by piece. For the other formats, the state consists of views of files, which the
+kernel reads on demand. The destination appears only when it is complete and durable.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from ...plumbing import (
     write_by_torch,
 )
 from . import hf_model
-from .screen import USAGE, Answer, print_json, print_note, print_text, progress
+from .output import USAGE, Answer, print_json, print_note, print_text, progress
+from .place_arguments import place_like
 from .selection import usual_tracker
 from .trainer_folders import state_files_of
-from .where import place_like
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
@@ -59,21 +59,21 @@ _BY_SUFFIX: Final = {
     ".bin": "torch",
     ".ckpt": "torch",
 }
-# The names that mean a step without --as: "llama-3" may be any folder.
+# The namings that imply a step without --as. Other names, such as "llama-3", may be any folder.
 _STEP_FORMATS: Final = {runs.STEP_FORMAT, *(naming.step_format for naming in runs.NAMINGS.values())}
-# The entry of every checkpoint of Megatron-Core, the file by which it knows one, and an entry of ours that it has not.
+# An entry of every Megatron-Core checkpoint, its file of metadata, and an entry that only this library writes.
 _OF_MEGATRON: Final = "common_state/shard_0_1"
 _MEGATRON_CONFIG: Final = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 _RANKS: Final = "ranks"
 _OF_OBJECT: Final = "/shard_"
 _SHOWN_NAMES: Final = 5
-# The memory of a save. It waits for memory rather than take more.
+# The host memory of a save. The save waits for memory rather than use more.
 _HOST_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionRequest:
-    """The wishes of a user: names to take, the beginning that names lose, and what may be done."""
+    """The options of a conversion: the names to select, the prefix to strip, and permissions."""
 
     source: Place
     target: Place
@@ -86,7 +86,7 @@ class ConversionRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a reader. `from_ranks` are the ranks whose values are taken, by name."""
+        """The options of a reader. `from_ranks` maps names to the ranks whose values are used."""
         pairs = [text.rpartition("=") for text in self.from_ranks]
         if not all(name and rank.isdecimal() for name, _, rank in pairs):
             raise Answer("--from-rank takes a name and a rank, such as rng=0", USAGE)
@@ -105,9 +105,7 @@ def show(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Convert a checkpoint, and print what was written, or its document. After an error, nothing is left at the
-    destination.
-    """
+    """Convert a checkpoint, and print what was written. After an error, nothing is left at the destination."""
     if dst is None and not to:
         raise Answer("--to is missing: name the file or folder to write, such as F.safetensors, F.pt or F.tar", USAGE)
     request = ConversionRequest(src, dst or place_like(src, to), select or (), from_rank or (), **options)
@@ -122,7 +120,7 @@ def show(
         )
     if name != "archive":
         compressed.refuse_archive_name(request.target.shown)
-    if name == "step":  # whose folder is in a run
+    if name == "step":  # its folder belongs to a run
         _step_of(request.target)
     else:
         storage, inside = request.target.object()
@@ -206,7 +204,7 @@ def _write_hf(request: ConversionRequest, items: states.Items) -> int:
 def _pieces(
     shard: hf_shards.Shard, by_name: Mapping[str, states.NamedItem], advance: Callable[[int], None]
 ) -> Iterator[memoryview]:
-    """The bytes of a file, from front to back; each piece may be overwritten by the next."""
+    """The bytes of a file, from front to back. A piece is valid until the next one is requested."""
     yield memoryview(shard.head)
     for name in shard.tensors:
         chunks = by_name[name].chunks
@@ -217,7 +215,7 @@ def _pieces(
 
 
 def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, states.NamedItem]:
-    """The items by their names in a flat file, which has no containers."""
+    """The items by their names in a flat file. Empty containers are left out."""
     by_name: dict[str, states.NamedItem] = {}
     for item in items.leaves:
         name = item.name.removeprefix(request.strip)
@@ -233,7 +231,7 @@ def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, state
 def _shards(
     request: ConversionRequest, items: states.Items, by_name: Mapping[str, states.NamedItem], *, max_bytes: int
 ) -> list[hf_shards.Shard]:
-    """The plan of the files. What safetensors cannot hold is refused."""
+    """Plan the files. Refuses items that safetensors cannot hold."""
     refused = [
         f"{leaf_names.shown(item.path)} ({why})"
         for item in items.leaves
@@ -281,7 +279,7 @@ def _write_step(request: ConversionRequest, state: Any) -> int:
 
 
 def _step_of(target: Place) -> tuple[Place, Naming, int]:
-    """The root and the naming of the run that a step is written to, and the step."""
+    """The root and the naming of the run that the step is written to, and the number of the step."""
     parent, name = urls.parent_and_name(target.url, fs=target.fs)
     step_name = runs.parse_step_name(name)
     if step_name is None:
@@ -299,9 +297,7 @@ def _write_torch(request: ConversionRequest, state: Any) -> int:
 
 
 def _plain(leaf: Any) -> Any:
-    """A tensor for an array of numpy, and a number for a scalar of it, as in random states: plain torch.load reads no
-    others.
-    """
+    """Convert NumPy arrays and scalars, as in random states, since plain torch.load refuses NumPy objects."""
     if type(leaf).__module__ != "numpy" or not hasattr(leaf, "dtype"):
         return leaf
     if leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:
@@ -319,10 +315,10 @@ def _write_dcp(request: ConversionRequest, state: Any) -> int:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
-            # Torch 2.6 has no such argument: there a process without a group is alone anyway.
+            # Torch 2.6 lacks this argument; there, a process without a group saves alone anyway.
             arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
             alone: dict[str, Any] = {"no_dist": True} if "no_dist" in arguments else {}
-            if _OF_MEGATRON in state:  # whose objects are one entry each
+            if _OF_MEGATRON in state:  # each of its objects is one entry
                 state = {name: _entry(name, value, request) for name, value in state.items() if name != _RANKS}
                 alone["planner"] = DefaultSavePlanner(flatten_state_dict=False)
             torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
@@ -332,7 +328,7 @@ def _write_dcp(request: ConversionRequest, state: Any) -> int:
 
 
 def _entry(name: str, value: Any, request: ConversionRequest) -> Any:
-    """An entry of a checkpoint of Megatron: an object that is bytes in an archive, or the value."""
+    """The value of a Megatron entry. An archive has an object as bytes, which are unpickled."""
     if _OF_OBJECT not in name or not isinstance(value, torch.Tensor):
         return value
     return torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=not request.trust)  # nosec B614
@@ -340,13 +336,13 @@ def _entry(name: str, value: Any, request: ConversionRequest) -> Any:
 
 @contextlib.contextmanager
 def _refused_by(writer: str) -> Iterator[None]:
-    """Refuse a state that a writer of torch cannot hold: it raises whatever comes to pass inside."""
+    """Refuse a state that a writer of torch cannot hold. Such a writer may raise any exception."""
     try:
         yield
     except (CheckpointError, OSError):
         raise
     except (Exception, CheckpointException) as error:
-        failures = getattr(error, "failures", None)  # of each rank, with its stack
+        failures = getattr(error, "failures", None)  # the error of each rank, with its stack
         why = next(iter(failures.values()))[0] if failures else error
         if isinstance(why, OSError):
             raise why from error
@@ -376,7 +372,7 @@ def _write_state(request: ConversionRequest, write: Callable[[ConversionRequest,
 
 @contextlib.contextmanager
 def _local_target(request: ConversionRequest) -> Iterator[Path]:
-    """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
+    """A local path beside the target. At the end of the `with` block, it becomes the target."""
     target = urls.local_path(request.target.text)
     with scratches.Scratch(target.parent, target.name) as scratch:
         written = scratch.folder / target.name
@@ -385,6 +381,6 @@ def _local_target(request: ConversionRequest) -> Iterator[Path]:
         scratches.publish(written, target)
 
 
-# The writers of items, which are read piece by piece, and those of a state.
+# Writers that read items piece by piece, and writers of a whole state.
 _OF_ITEMS: Final = {"safetensors": _write_safetensors, "hf": _write_hf}
 _OF_STATE: Final = {"archive": _write_archive, "step": _write_step, "torch": _write_torch, "dcp": _write_dcp}

@@ -1,11 +1,11 @@
 """Copies of steps to another root.
 
-In: a place with a run, and the root that the steps go to. Out: the same commits there, and a table of them.
-Knows nothing of: arguments.
+In: a place with a run, and the target root. Out: the same commits there, and a table of them. Knows nothing of:
+command-line arguments.
 
-The steps are copied one after the other, the oldest first; of each, all archives at once. Each is committed when its
-bytes have been compared with their digests and are durable, so the root is a run at every instant. A copy that was
-ended goes on where it was: steps and archives that are there are not copied again. The tracker comes last.
+The steps are copied one after the other, the oldest first, and all archives of a step at once. A step is committed when
+its bytes have been compared with their digests and are durable, so the target is a valid run at any time. Steps and
+archives that an interrupted copy has left at the target are not copied again. The tracker is written last.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import typer
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, compressed, copy_step, find, reports, runs, timing, verification
-from .lookup import RUNS, own_kind, targets_of, trainer_of
+from .exit_statuses import for_each
+from .output import NO, USAGE, Answer, in_table, print_json, print_table, print_text, progress, shown_rate
+from .place_arguments import place_below
+from .place_kinds import RUNS, own_kind, targets_of, trainer_of
 from .run_places import everywhere, open_run
-from .screen import NO, USAGE, Answer, in_table, print_json, print_table, print_text, progress, shown_rate
 from .selection import ChosenRun, chosen_checkpoints, chosen_steps, runs_at
-from .statuses import for_each
 from .trainer_changes import copy_checkpoints
-from .where import place_below
 
 _COPIED: Final = "copied"
 _THERE: Final = "was there"
@@ -40,9 +40,9 @@ _DAMAGED: Final = "damaged"
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was
-    there and damaged, "replaced" if it was there in another version, "deleted meanwhile"; "damaged" if it is not sound
-    at its source, and was not copied, with the error.
+    """The outcome for one step: "copied"; "copied, lends" if it was not requested, but lends to a requested step; "was
+    there"; "mended" if the target's copy was damaged; "replaced" if that was another version; "deleted meanwhile"; or
+    "damaged" at its source, with the error, and not copied.
     """
 
     step: int
@@ -55,7 +55,7 @@ class CopyRow:
 def show(
     src: Sequence[Place], dst: Place, *, steps: Sequence[str] | None, all_: bool, as_json: bool, **options: Any
 ) -> None:
-    """Copy steps of each source, and print a table of them, or a document."""
+    """Copy steps of each source, and print them as a table or a JSON document."""
     pairs = [
         (one, target)
         for source, target in _targets_below(targets_of(src, RUNS), dst)
@@ -76,9 +76,9 @@ def copy_place(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Copy steps of one source. A step that is damaged there is left out, and typer.Exit is raised at the end.
+    """Copy steps of one source. Damaged steps are skipped, and typer.Exit is raised at the end.
 
-    Raises StepExistsError if a step is at the target in another version, unless `overwrite` was given.
+    Raises StepExistsError if the target has another version of a step, unless `overwrite` is given.
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
@@ -139,7 +139,7 @@ def _print_copies(rows: Sequence[CopyRow], source: Place, target: Place, seconds
 
 
 def _targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
-    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name."""
+    """The sources with their targets: `target` for a single source, else a folder below it with the source's name."""
     if len(sources) == 1 and not sources[0][1]:
         return [(sources[0][0], target)]
     for source, name in sources:
@@ -156,10 +156,10 @@ def _targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[
 def copy_steps(
     source: ChosenRun, target: Place, steps: Sequence[int], *, overwrite: bool, is_whole: bool
 ) -> list[CopyRow]:
-    """Copy steps with those that lend to them, then the tracker. With `is_whole`, a step may be deleted meanwhile.
+    """Copy steps and the steps that lend to them, then the tracker.
 
-    With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
-    copied again where they are damaged. If the target is refused, nothing has been copied.
+    With `is_whole`, the source may delete steps meanwhile. With `overwrite`, other versions at the target are replaced,
+    and equal ones are read, and copied again if damaged. A target is refused before anything is copied.
     """
     to = open_run(target.storage(), source.naming)
     to.steps()
@@ -179,14 +179,14 @@ def copy_steps(
             if step in steps or row.outcome != _THERE:
                 rows.append(row)
     to.announce()
-    if is_whole and not to.root.starts:  # nobody has saved there
+    if is_whole and not to.root.starts:  # no process has saved there
         to.events.copy_from(source.run.events)
-    to.sweeper.sweep()  # what an earlier copy that was killed has left
+    to.sweeper.sweep()  # leftovers of a copy that was killed
     return rows
 
 
 def _lenders(source: runs.Run, steps: Sequence[int]) -> set[int]:
-    """The steps that others borrow from. They are copied first: all of them are older."""
+    """The further steps that these steps borrow from. They are copied first, since all of them are older."""
     found: set[int] = set()
     new = {*steps}
     while new:
@@ -197,7 +197,7 @@ def _lenders(source: runs.Run, steps: Sequence[int]) -> set[int]:
 
 
 def _planned(source: runs.Run, to: runs.Run, step: int, checked: verification.Verification | None) -> str:
-    """The plan for a step. With `checked`, another version is replaced, and the same one is read."""
+    """The plan for a step. With `checked`, another version is replaced, and an equal version is read."""
     own, other = source.committed(step), to.committed(step)
     if own is None or other is None:
         return _COPIED
@@ -222,14 +222,14 @@ def _copied(
     is_asked: bool,
     is_whole: bool,
 ) -> CopyRow:
-    """The row of a step after it was copied."""
+    """Copy a step, and return its row."""
     try:
         copy_step(source, to, step, on_bytes=advance, mends=plan == _MENDED)
     except NotCommittedError:
-        if not is_whole:  # it was named; of a whole run, retention was faster
+        if not is_whole:  # the step was requested; of a whole run, retention may delete steps
             raise
         return CopyRow(step, 0, _GONE)
-    except StepExistsError:  # by a copy beside this one
+    except StepExistsError:  # another copy has committed it
         plan = _THERE
     except (CorruptCheckpointError, FormatVersionError) as error:
         return CopyRow(step, 0, _DAMAGED, str(error))
@@ -242,7 +242,7 @@ def _num_bytes(run: runs.Run, step: int) -> int:
 
 
 def _is_sound(run: runs.Run, step: int, checked: verification.Verification) -> bool:
-    """Whether the archives in the folder of a step are sound, whatever those are that it borrows from."""
+    """Whether the archives in the folder of a step are sound. Borrowed archives do not count."""
     folder = run.storage.locate(run.folder(step))
     try:
         checked.compare_step(find.CommittedStep.of(run, step))
@@ -253,7 +253,7 @@ def _is_sound(run: runs.Run, step: int, checked: verification.Verification) -> b
 
 
 def _refuse_inside(source: Place, root: Storage, target: Place) -> None:
-    """Refuse a target that is the root of the source, or in the source."""
+    """Refuse a target that is the root of the source, or inside the source."""
     inner = target.storage().locate("").rstrip("/")
     if inner == root.locate("").rstrip("/"):
         raise Answer(f"{target.shown} is both source and target", USAGE)
@@ -262,10 +262,10 @@ def _refuse_inside(source: Place, root: Storage, target: Place) -> None:
 
 
 def _refuse_unrelated(source: runs.Run, to: runs.Run, steps: Collection[int]) -> None:
-    """Refuse to mix the steps of two runs: a training would go on from those of the other one.
+    """Refuse to mix the steps of two runs, since a training could continue from steps of the other run.
 
-    A start is known to a run by a file in its root, as an ancestor, or by a commit; a copy has only the commits. The
-    runs are one if either knows the starts of the other's commits: of those that `to` gets, or that stay there.
+    A run knows a start by a file in its root, as an ancestor, or by a commit; a copy knows only commits. The runs are
+    one if `to` knows the starts of all commits that it gets, or `source` those of all that stay in `to`.
     """
     here, there = source.view(), to.view()
     given = _starts_of(here[step] for step in steps if step in here)

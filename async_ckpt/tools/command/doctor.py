@@ -1,6 +1,6 @@
-"""The facts about this machine that matter for checkpoints, one line for each, with advice.
+"""The facts about this machine that matter for checkpoints, one line each, with advice.
 
-In: the machine, and a root where one is given. Out: findings, and their table. Knows nothing of: arguments.
+In: the machine, and a root if one is given. Out: findings, and their table. Knows nothing of: command-line arguments.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import typer
 
 from ... import Place
 from ...plumbing import limits, reports, timing, urls
-from .screen import NO, print_json, print_table
+from .output import NO, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
 
-# Extras, and the packages that each of them brings.
+# Extras, and the packages that each of them installs.
 _EXTRAS: Final = {
     "s3": ("obstore", "tenacity", "botocore", "s3fs"),
     "fsspec": ("fsspec", "s3fs", "tenacity"),
@@ -37,7 +37,7 @@ _EXTRAS: Final = {
     "progress": ("tqdm",),
     "cli": ("typer", "rich"),
 }
-# Where credentials may come from; of these only the names are said.
+# Environment variables that may have credentials. Only their names are printed.
 _CREDENTIALS: Final = {
     "AWS_ACCESS_KEY_ID": "s3://", "AWS_PROFILE": "s3://", "AWS_WEB_IDENTITY_TOKEN_FILE": "s3://",
     "GOOGLE_APPLICATION_CREDENTIALS": "gs://", "AZURE_STORAGE_ACCOUNT_KEY": "az://", "AZURE_STORAGE_SAS_TOKEN": "az://",
@@ -46,13 +46,13 @@ _CREDENTIALS: Final = {
 _LITTLE_SPACE_BYTES: Final = 1 << 30
 _CLOCK_SECONDS: Final = 5.0
 _MAX_SKEW_SECONDS: Final = 5.0
-# S3 refuses what was signed longer ago, or is signed for a time so far ahead.
+# S3 refuses a request whose signature is older, or further in the future.
 _REFUSED_SKEW_SECONDS: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact: what was looked at, what was found, and what to do unless it is "ok"."""
+    """One fact: the subject, what was found, and advice unless the verdict is "ok"."""
 
     verdict: Verdict
     subject: str
@@ -71,7 +71,7 @@ def show(root: Place | None, *, as_json: bool) -> None:
 
 
 def findings(root: Place | None) -> Iterator[Finding]:
-    """All of them, in the order in which they are found out."""
+    """All findings, in the order in which they are made."""
     yield Finding("ok", "async_ckpt", version("async_ckpt"))
     yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()}")
     yield from _torch()
@@ -84,7 +84,7 @@ def findings(root: Place | None) -> Iterator[Finding]:
 
 
 def _noted(subject: str, advice: object, fine: str) -> Finding:
-    """A note if there is advice, else what is fine."""
+    """A note with the advice, or "ok" with `fine` if there is no advice."""
     return Finding("note", subject, str(advice)) if advice else Finding("ok", subject, fine)
 
 
@@ -138,7 +138,7 @@ def _credentials() -> Iterator[Finding]:
         home.stat()
     except FileNotFoundError:
         return
-    except OSError as error:  # as for a service whose HOME is still that of another user
+    except OSError as error:  # such as a service whose HOME belongs to another user
         yield Finding("note", "credentials", f"{home}: {error.strerror}: set HOME or AWS_SHARED_CREDENTIALS_FILE")
         return
     yield Finding("ok", "credentials", f"{home} is there, for s3://")
@@ -158,7 +158,7 @@ def _disk(root: Place) -> Iterator[Finding]:
         yield Finding("bad", "free space", text)
     try:
         file = tempfile.NamedTemporaryFile(dir=there, prefix=".async-ckpt-doctor.")  # noqa: SIM115
-    except OSError as error:  # /proc, or a file system that is mounted read-only
+    except OSError as error:  # such as /proc, or a file system that is mounted read-only
         yield Finding("bad", root.shown, f"no file can be made in {there} ({error.strerror}): give another folder")
         return
     with file:
@@ -196,7 +196,7 @@ def _store(root: Place) -> Iterator[Finding]:
 
 
 def _clock(root: Place) -> Iterator[Finding]:
-    """The clock of this machine against that of a store, which says its time in the head of any answer."""
+    """Compare the clock of this machine with the clock of a store, which each response has in its Date header."""
     endpoint = _endpoint(root)
     if endpoint is None:
         return
@@ -205,10 +205,10 @@ def _clock(root: Place) -> Iterator[Finding]:
         try:
             answer = urllib.request.urlopen(endpoint, timeout=_CLOCK_SECONDS)  # the user's endpoint  # nosec B310
             date = answer.headers["Date"]
-        except urllib.error.HTTPError as refused:  # it is not a question that needs an answer
+        except urllib.error.HTTPError as refused:  # a refusal has the header, too
             date = refused.headers["Date"]
         middle = (begin + timing.wall_time()) / 2
-        skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the store leaves out what is below a second
+        skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the header has whole seconds
     except (OSError, ValueError, TypeError) as error:
         yield Finding("note", "clock", f"{endpoint} does not say its time ({error})")
         return
@@ -223,7 +223,7 @@ def _clock(root: Place) -> Iterator[Finding]:
 
 
 def _endpoint(root: Place) -> str | None:
-    """The URL that a store answers at; None if it is not known."""
+    """The URL of a store's endpoint; None if it is not known."""
     scheme = urls.scheme_of(root.text)
     if scheme in ("gs", "gcs"):
         return "https://storage.googleapis.com"

@@ -1,7 +1,7 @@
-"""The model that the weights in a folder of Hugging Face are for: its config, and the names that it has.
+"""The Hugging Face model that weights belong to: its config, and the names of its weights.
 
-In: a folder of a model, or its id on the hub, and the names of weights. Out: the files beside the weights, and what is
-missing. Knows nothing of: how weights are written.
+In: a folder of a model, or its id on the hub, and the names of weights. Out: the files beside the weights, and the
+missing names. Knows nothing of: how weights are written.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from ... import Place
 from ...errors import CheckpointError
 from ...plumbing import spec
-from .screen import USAGE, Answer, print_note
+from .output import USAGE, Answer, print_note
 
 _CONFIG: Final = "config.json"
-# PEFT's files of an adapter, in whose names of weights that of the adapter is left out.
+# PEFT's files of an adapter. The names of weights in them lack the name of the adapter.
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER: Final = "adapter_model.safetensors"
 _ADAPTER_NAME: Final = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
-# What stands beside the weights: configs, tokenizers, templates, code.
+# The files beside the weights: configs, tokenizers, templates, code.
 _BESIDE: Final = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _OF_WEIGHTS: Final = (".index.json", "trainer_state.json")
 _SHOWN: Final = 3
@@ -52,17 +52,17 @@ def folder_of(config: str) -> Path:
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """Whether weights with these names are those of an adapter of LoRA alone."""
+    """Whether weights with these names are only a LoRA adapter."""
     return bool(names) and all(".lora_" in name for name in names)
 
 
 def name_in_adapter(name: str) -> str:
-    """The name of a weight in the file of an adapter, whatever entry of the state the model was."""
+    """The name of a weight in an adapter's file, without the prefix of the state's entry."""
     return _ADAPTER_NAME.sub(r"\1", name[max(0, name.find("base_model.")) :])
 
 
 def adapter_config_of(source: Place, config: str) -> bytes | None:
-    """The settings of an adapter: those in a folder that the user names, else those beside the weights."""
+    """The config of an adapter: from the folder that the user names, or from beside the weights."""
     place = Place(config) if config else source
     with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, CheckpointError):
         return place.storage().read(ADAPTER_CONFIG)[0]
@@ -76,8 +76,8 @@ def adapter_config_of(source: Place, config: str) -> bytes | None:
 
 
 def missing_of(folder: Path, names: Collection[str]) -> list[str]:
-    """The weights of the model that these names lack, for which a model that is loaded has new ones. Names that are
-    none of the model's are refused, with the prefix to strip, or what to select.
+    """The weights of the model that these names lack, which a loaded model initializes. Names that the model does not
+    have are refused, with advice on the prefix to strip, or on the names to select.
     """
     transformers: Any = import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -111,7 +111,7 @@ def _advice(architecture: str, unexpected: list[str], names: Collection[str], ex
 
 
 def copy_beside(folder: Path, target: Path) -> None:
-    """Copy what stands beside the weights of a model into another folder."""
+    """Copy the files beside the weights of a model into another folder."""
     for pattern in _BESIDE:
         for path in folder.glob(pattern):
             if not path.name.endswith(_OF_WEIGHTS):

@@ -1,7 +1,7 @@
 """The names in a checkpoint, with their shapes, places and statistics.
 
-In: a place. Out: rows of plain values, and their table; plain values alone as JSON, a single tensor as torch prints it.
-Knows nothing of: arguments. Nothing is unpickled.
+In: a place. Out: rows of plain values as a table or JSON; plain values as JSON, a single tensor as torch prints it.
+Knows nothing of: command-line arguments. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from ... import Place
 from ...plumbing import contents, find, leaf_names, reports, states
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
-from .screen import Answer, as_json_text, counted, if_known, in_table, print_json, print_table, print_text, short
+from .output import Answer, as_json_text, counted, if_known, in_table, print_json, print_table, print_text, short
 
-# As torch prints: larger tensors are summed up by the items at the ends of each dimension.
+# As in torch: of larger tensors, only the items at the ends of each dimension are printed.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
 _SHOWN_TOTALS: Final = 8
@@ -32,7 +32,7 @@ _STATISTICS: Final = {
 
 
 def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: bool) -> None:
-    """Print the table of the names in a checkpoint, or its document."""
+    """Print the names in a checkpoint, as a table or a JSON document."""
     patterns = names or ()
     rows, items = find.from_path(
         place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True
@@ -43,7 +43,7 @@ def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: boo
         print_json("names", {"place": place.shown, "names": rows})
         return
     if patterns and all(row.kind == "value" for row in rows):
-        if [row.name for row in rows] == [*patterns]:  # one plain value, as it is
+        if len(rows) == 1 and rows[0].name == patterns[0]:  # a single plain value, without its name
             print(as_json_text(rows[0].value))
         else:
             lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
@@ -80,7 +80,7 @@ def _cells(row: states.NameRow, files: FilesOfRows, *, stats: bool) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class FilesOfRows:
-    """The files of some rows: the folder that all of them lie in, and the one that has the most rows."""
+    """The files of some rows: their common folder, and the file that has the most rows."""
 
     folder: str
     main: str | None
@@ -100,7 +100,7 @@ class FilesOfRows:
 
 
 def _value_or_place(row: states.NameRow, files: FilesOfRows) -> str:
-    """A plain value in short; of a tensor, its offset, and the file if that is not the main one, or its ranks."""
+    """A short plain value. For a tensor its ranks, or its offset, and its file unless that is the main one."""
     if row.kind == "value":
         return short(row.value)
     if row.alias_of is not None:
@@ -137,7 +137,7 @@ def _ranks(row: states.NameRow) -> str:
 def _looked_at(
     parts: Sequence[contents.Part], patterns: Sequence[str], *, stats: bool, places: bool
 ) -> tuple[list[states.NameRow], str | None]:
-    """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
+    """The rows. If a single tensor was requested, also its items as torch prints them."""
 
     def measured(archive: contents.Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
         return partial(statistics, states.TensorReader(archive, numbers))
@@ -155,7 +155,7 @@ def _looked_at(
 
 
 def printed(archive: contents.Contents, number: int) -> str:
-    """A tensor as torch prints it. Of a large one, only the items that are shown are kept: three at each end."""
+    """A tensor as torch prints it. Of a large tensor, only the items to print are kept: three at each end."""
     shape = tuple(archive.index.tensors[number].shape)
     kept_sizes = [min(size, 2 * _EDGE_ITEMS + 1) for size in shape] if math.prod(shape) > _PRINTED_ITEMS else [*shape]
     indices = torch.zeros((), dtype=torch.int64)
@@ -164,9 +164,9 @@ def printed(archive: contents.Contents, number: int) -> str:
         if kept_size < size:
             ends[-_EDGE_ITEMS:] += size - kept_size
         indices = indices.unsqueeze(-1) * size + ends
-    flat = indices.reshape(-1)  # ascending: where the kept items are in the tensor
+    flat = indices.reshape(-1)  # the ascending positions of the kept items in the tensor
     dtype, begin = archive.dtype(number), 0
-    kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes, since few operations know every dtype
+    kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes: few operations support every dtype
     for items in states.TensorReader(archive, [number]).chunks(number):
         inside = slice(*torch.searchsorted(flat, torch.tensor([begin, begin + len(items)])).tolist())
         kept[inside] = items.view(torch.uint8).view(-1, dtype.itemsize)[flat[inside] - begin]
@@ -186,10 +186,10 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
 
 
 def statistics(reader: states.TensorReader, number: int) -> dict[str, float] | None:
-    """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
+    """Minimum, maximum, mean, standard deviation and 2-norm of the finite items; the numbers of NaN and Inf.
 
-    None for a dtype whose items are no numbers for torch. Computed in pieces, whose deviations are put together (Chan,
-    Golub, LeVeque 1979).
+    None for a dtype that torch cannot convert. Computed in pieces, whose deviations are combined (Chan, Golub, LeVeque
+    1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
@@ -218,7 +218,7 @@ def statistics(reader: states.TensorReader, number: int) -> dict[str, float] | N
 
 
 def _pieces(reader: states.TensorReader, number: int) -> Iterator[torch.Tensor | None]:
-    """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
+    """The items of a tensor as float64, piece by piece. Complex items are replaced by their absolute values."""
     for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(ITEMS_AT_ONCE)):
         found = numbers(items)
         yield found.abs() if found is not None and found.is_complex() else found

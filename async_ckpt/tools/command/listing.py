@@ -1,8 +1,8 @@
-"""The steps of a run, what is below a folder, and the versions of a publication, as rows.
+"""The steps of a run, the contents of a folder of runs, and the versions of a publication, as rows.
 
-In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments.
+In: a place. Out: rows of plain values, and their table. Knows nothing of: command-line arguments.
 
-A manifest that cannot be read is a row like others; nothing is changed on storage.
+A step whose manifest cannot be read gets a row like any other. Nothing is changed on storage.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, spec, threads, timing
 from ...plumbing import events as run_events
-from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
-from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
-from .screen import (
+from .output import (
     USAGE,
     Answer,
     age,
@@ -36,28 +34,30 @@ from .screen import (
     shown_rate,
     shown_seconds,
 )
+from .place_arguments import parent_of, place_below
+from .place_kinds import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
+from .run_places import DURABLE, PlaceStatus, RunPlaces, open_run
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, second_names, size_of, time_of
-from .where import parent_of, place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions
 
 _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
-# The beginnings of the marks of steps that cannot be loaded.
+# Marks of steps that cannot be loaded begin with one of these texts.
 _BROKEN: Final = ("broken", "its manifest is damaged")
-# Of folders that were not looked into, and of broken steps.
+# The most names that are shown of folders that were not searched, and of broken steps.
 _SHOWN: Final = 5
-# A run that has lasted so long has a line that says what its time went to.
+# The table of a run of at least this length ends with a line on how the time was spent.
 _WORTH_A_LINE_SECONDS: Final = 60.0
-# The entries of records that have a column by default, and if more are asked for: those that most steps have.
+# How many entries of the records get a column, by default and with --records. The most frequent entries come first.
 _FEW_METRICS, _MOST_METRICS = 3, 100
-# Entries that say how fast an evaluation was: they come last.
+# Entries with these endings measure the speed of an evaluation. They get a column last.
 _SPEEDS: Final = ("_runtime", "_per_second")
 
 
 class Best(NamedTuple):
-    """The best steps by an entry of their records: its name, which end of it is best, and how many."""
+    """The best `num_steps` steps by `metric`, an entry of their records. `mode` is the better end of the metric."""
 
     metric: str
     mode: Literal["min", "max"]
@@ -68,10 +68,10 @@ class Best(NamedTuple):
 class StepRow:
     """One step of a run. `marks` are facts about it in words.
 
-    `seconds` are those from the call of `save` until the step was committed, `stall_seconds` those that it held the
-    training up, both by the history; None if that does not say. `created` is the time of the commit, or of a failure.
-    Of a run at several places, `places` are the numbers of those that have the step, from 1, and `durable` says what it
-    outlives there.
+    `created` is the time of the commit, or of the failure. `seconds` is the time from the call of `save` to the commit,
+    and `stall_seconds` is how long the save stalled the training. Both are from the history, and None if it does not
+    have them. If the run has several places, `places` are the numbers, from 1, of those with the step, and `durable`
+    tells in words what the step outlives there.
     """
 
     step: int
@@ -90,11 +90,11 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a folder of runs, or something else that is there. `kind` is "run" or "publication", the name of a
-    framework for checkpoints of its trainer, or what a single checkpoint or file is.
+    """One run in a folder of runs, or another thing found there.
 
-    `broken` are the steps of a run whose manifest is damaged, or of which an archive is missing or has another size; in
-    a store, archives are looked for only on request. `best` is the best value of a metric, and its step.
+    `kind` is "run", "publication", the name of a framework for checkpoints of its trainer, or the kind of a single
+    checkpoint or file. `broken` are the steps with a damaged manifest, a missing archive, or one of another size; in a
+    store, archives are looked up only on request. `best` is the best value of a metric, and its step.
     """
 
     name: str
@@ -109,9 +109,10 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One version of a publication: an anchor, or a delta against `base`, and on how many ranks it is complete.
+    """One version of a publication: an anchor, a delta against `base`, or damaged.
 
-    Of a publication by ranks, it is a delta if it is one on any rank, and `base` is the oldest of their bases.
+    `num_complete` is the number of ranks on which it is complete. With several ranks, it is a delta if it is one on any
+    rank, and `base` is the oldest base.
     """
 
     version: int
@@ -124,8 +125,8 @@ class VersionRow:
 
 
 def show(place: Place, *, all_: bool, check: bool, best: str | None, records: bool, as_json: bool) -> None:
-    """Print the table of what is at a place, or its document. `check` looks for the objects of the steps of runs, and
-    `records` shows a hundred entries of records instead of three.
+    """Print the contents of a place as a table, or as a JSON document. `check` looks up the objects of all steps, and
+    `records` shows up to a hundred entries of the records instead of three.
     """
     storage, metric = place.storage(), None if best is None else parse_best(best)
     names = storage.names("")
@@ -174,15 +175,15 @@ def steps_of(
     with_all: bool = False,
     check: bool = False,
 ) -> list[StepRow]:
-    """The steps of a run with these names, ascending. Of several namings, the steps of each.
+    """The steps of the run whose folder has these names, in ascending order, of all its namings.
 
-    `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
-    With `check`, steps of which an archive is missing, or has another size, are marked.
+    `with_all` adds folders with the name of a step that are not committed, and saves that failed according to the
+    history. `check` marks steps with a missing archive, or an archive of another size.
     """
     events = run_events.EventLog(storage, timing.wall_time).read() if events is None else events
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
-    # Until something is committed, a naming is not known.
+    # Before the first commit, the naming of the run is not known.
     for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
         rows += _rows(open_run(storage, Naming(step_format, None)), names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
@@ -192,7 +193,7 @@ def steps_of(
 
 
 def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequence[PlaceStatus]) -> list[StepRow]:
-    """The rows of a place, and of the others those of the steps that it lacks, with the places of each step."""
+    """The rows of a place, and rows of other places for steps that it lacks. Each row gets the places of its step."""
     known = {row.step for row in rows if row.num_bytes is not None}
     for place, status in zip(places, statuses, strict=True):
         if missing := {*status.steps} - known:
@@ -211,10 +212,10 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
 
 
 def checkpoints_of(place: Place, names: Sequence[str], *, with_second_names: bool = False) -> list[StepRow]:
-    """The checkpoints of a framework's trainer in a folder with these names, ascending by their steps.
+    """The checkpoints of a framework's trainer in a folder with these names, in ascending order of their steps.
 
-    The history beside them tells what their names do not. Of one that it does not know, the time is that of the file
-    or folder. A second name of a checkpoint is a mark of it, and has a row of its own only `with_second_names`.
+    The history beside them supplies what their names do not tell. Without it, the time is that of the file or folder. A
+    second name is a mark of the checkpoint, and has its own row only `with_second_names`.
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
@@ -243,8 +244,8 @@ def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None,
 
 
 def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: bool = False) -> list[RunRow]:
-    """The rows of what a walk has found; by their best values if a metric is given, the best one first. With `check`,
-    the objects of each step are looked for in a store, too.
+    """The rows of the things that a walk has found, by name, or with `metric` from the best value on. `check` looks up
+    the objects of steps in stores, too.
     """
     rows: list[RunRow] = []
 
@@ -266,7 +267,7 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
     if one.kind in ("run", "trainer"):
         names = storage.names("")
         of_run = one.kind == "run"
-        check = check or place.is_local  # a store has a request for each step
+        check = check or place.is_local  # a store needs a request for each step
         rows = steps_of(storage, names, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
@@ -291,8 +292,8 @@ def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) ->
 
 
 def versions_of(place: Place) -> list[VersionRow]:
-    """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
-    from ...weights.publishing.of_ranks.root_versions import RootVersions, worlds_in  # which needs torch
+    """The versions of a publication, in ascending order, including those that only some ranks have begun."""
+    from ...weights.publishing.of_ranks.root_versions import RootVersions, worlds_in  # imports torch
 
     root = RootVersions(place)
     names = root.storage.names("")
@@ -332,7 +333,7 @@ def _versions_at(versions: Versions) -> dict[int, VersionRow]:
 
 
 def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> VersionRow:
-    """One row for the slices of a version that ranks have published."""
+    """One row for a version that several ranks have published in slices."""
     kinds = {row.kind for row in rows}
     marks = [*dict.fromkeys(mark for row in rows for mark in row.marks)]
     if len(rows) == num_ranks and not is_whole:
@@ -351,7 +352,7 @@ def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> 
 def _rows(
     run: runs.Run, names: list[str], saves: Mapping[tuple[int, str], run_events.Event], *, with_all: bool, check: bool
 ) -> Iterator[StepRow]:
-    """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
+    """The rows of one naming. `saves` are the events of saves by step and attempt."""
     commits = run.view(names)
     broken = broken_steps(run, commits) if check else {}
     marked = _marks_of(run) if commits.marks else {}
@@ -385,7 +386,7 @@ def _rows(
 
 
 def _uncommitted(storage: Storage, folder: str) -> str | None:
-    """The kind of what has the name of a step and is not committed; None for a file."""
+    """The mark of a folder that has the name of a step and no commit; None for a file."""
     inside = storage.names(folder)
     if any(map(runs.is_retired_name, inside)) or runs.MANIFEST_NAME in inside:
         return "retired"
@@ -398,7 +399,7 @@ def _uncommitted(storage: Storage, folder: str) -> str | None:
 
 
 def _add_failures(rows: list[StepRow], events: Sequence[run_events.Event]) -> None:
-    """Add the saves that have failed, and cleaned up, or say so of what they have left."""
+    """Add a row for each failed save that left no folder, and mark the folders that other failed saves left."""
     left = {row.step: row for row in rows if row.marks == ["not committed"]}
     for one in events:
         if one["kind"] == "failed" and one["step"] is not None:
@@ -411,7 +412,7 @@ def _add_failures(rows: list[StepRow], events: Sequence[run_events.Event]) -> No
 
 
 def broken_at(storage: Storage, most: int) -> dict[int, str]:
-    """The damage of the newest steps of a run, at most so many of each naming."""
+    """The damage of the newest steps of a run, by step. Checks at most `most` steps of each naming."""
     damages = (broken_steps(run, run.root.look_up(run.steps()[-most:])) for run in _runs_at(storage))
     return {step: text for found in damages for step, text in found.items()}
 
@@ -431,21 +432,21 @@ def _runs_at(storage: Storage) -> Iterator[runs.Run]:
 
 
 def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
-    """The damage of steps, as far as the names and sizes of the objects that they need tell."""
+    """The damage of steps, by step, as far as the names and sizes of the objects that they need show it."""
     manifests = {run.folder(step): manifest for step, manifest in commits.items() if manifest is not None}
     found = runs.broken_folders(run.storage, manifests)
     return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
 
 
 def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
-    """The rows that have a metric with its values, and are not bad, the best one first; of equal ones, the newest."""
+    """Values of a metric with their rows, the best first, of equal ones the newest. Steps marked bad are left out."""
     sound = [row for row in rows if not any(mark.partition(":")[0] == "bad" for mark in row.marks)]
     values = [(value, row) for row in sound if (value := runs.number(row.record.get(best.metric))) is not None]
     return sorted(values, key=lambda one: (one[0] if best.mode == "max" else -one[0], one[1].step), reverse=True)
 
 
 def parse_best(text: str) -> Best:
-    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3"."""
+    """Parse a metric, its mode and the number of steps: "loss", "loss:min", "accuracy:max:3"."""
     match = _BEST.fullmatch(text)
     if match is None or int(match["count"] or 1) < 1:
         raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
@@ -453,7 +454,7 @@ def parse_best(text: str) -> Best:
 
 
 def _fill_times(row: StepRow, save: run_events.Event) -> None:
-    """Take the times of the event of a save: a manifest is from before the end of the commit."""
+    """Take the times from the event of a save, since a manifest is written before the commit ends."""
     row.seconds, row.stall_seconds = save["total_seconds"], save["stall_seconds"]
     row.bandwidth = run_events.bandwidth_of(save)
 

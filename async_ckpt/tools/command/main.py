@@ -1,10 +1,10 @@
-"""The words of the command `async-ckpt`, and their options.
+"""The subcommands of `async-ckpt`, and their options.
 
-In: arguments. Out: a call of the `show` of a word's module, and a status. Knows nothing of: how anything is found out.
+In: arguments. Out: a call of a subcommand's `show`, and a status. Knows nothing of: what a subcommand does.
 
-A word is declared here by a function without a body: its parameters are the options, and its text is the help. `show`
-has the same parameters, and `as_json`. Its module is imported when the word is called, so that `--help` needs nothing
-of it.
+Each subcommand is declared here as a function without a body. Its parameters are the options, and its docstring is the
+help. `show` has the same parameters, and `as_json`. The module of a subcommand is imported when it is called, so that
+`--help` does not import it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import typer
 from typer import Argument, Option
 
 from ... import Place
+from .exit_statuses import status_after
 from .options import Where, with_place
-from .statuses import status_after
 
-# What torch says of its own plans; the warnings of this library are RuntimeWarnings.
+# Warnings of torch about its own plans. The warnings of this library are RuntimeWarnings.
 _NOT_SHOWN: Final = (UserWarning, FutureWarning, DeprecationWarning)
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 
 def _word(example: str, module: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that adds a word to the command. The backspace keeps the line of the example from being wrapped."""
+    """A decorator that adds a subcommand. The backspace keeps click from wrapping the line of the example."""
 
     def added(declared: Callable[..., None]) -> Callable[..., None]:
         def show(**given: Any) -> None:
@@ -51,7 +51,7 @@ def _word(example: str, module: str) -> Callable[[Callable[..., None]], Callable
 
 
 def _argument(metavar: str, help_: str) -> Any:
-    """An argument that has no default to show."""
+    """An argument whose help shows no default."""
     return Argument(metavar=metavar, help=help_, show_default=False)
 
 
@@ -372,9 +372,9 @@ def doctor(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command quietly
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "move" in arguments[:1]:  # the training needs the processors; the whole process gives way, and for good
+    if "move" in arguments[:1]:  # lower the priority of the whole process, permanently: the training comes first
         from ...plumbing import threads
 
         threads.give_way()

@@ -1,7 +1,7 @@
 """The marks of a step, good or bad, from a shell.
 
-In: a run, a step, a mark. Out: the mark at each place of the run that has the step. Knows nothing of: what a mark leads
-to.
+In: a run, a step, a mark. Out: the mark at each place of the run that has the step. Knows nothing of: the effects of a
+mark.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Literal
 
 from ... import Place
 from ...plumbing import runs
+from .output import USAGE, Answer, mark_in_words, print_json, print_text
 from .run_places import open_run, places_of
-from .screen import USAGE, Answer, mark_in_words, print_json, print_text
 from .selection import whole_runs_at
 
 
 def show(place: Place, step: int, *, bad: str | None, good: str | None, clear: bool, as_json: bool) -> None:
-    """Mark a step with a note, at all places of its run that have it and answer, or take its mark back."""
+    """Mark a step, or remove its mark, at all places of its run that have the step and respond."""
     if [bad is not None, good is not None, clear].count(True) != 1:
         raise Answer("pass one of --bad NOTE, --good NOTE and --clear", USAGE)
     kind: Literal["good", "bad"] | None = "bad" if bad is not None else None if clear else "good"

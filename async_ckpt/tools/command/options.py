@@ -1,7 +1,7 @@
-"""The options that words of the command share: a place with what its store needs, and `--json`.
+"""The options that subcommands share: a place with the options of its store, and `--json`.
 
-In: a word that takes a `place`. Out: the same word, for typer, with the options that describe one. Knows nothing of:
-what a word does.
+In: a function with parameters of type `Place`. Out: a function for typer with the options of these places. Knows
+nothing of: what a subcommand does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Annotated, Any, Final, get_args, get_origin
 import typer
 
 from ... import Place
-from .where import DEADLINE_SECONDS, is_local, place_of
+from .place_arguments import DEADLINE_SECONDS, is_local, place_of
 
-# A parameter of this type is an argument that says where; `with_place` makes it one.
+# The type of a parameter that is a place; `with_place` makes it an argument.
 Where = Annotated[
     Place, typer.Argument(metavar="PLACE", help="A path or URL; a step as RUN@100 or RUN@latest.", show_default=False)
 ]
 _AS_JSON: Final = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
-# The options of a store: their types, defaults, what stands for their values, and what they mean.
+# The options of a store: type, default, metavar and help of each.
 _OPTIONS: Final[dict[str, tuple[type, Any, str | None, str]]] = {
     "endpoint": (str, None, "URL", "The URL of the store, if not the provider's own."),
     "region": (str, None, "NAME", "The region of the store."),
@@ -30,14 +30,14 @@ _OPTIONS: Final[dict[str, tuple[type, Any, str | None, str]]] = {
     "anonymous": (bool, False, None, "Send requests without credentials."),
     "deadline": (float, DEADLINE_SECONDS, "SECONDS", "How long the store may take to answer a request."),
 }
-# The types of parameters that are places, and those of their texts on the command line.
+# The types of parameters that are places, and the types of their texts on the command line.
 _TEXTS: Final[dict[Any, Any]] = {Place: str, Place | None: str | None, list[Place]: list[str]}
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable[..., None]:
-    """A function that typer can make a word of, and that calls `show`: the parameters that are a `Place` are an
-    argument each. The option `--json` comes last, and the options of their store.
+    """A function for typer that calls `show`. Each parameter that is a `Place` becomes an argument. The option `--json`
+    and the options of the stores come last.
     """
     signature = inspect.signature(word, eval_str=True)
     parameters = [_as_argument(one) for one in signature.parameters.values()]
@@ -62,17 +62,17 @@ def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable
 
 
 def _opened(where: str | list[str], options: dict[str, Any], *, is_only: bool) -> Place | list[Place]:
-    """The place at a path or URL, or those at several. Beside a URL, a path does without the options."""
+    """The place at a path or URL, or the places at several. Beside a URL, a path does not get the options."""
     from .selection import step_named
 
     several = where if isinstance(where, list) else [where]
-    are_for_all = is_only and all(map(is_local, several))  # a path refuses them
+    are_for_all = is_only and all(map(is_local, several))  # then a path refuses them
     opened = [step_named(place_of(one, **(options if are_for_all or not is_local(one) else {}))) for one in several]
     return opened if isinstance(where, list) else opened[0]
 
 
 def _store_options(place: str) -> list[inspect.Parameter]:
-    """The options of a store. Those of a second place begin with its name, and are as for the first unless given."""
+    """The options of a store. Those of a second place begin with its name, and default to the first place's options."""
     options = []
     for name, (kind, default, metavar, text) in _OPTIONS.items():
         full, annotation = name, kind if default is not None else kind | None
@@ -91,7 +91,7 @@ def _is_place(parameter: inspect.Parameter) -> bool:
 
 
 def _as_argument(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter as typer needs it: all are given by name, and a place is described by a text."""
+    """The parameter for typer: keyword-only, and a text if it is a place."""
     if not _is_place(parameter):
         return parameter.replace(kind=_KEYWORD)
     kind, argument = get_args(parameter.annotation)

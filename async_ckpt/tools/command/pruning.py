@@ -1,6 +1,6 @@
-"""The deletion of steps by the rules of retention, after somebody has seen which.
+"""The deletion of steps by rules of retention, after the user has seen which.
 
-In: a place with a run, and rules. Out: a run without the steps that they do not keep. Knows nothing of: arguments.
+In: a place with a run, and rules. Out: the run without the steps that no rule keeps. Knows nothing of: arguments.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import typer
 
 from ... import Keep, Place
 from ...plumbing import reports, runs, timing
+from .exit_statuses import for_each
 from .listing import broken_steps, parse_best
-from .lookup import RUNS, kind_of, targets_of
+from .output import USAGE, Answer, counted, in_table, print_json, print_table, print_text
+from .place_kinds import RUNS, kind_of, targets_of
 from .run_places import everywhere
-from .screen import USAGE, Answer, counted, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, whole_runs_at
-from .statuses import for_each
 from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2, seconds=86400, good=2, bytes=200e9 or free=50e9"
@@ -34,13 +34,13 @@ def show(places: Sequence[Place], *, keep: Sequence[str] | None, all_: bool, as_
 
 
 def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
-    """The same for one run. `unattended` says that no process writes to it, where that cannot be found out."""
+    """Prune one run. With `unattended`, the user confirms that no process writes to it, if that cannot be found out."""
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
         raise Answer("without a terminal, the command cannot ask: pass --yes to delete, or --dry-run to look", USAGE)
     shown: Sequence[_Shown | ShownCheckpoints]
     if kind_of(place) == "trainer":
-        if not dry_run:  # before anybody reads a table of what cannot be deleted
+        if not dry_run:  # refuse before showing a table of steps that cannot be deleted
             refuse_living_trainer(place, unattended=unattended)
         if keep.free is not None:
             raise Answer(
@@ -93,7 +93,7 @@ def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unat
 
 
 def parse_keep(rules: Sequence[str]) -> Keep:
-    """The retention of rules such as "last=3"."""
+    """Parse rules of retention such as "last=3"."""
     values: dict[str, Any] = {}
     for rule in rules:
         name, _, text = rule.partition("=")
@@ -117,7 +117,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
 
 
 def _refuse_unknown_metric(place: Place, keep: Keep, commits: runs.Commits) -> None:
-    """Refuse a metric that no record has: a training keeps every step then, and here it is probably misspelt."""
+    """Refuse a metric that no record has. A training keeps every step then; here the name is probably misspelt."""
     if keep.best is not None and commits and runs.best_of([*commits], commits, keep.best) is None:
         why = runs.describe_missing_metric(keep.best[0], commits).partition("; ")[0]
         raise Answer(f"{place.shown}: --keep best={keep.best[0]}: no record of a step has the metric {why}", USAGE)
@@ -126,7 +126,7 @@ def _refuse_unknown_metric(place: Place, keep: Keep, commits: runs.Commits) -> N
 def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     """Refuse to change a run that another process writes to, or may write to.
 
-    On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
+    On a disk, the lock of the newest start shows it. In a store, only a process of this machine can be checked.
     """
     run.steps()
     runs.refuse_if_alive(run.storage, run.root.starts)
@@ -150,9 +150,7 @@ def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
 
 
 class _Shown(NamedTuple):
-    """A run as it was shown to somebody: its commits, those of them that are broken, the steps that were to go, and its
-    newest start.
-    """
+    """A run as it was shown to the user: its commits, the broken ones, the steps to delete, and its newest start."""
 
     run: runs.Run
     commits: runs.Commits
@@ -177,8 +175,8 @@ class _Shown(NamedTuple):
         ]
 
     def delete(self, *, unattended: bool) -> list[int]:
-        """Delete the steps to go that have not changed since, unless a process has begun to save there. No save begins
-        there meanwhile.
+        """Delete the steps that were shown for deletion and have not changed since. Returns them. Refuses if another
+        process may save there. No save begins during the deletion.
         """
         run = self.run
         run.steps()

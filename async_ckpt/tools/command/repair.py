@@ -1,10 +1,10 @@
-"""The repair of what can be made again from manifests and archives.
+"""The repair of files that can be rebuilt from manifests and archives.
 
-In: a place with a run. Out: the damage, and a run without it. Knows nothing of: arguments, the bytes of tensors.
+In: a place with a run. Out: the damage, and the repaired run. Knows nothing of: arguments, the bytes of tensors.
 
-The tracker and the journal are made from the manifests; what dead writers have left is deleted. A retired step is
-committed again by a manifest that names the same archives, and no start: the rule that leaves out the steps of an
-overtaken process does not concern it.
+The tracker and the journal are rebuilt from the manifests. Leftovers of dead writers are deleted. A retired step is
+committed again by a manifest that names the same archives and no start, so that the rule against the steps of overtaken
+processes does not apply to it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import typer
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
 from ...plumbing import Storage, runs, spec
+from .exit_statuses import for_each
 from .listing import broken_steps
-from .lookup import RUNS, note_trainers, targets_of
+from .output import NO, USAGE, Answer, print_json, print_table, print_text
+from .place_kinds import RUNS, note_trainers, targets_of
 from .pruning import refuse_writer
 from .run_places import everywhere
-from .screen import NO, USAGE, Answer, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, usual_tracker, whole_runs_at
-from .statuses import for_each
 
 _SHOWN_LEFTOVERS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not as the manifests say. Without `mend`, it is only reported."""
+    """A thing that contradicts the manifests. Without `mend`, it is only reported."""
 
     subject: str
     text: str
@@ -44,7 +44,7 @@ class Damage:
 
 
 def show(places: Sequence[Place], *, unretire: int | None, all_: bool, **options: Any) -> None:
-    """Show the damage of each run, and with `apply` mend it."""
+    """Show the damage of each run. With `apply`, repair it."""
     targets = note_trainers(targets_of(places, RUNS))
     if unretire is not None and len(targets) > 1:
         raise Answer("--unretire names a step of one run; give that run alone", USAGE)
@@ -52,7 +52,7 @@ def show(places: Sequence[Place], *, unretire: int | None, all_: bool, **options
 
 
 def _repair(place: Place, *, unretire: int | None, apply: bool, unattended: bool, as_json: bool) -> None:
-    """The same for one run. Raises typer.Exit if there is damage, and it was not mended."""
+    """Repair one run. Raises typer.Exit if damage is left."""
     chosen = whole_runs_at(place)
     damages = []
     with ExitStack() as taken:
@@ -86,9 +86,9 @@ def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
 
 
 def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True) -> Iterator[Damage]:
-    """The damage of the runs at a root. Each is looked for after those before it were mended.
+    """The damage of the runs at a root. Each one is looked for after the caller has mended the previous ones.
 
-    Without `leftovers`, what dead writers have left is not looked for: every folder would be listed.
+    `leftovers` also looks for leftovers of dead writers, for which every folder is listed.
     """
     if unretire is not None:
         yield _retired(chosen, unretire)
@@ -112,7 +112,7 @@ def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftover
 
 
 def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
-    """The damage of tracker and journal, against the manifests."""
+    """The damage of tracker and journal, compared with the manifests."""
     run, storage, newest = one.run, one.run.storage, max(commits)
     tracker = runs.tracker_of(one.naming.tracker or usual_tracker(one.naming.step_format), one.naming.step_format)
     if tracker is not None:
@@ -126,7 +126,7 @@ def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
             yield Damage(tracker.name, f"{is_says}; the newest step is {newest}{why}", mend)
     expected = runs.journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
     there = _content(storage, runs.journal.NAME)
-    has_one = there is not None or any(m.start for m in commits.values() if m is not None)  # else one-off saves alone
+    has_one = there is not None or any(m.start for m in commits.values() if m is not None)  # else only one-off saves
     if has_one and there != expected:
         have, need = len((there or b"").splitlines()), len(expected.splitlines())
         yield Damage(
@@ -143,8 +143,8 @@ def _content(storage: Storage, name: str) -> bytes | None:
 
 
 def _retired(chosen: list[ChosenRun], step: int) -> Damage:
-    """A step that a rollback has retired, to be committed again. Raises StepExistsError if the step is committed, and
-    NotCommittedError if it is not there, or its archives are gone.
+    """A retired step as damage, which is mended by committing it again. Raises StepExistsError if it is committed, and
+    NotCommittedError if it does not exist, or its archives are gone.
     """
     for one in chosen:
         run, folder = one.run, one.run.folder(step)

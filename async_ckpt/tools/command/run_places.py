@@ -1,8 +1,8 @@
-"""The places of a run, from near to far: what each of them has, and what its steps outlive.
+"""The places of a run, from near to far: the steps at each, and what these steps outlive.
 
-In: the place of a run, which tells the others. Out: places, and a status of each. Knows nothing of: how it is shown.
+In: the place of a run, which lists the others. Out: places, and a status of each. Knows nothing of: how they are shown.
 
-A place that does not answer is a status like others; nothing is changed on storage.
+A place that does not respond gets a status with its error. Nothing is changed on storage.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ... import Keep, Naming, Place
 from ...errors import CheckpointError, ConflictError
 from ...plumbing import Storage, runs, timing
 from ...plumbing import events as run_events
-from .where import DEADLINE_SECONDS, parent_of, place_below
+from .place_arguments import DEADLINE_SECONDS, parent_of, place_below
 
-# How durable a step is, by what it outlives at the best of its places, which comes last.
+# How durable a step is, by what it outlives at its most durable place. The most durable comes last.
 DURABLE: Final = {"process": "no", "reboot": "on this machine", "machine": "beyond it"}
 _WORDS: Final = {"process": "memory", "reboot": "this machine", "machine": "beyond this machine"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceStatus:
-    """One place of a run: the attempts of its steps, and the steps of nearer places that it was not given.
+    """One place of a run: its steps with their attempts, and the steps of nearer places that it was not given.
 
-    `outlives` is what the steps there outlive: "process", "reboot" or "machine". `trouble` says why nothing is copied
-    there, or nothing is known.
+    `outlives` is what the steps there outlive: "process", "reboot" or "machine". `trouble` is the reason why nothing is
+    copied there, or why nothing is known.
     """
 
     place: str
@@ -52,7 +52,7 @@ class PlaceStatus:
 
 
 def durable_steps(statuses: Sequence[PlaceStatus]) -> dict[str, int | None]:
-    """The newest step on disks of this machine, and beyond it; None if there is none, or it is not known."""
+    """The newest step on disks of this machine, and beyond it; None if no step is known."""
     return {
         DURABLE[outlives]: max(
             (step for one in statuses if one.outlives == outlives for step in one.steps), default=None
@@ -62,10 +62,10 @@ def durable_steps(statuses: Sequence[PlaceStatus]) -> dict[str, int | None]:
 
 
 def places_of(place: Place) -> list[Place]:
-    """The places of the run at a place, from near to far; for the folder of a step, its folder at each. A run of one
-    place, and anything else, is alone.
+    """The places of the run at a place, from near to far. For the folder of a step, its folder at each place.
 
-    Raises CorruptCheckpointError and FormatVersionError for a list of places that cannot be read.
+    A run with one place, and anything else, gives the place alone. Raises CorruptCheckpointError and FormatVersionError
+    for a list of places that cannot be read.
     """
     below = ""
     if place.storage().exists(runs.MANIFEST_NAME):
@@ -88,7 +88,7 @@ def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs
 
 
 class RunPlaces:
-    """All places of the run at a place, looked at again and again. From one thread."""
+    """All places of a run, for repeated looks from one thread."""
 
     def __init__(self, place: Place) -> None:
         self.places: list[Place] = []
@@ -98,7 +98,7 @@ class RunPlaces:
             self._runs = [open_run(one.storage(), tiers_file.naming) for one in self.places]
 
     def look(self) -> list[PlaceStatus]:
-        """The status of each place, from near to far; none for a run of one place."""
+        """The status of each place, from near to far; an empty list for a run with one place."""
         found: list[PlaceStatus] = []
         events = run_events.EventLog(self._runs[0].storage, timing.wall_time).read() if self._runs else []
         for number, (place, run) in enumerate(zip(self.places, self._runs, strict=True)):
@@ -107,7 +107,7 @@ class RunPlaces:
                 steps = {step: manifest.attempt if manifest else "" for step, manifest in run.view().items()}
                 status = replace(status, steps=steps)
                 known = [nearer.descent() for nearer in self._runs[:number] if nearer.root.starts]
-                if known:  # steps here that no nearer place has gone on from are those of another run
+                if known:  # steps here whose start no nearer place knows belong to another run
                     run.refuse_strangers({token for tokens in known for token in tokens})
             except ConflictError as conflict:
                 status = replace(status, trouble=str(conflict))
@@ -120,7 +120,7 @@ class RunPlaces:
 
 
 def _passed_over(nearer: Collection[int], here: Collection[int], arrived: Collection[int], every: int) -> list[int]:
-    """The steps of nearer places that this one was not given before a newer one, as far back as the history tells."""
+    """The steps of nearer places that were skipped here in favour of a newer one, as far back as the history goes."""
     if not here or not arrived:
         return []
     between = (step for step in nearer if min(arrived) < step < max(here) and step % every == 0)

@@ -1,7 +1,7 @@
-"""The runs at a root, and the steps of them that somebody names.
+"""The runs at a root, and the steps that the user names.
 
-In: a place, and texts from the command line. Out: runs as the library opens them, and steps. Knows nothing of: what is
-done with them.
+In: a place, and texts from the command line. Out: runs as the library opens them, and steps. Knows nothing of: what
+subcommands do with them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ... import Keep, Naming, Place
 from ...errors import CorruptCheckpointError, NotCommittedError
 from ...plumbing import Storage, runs
 from .listing import StepRow, best_of, checkpoints_of, parse_best
-from .lookup import beside_versions, kind_of, nothing_at
+from .output import USAGE, Answer
+from .place_arguments import parent_of, place_below
+from .place_kinds import beside_versions, kind_of, nothing_at
 from .run_places import open_run
-from .screen import USAGE, Answer
-from .where import parent_of, place_below
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
-# A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
+# A step by its number, or as the newest or best of its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
 _NAMED: Final = re.compile(r"(?P<run>.*[^/])/*@(?P<which>\d+|latest|best(:.*)?)", re.DOTALL)
 
 
 class ChosenRun(NamedTuple):
-    """A run at a root, with its naming, and the step that the place was the folder of."""
+    """A run at a root, its naming, and the step if the place is the folder of one."""
 
     run: runs.Run
     naming: Naming
@@ -35,7 +35,7 @@ class ChosenRun(NamedTuple):
 
 
 def step_named(place: Place) -> Place:
-    """The folder of the step that a place such as "runs/a@100" names. Other places stay, and those that are there."""
+    """The folder of the step that a place such as "runs/a@100" names. Other and existing places stay unchanged."""
     match = _NAMED.fullmatch(place.text)
     if match is None:
         return place
@@ -55,7 +55,7 @@ def step_named(place: Place) -> Place:
 
 
 def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
-    """The checkpoints of a trainer that are "latest", "best:loss", or in a range such as "100:500"; by default all."""
+    """The checkpoints of a trainer for "latest", "best:loss", or ranges such as "100:500"; by default all."""
     rows = checkpoints_of(place, place.storage().names(""), with_second_names=not which)
     chosen = [] if which else rows
     for text in which:
@@ -74,7 +74,7 @@ def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
 
 
 def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run."""
+    """The runs at a place: usually one, or one for each naming. For the folder of a step, its run."""
     names = place.storage().names("")
     kind, step_name = kind_of(place, names), None
     if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
@@ -101,7 +101,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
 
 
 def whole_runs_at(place: Place, where: str = "", *, keep: Keep | None = None) -> list[ChosenRun]:
-    """The same, where the folder of a step will not do. `where` is the place in a call that needs the run instead."""
+    """The runs at a place that is not the folder of a step. `where` tells, in the error, where to name the run."""
     chosen = runs_at(place, keep=keep)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run{where}", USAGE)
@@ -109,25 +109,25 @@ def whole_runs_at(place: Place, where: str = "", *, keep: Keep | None = None) ->
 
 
 def refuse_newer(run: runs.Run) -> None:
-    """Refuse to change a run of which a step is of a later format: here, its manifest counts as damaged.
+    """Refuse to change a run with a step in a newer format, since its manifest counts as damaged here.
 
     Raises FormatVersionError.
     """
     run.view()
     for step in run.root.newer_format:
         path = f"{run.folder(step)}/{runs.MANIFEST_NAME}"
-        with suppress(FileNotFoundError, CorruptCheckpointError):  # it is another one by now
+        with suppress(FileNotFoundError, CorruptCheckpointError):  # the manifest was replaced meanwhile
             runs.parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
 
 
 def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
-    """The tracker that a run of this naming has unless it was told otherwise; None if that is not known."""
+    """The default tracker of runs with this naming; None if it is not known."""
     trackers = {one.tracker for one in (Naming(), *runs.NAMINGS.values()) if one.step_format == step_format}
     return trackers.pop() if len(trackers) == 1 else None
 
 
 def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tuple[str, str] | str | None:
-    """The tracker of a naming among the files in a root, with the text that it has."""
+    """The tracker of a naming among the files in a root, with the form of its text."""
     rest, usual = runs.parse_step_name(step_format.format(1)), usual_tracker(step_format)
     for name in runs.TRACKERS:
         if name in names:
@@ -143,8 +143,8 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
 
 
 def chosen_steps(run: runs.Run, *which: str) -> list[int]:
-    """The committed steps that are "latest", "best:loss", or in a range such as "100", "100:500", ":500" and "100:",
-    whose ends belong to it; without any, all.
+    """The committed steps for "latest", "best:loss", or ranges such as "100", "100:500", ":500" and "100:", which
+    include both ends. By default, all steps.
     """
     committed = run.steps()
     if not committed:
@@ -161,7 +161,7 @@ def chosen_steps(run: runs.Run, *which: str) -> list[int]:
 
 
 def _within(committed: Sequence[int], text: str, shown: str) -> list[int]:
-    """The steps in a range, which are some."""
+    """The steps in a range. Raises Answer if there are none."""
     match = _RANGE.fullmatch(text)
     if not text or match is None:
         raise Answer(f"--steps takes a step or a range such as 100:500, not {text!r}", USAGE)

@@ -1,9 +1,9 @@
-"""The soundness of what is at a place: bytes against digests, and what names it against manifests.
+"""The verification of a place: bytes against digests, and trackers and journals against manifests.
 
-In: a place. Out: a report, as text or a document. Knows nothing of: arguments.
+In: a place. Out: a report, as text or a document. Knows nothing of: command-line arguments.
 
-A run that is being written to goes on during the check. So trackers and journals are looked at before the bytes are
-read and after that, and only what was wrong both times is reported.
+A training may write to the run during the check. So trackers and journals are checked before the bytes are read, and
+again afterwards. Only faults that were found both times are reported.
 """
 
 from __future__ import annotations
@@ -29,27 +29,25 @@ from ...errors import (
 from ...plumbing import Reader, Storage, file_digests, reports, runs, spec, timing
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
-from ...weights.publishing.version_checks import check_versions
+from ...weights.publishing.verify_versions import check_versions
+from .exit_statuses import for_each
 from .listing import checkpoints_of
-from .lookup import EVERYTHING, beside_versions, kind_of, targets_of
+from .output import NO, USAGE, Answer, print_json, print_text, progress, shown_rate
+from .place_arguments import parent_of, place_below
+from .place_kinds import EVERYTHING, beside_versions, kind_of, targets_of
 from .repair import damages_of
 from .run_places import everywhere
-from .screen import NO, USAGE, Answer, print_json, print_text, progress, shown_rate
 from .selection import ChosenRun, refuse_newer, runs_at
-from .statuses import for_each
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
-from .where import parent_of, place_below
 
 _SHOWN_NAMES: Final = 3
-# What something of a newer version costs, and the command for it.
+# The cost of a file in a newer format, and the command that helps.
 _NEWER: Final = ("it cannot be read here", "pip install --upgrade async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class SoundnessFault:
-    """One thing that is not sound: what it costs, and the command that mends it; empty if it costs nothing, or none
-    does.
-    """
+    """One fault. `cost` is the loss that it causes, and `mend` the command or advice against it; each may be empty."""
 
     subject: str
     text: str
@@ -60,7 +58,7 @@ class SoundnessFault:
 
 @dataclass(slots=True)
 class Soundness:
-    """The findings at a place: the sound steps or versions, the faults, and facts that are no faults."""
+    """The findings at a place: sound and damaged steps or versions, faults, and notes that are not faults."""
 
     is_publication: bool = False
     sound: list[int] = field(default_factory=list)
@@ -73,7 +71,7 @@ class Soundness:
 
     @property
     def subject(self) -> str:
-        """The things that were checked, for people: "3 steps, 100 to 300"."""
+        """The checked steps or versions, in words: "3 steps, 100 to 300"."""
         numbers, word = sorted({*self.sound, *self.damaged}), "version" if self.is_publication else "step"
         if not numbers:
             return "one archive"
@@ -83,13 +81,13 @@ class Soundness:
 
 
 def show(places: Sequence[Place], *, all_: bool, base: Path | None, as_json: bool) -> None:
-    """Verify what is at each place, and print the reports."""
+    """Verify each place, and print the reports."""
     targets = everywhere((place for place, _ in targets_of(places, EVERYTHING)), asks_all=all_)
     for_each(partial(verify_place, base=base, as_json=as_json), targets)
 
 
 def verify_place(place: Place, *, base: Path | None, as_json: bool) -> None:
-    """Verify what is at one place. Raises typer.Exit if something is not sound, as the report says."""
+    """Verify one place, and print the report. Raises typer.Exit if it has a fault."""
     every = soundness_of(place, base=base)
     if as_json:
         print_json("verification", _document(place, every))
@@ -141,11 +139,11 @@ def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
 
 
 def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
-    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, the checkpoints
-    of a framework, or the versions of a publication; and for a place with versions beside something else, both.
+    """Verify an archive, a step, a run, a publication, or checkpoints of torch.distributed.checkpoint or a framework.
 
-    `base` is the folder of the base model of a publication. Raises NotCommittedError if there is nothing to verify, and
-    ValueError if the file has no digests.
+    If versions of a publication are stored beside something else, both are verified. `base` is the folder of the
+    publication's base model. Raises NotCommittedError if there is nothing to verify, Answer for a file without digests,
+    and ValueError for a folder of torch.distributed.checkpoint without checksums.
     """
     file = finding.opened_as_file(place)
     if file is not None:
@@ -169,12 +167,12 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
             is_missing = isinstance(error, NotCommittedError)
             if not (every and (is_missing or every[0].faults)):
                 raise
-            every[0].notes.append(str(error))  # what was found before is not lost
+            every[0].notes.append(str(error))  # keep the findings so far
     return every
 
 
 class _Reading(NamedTuple):
-    """A verification under way, what it has found, and the call that tells of bytes that others have read for it."""
+    """A verification in progress, its findings, and `advance`, which counts bytes that were read without it."""
 
     found: Soundness
     verification: checking.Verification
@@ -183,7 +181,7 @@ class _Reading(NamedTuple):
 
 @contextmanager
 def _reading(num_bytes: int) -> Iterator[_Reading]:
-    """A block that reads so many bytes. Afterwards, what was found has its totals, and the seconds that this took."""
+    """The context of a verification of `num_bytes` bytes. At its end, the findings get the totals and the seconds."""
     found, begin = Soundness(), timing.monotonic()
     with progress("verify", num_bytes) as advance:
         verification = checking.Verification(advance)
@@ -193,7 +191,7 @@ def _reading(num_bytes: int) -> Iterator[_Reading]:
 
 
 def _of_file(reader: Reader, path: str) -> Soundness:
-    """The soundness of an archive."""
+    """Verify an archive."""
     with reader, _reading(reader.num_bytes) as (found, verification, _):
         try:
             found.notes += verification.compare_file(reader, path)
@@ -205,7 +203,7 @@ def _of_file(reader: Reader, path: str) -> Soundness:
 
 
 def _of_dcp(place: Place) -> Soundness:
-    """The soundness of a folder of torch.distributed.checkpoint."""
+    """Verify a folder of torch.distributed.checkpoint."""
     storage = place.storage()
     with _reading(sum(storage.sizes("").values())) as (found, verification, _):
         try:
@@ -216,7 +214,7 @@ def _of_dcp(place: Place) -> Soundness:
 
 
 def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
-    """The soundness of the checkpoints of a framework, or of the one that the place is."""
+    """Verify the checkpoints of a framework in a folder, or the single one that the place is."""
     root = place
     if kind == "checkpoint":
         root, name = parent_of(place)
@@ -254,8 +252,8 @@ _Check = Callable[[], tuple[str, ...] | None]
 
 
 def _checks_of_files(root: Place, name: str, reading: _Reading) -> Iterator[tuple[str, _Check]]:
-    """The calls that verify a checkpoint, each with its path: of files whose digests were kept, of steps and folders of
-    torch.distributed.checkpoint in it, and of all other files. Each is made before the next one is asked for.
+    """The calls that verify a checkpoint, each with its path: of files of digests, files whose digests they have, steps
+    and folders of torch.distributed.checkpoint, and all other files. Make each call before asking for the next.
     """
     storage, verification = root.storage(), reading.verification
     paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
@@ -348,14 +346,14 @@ def _of_run(place: Place) -> Soundness:
 
 
 def _note_newest(found: Soundness) -> None:
-    """If the newest step is damaged, note to which one a training goes back."""
+    """If the newest step is damaged, add a note of the newest sound step, from which a training can continue."""
     newest = max(found.sound, default=-1)
     if found.damaged and max(found.damaged) > newest:
         found.notes.append("no step is sound" if newest < 0 else f"the newest sound step is {newest}")
 
 
 def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
-    """Trackers and journals that are not as the manifests say; nothing beside manifests of a later format."""
+    """Faults of trackers and journals that contradict the manifests; none if a manifest has a newer format."""
     try:
         for one in chosen:
             refuse_newer(one.run)
@@ -387,7 +385,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
 
 
 def _among(tensors: Sequence[str]) -> str:
-    """Some names, and the number of the others; everything if none is known."""
+    """The first names and the number of the others, or "everything" if no name is known."""
     return spec.some_of(tensors, _SHOWN_NAMES) or "everything"
 
 

@@ -1,10 +1,10 @@
 """Copies and deletions of the checkpoints that a framework's trainer has written.
 
-In: a folder of a trainer. Out: whole checkpoints elsewhere, and folders without those that no rule keeps. Knows nothing
-of: arguments, and what is in the files.
+In: a folder of a trainer. Out: complete checkpoints elsewhere, and folders without the checkpoints that no rule keeps.
+Knows nothing of: command-line arguments, the contents of files.
 
-A checkpoint appears, and disappears, as a whole: on a disk under a hidden name first, in a store by the file that makes
-it one, which is put last and deleted first.
+A checkpoint appears and disappears as a whole. On a disk, an incomplete one has a hidden name. In a store, the file
+that marks it as a checkpoint is put last and deleted first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ... import Keep, Place
 from ...errors import RunTakenError
 from ...plumbing import Storage, bulk, file_digests, locks, runs, scratches, timing, urls
 from .listing import StepRow, checkpoints_of
-from .screen import Answer
+from .output import Answer
 from .trainer_folders import TRAINER_STATE, checkpoints_in, events_at, is_mark, log_at, sizes_of
 
-# The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of what goes.
+# The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of a checkpoint
+# that is being deleted.
 _LOCKS: Final = ("_async_ckpt.lock", ".async_ckpt.lock")
 _RETIRED: Final = ".{}.retired"
 
 
 def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
-    """Refuse to change a folder that a training may write to: it is locked, or nothing says that it has ended."""
+    """Refuse to change a folder that a training may write to: it is locked, or its history does not show an end."""
     if place.is_local:
         folder = urls.local_path(place.text)
         held = [folder / name for name in _LOCKS if (folder / name).exists()]
@@ -44,7 +45,7 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
                 )
             locks.forget(fd)
         if held:
-            return  # it is dead: nobody holds what it has left
+            return  # the training has ended: its locks are free
     history = events_at(place)
     if not unattended and not (history and history[-1]["kind"] == "closed"):
         raise Answer(
@@ -54,8 +55,8 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PruneRow:
-    """A step and its fate. `num_bytes` is None for a step whose manifest is damaged, `name` is that of a checkpoint of
-    a framework.
+    """A step, and whether it is deleted. `num_bytes` is None for a step whose manifest is damaged, and `name` is the
+    name of a framework's checkpoint.
     """
 
     step: int
@@ -65,16 +66,16 @@ class PruneRow:
 
 
 class ShownCheckpoints:
-    """The checkpoints of a trainer as they were shown to somebody, and those that the rules do not keep.
+    """The checkpoints of a trainer as they were shown to the user, and the steps that the rules do not keep.
 
-    Those that the framework names stay: the newest, its tracker's and the best one; and those whose step is not known.
+    The newest, the tracker's and the framework's best checkpoint are kept, and those without a known step.
     """
 
     def __init__(self, place: Place, keep: Keep) -> None:
         self._place = place
         self.checkpoints = checkpoints_of(place, place.storage().names(""))
         numbered = {row.step: row for row in self.checkpoints if row.step >= 0}
-        self.broken: dict[int, str] = {}  # nothing tells without reading all
+        self.broken: dict[int, str] = {}  # not known without reading all files
         self.commits = runs.Commits(
             {
                 step: runs.Manifest.of_folder(step, row.created or 0.0, row.num_bytes or 0, row.record)
@@ -88,7 +89,7 @@ class ShownCheckpoints:
         return [PruneRow(row.step, row.num_bytes, row.step in self.going, row.folder) for row in self.checkpoints]
 
     def delete(self, *, unattended: bool) -> list[int]:
-        """Delete the checkpoints that were to go. Returns their steps."""
+        """Delete the checkpoints that were shown for deletion. Returns their steps."""
         refuse_living_trainer(self._place, unattended=unattended)
         gone = [row for row in self.checkpoints if row.step in self.going]
         for row in gone:
@@ -124,10 +125,10 @@ def copy_checkpoints(
     overwrite: bool,
     is_whole: bool,
 ) -> dict[str, str]:
-    """Copy these checkpoints, the oldest first, and then what names the newest. Returns the outcomes by their names.
+    """Copy these checkpoints, the oldest first. Returns the outcomes by their names.
 
-    With `is_whole`, the trackers and the history come along. A checkpoint that is there with files of other sizes is
-    replaced only with `overwrite`, and then one with the same sizes is, too.
+    With `is_whole`, the trackers and the history are copied, too. A checkpoint that differs at the target is replaced
+    only with `overwrite`, which also copies equal checkpoints again.
     """
     refuse_living_trainer(target, unattended=True)
     _refuse_unrelated(source, target)
@@ -149,10 +150,10 @@ def copy_checkpoints(
 
 
 def _refuse_unrelated(source: Place, target: Place) -> None:
-    """Refuse to mix the checkpoints of two trainings: the next start would go on from the newest of either.
+    """Refuse to mix the checkpoints of two trainings: the next start would continue from the newest of both.
 
-    By their histories, one training is both if they have a save in common. A copy of some checkpoints has no history;
-    then one of these has to be a checkpoint that the source has, or has had.
+    If both folders have a history, these must have a save in common. A partial copy has no history; then the target
+    must have a checkpoint that the source has or had.
     """
     there = {one.name for one in checkpoints_in(target.storage(), target.storage().names(""))}
     own = {one.name for one in checkpoints_in(source.storage(), source.storage().names(""))}
@@ -166,7 +167,7 @@ def _refuse_unrelated(source: Place, target: Place) -> None:
 
 
 def _facts_of(storage: Storage, name: str) -> dict[str, int | bytes]:
-    """The sizes of the files of a checkpoint, and the contents of small ones that differ between two trainings."""
+    """The sizes of the files of a checkpoint, or the contents of small files that differ between two trainings."""
     return {
         path: storage.read(path)[0] if file_digests.is_of_digests(path) or path.endswith(TRAINER_STATE) else size
         for path, size in sizes_of(storage, name).items()

@@ -1,8 +1,8 @@
-"""The checkpoints of frameworks: what a folder is that somebody else's trainer has filled.
+"""The checkpoints of frameworks, recognized by the names in a trainer's folder.
 
-In: the names in a folder. Out: whose checkpoint it is, and of which step. Knows nothing of: what is in its files.
+In: the names in a folder. Out: the frameworks of its checkpoints, and their steps. Knows nothing of: tensors.
 
-Every word of the command asks here. A checkpoint is known by one file of its framework, which a whole one has.
+All subcommands use this module. A checkpoint is recognized by a file that each complete one of its framework has.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 
 from ... import Place
 from ...plumbing import Storage, events, runs, threads, timing, urls
-from .where import parent_of
+from .place_arguments import parent_of
 
 _OF_TORCH: Final = "torch.distributed.checkpoint"
-# For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
+# For each framework, patterns for the name of a checkpoint, and for a file or folder that a complete one has.
 _FRAMEWORKS: Final = tuple(
     (framework, re.compile(names), re.compile(mark))
     for framework, names, mark in (
@@ -35,19 +35,19 @@ _FRAMEWORKS: Final = tuple(
     )
 )
 _HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin")
-# The other files with weights, and text that stands beside weights.
+# Other files with weights, and files of text beside weights.
 _BESIDE_STATE: Final = re.compile(r".+\.distcp|(?!trainer_state).+\.json|.+\.(txt|model|jinja|py|md)|[._].*")
-_FILE: Final = ".ckpt"  # of Lightning, whose checkpoints are files, too
+_FILE: Final = ".ckpt"  # of Lightning, whose checkpoints may be files
 _STEP: Final = re.compile(r"step=(\d+)")
 _READERS: Final = 32
-# The folder in which accelerate gives its checkpoints their names.
+# The folder in which accelerate itself names the checkpoints.
 _OF_ACCELERATE: Final = "checkpoints"
 # The state of Transformers' Trainer, which names its best checkpoint.
 TRAINER_STATE: Final = "trainer_state.json"
 
 
 class TrainerCheckpoint(NamedTuple):
-    """A checkpoint of a framework: the name of its file or folder, and its step if the name tells it."""
+    """A checkpoint of a framework: the name of its file or folder, and its step if the name has it."""
 
     name: str
     framework: str
@@ -55,7 +55,7 @@ class TrainerCheckpoint(NamedTuple):
 
 
 def framework_of(name: str, inside: Collection[str]) -> str | None:
-    """The framework whose checkpoint a folder with this name and content is; None if it is none."""
+    """The framework that wrote a folder with this name and content; None if the folder is not a checkpoint."""
     for framework, names, mark in _FRAMEWORKS:
         if names.fullmatch(name) and any(map(mark.fullmatch, inside)):
             return framework
@@ -63,8 +63,8 @@ def framework_of(name: str, inside: Collection[str]) -> str | None:
 
 
 def checkpoints_in(storage: Storage, names: Sequence[str], *, most: int | None = None) -> list[TrainerCheckpoint]:
-    """The checkpoints of a training in a folder with these names, ascending by their steps; at most so many, the newest
-    ones. A folder of a model is not one of them: it has no step.
+    """The checkpoints of a training in a folder with these names, in ascending order of steps; with `most`, only those
+    among so many newest names. The folder of a model is left out: it has no step.
     """
     numbered = [
         (number.step, name) if (number := runs.parse_step_name(name)) else (-1, name)
@@ -85,7 +85,7 @@ def checkpoints_in(storage: Storage, names: Sequence[str], *, most: int | None =
 
 
 def _step_in(name: str) -> int | None:
-    """The step in the name of a checkpoint. Those of Lightning may have other numbers, such as a loss."""
+    """The step in the name of a checkpoint. Names of Lightning may have other numbers, such as a loss."""
     if match := _STEP.search(name):
         return int(match[1])
     number = None if name.endswith(_FILE) else runs.parse_step_name(name)
@@ -93,7 +93,7 @@ def _step_in(name: str) -> int | None:
 
 
 def state_files_of(place: Place) -> list[str]:
-    """The files and folders in the checkpoint of a trainer that have no weights, such as those of its optimizer."""
+    """The files and folders in a trainer's checkpoint that have no weights, such as the state of its optimizer."""
     names = place.storage().names("")
     if framework_of(place.text.rstrip("/").rpartition("/")[2], names) in (None, "Hugging Face", _OF_TORCH):
         return []
@@ -101,7 +101,7 @@ def state_files_of(place: Place) -> list[str]:
 
 
 def is_mark(path: str) -> bool:
-    """Whether a file in a checkpoint is one that makes it a checkpoint, or lies below a folder that does."""
+    """Whether a file in a checkpoint marks it as one, or is in a folder that does."""
     return any(mark.fullmatch(path.partition("/")[0]) for _, _, mark in _FRAMEWORKS)
 
 
@@ -111,9 +111,9 @@ def log_at(place: Place) -> events.EventLog:
 
 
 def events_at(place: Place) -> list[events.Event]:
-    """The history beside the checkpoints of a trainer, whose names are those in this folder.
+    """The history beside the checkpoints of a trainer. Its names are relative to this folder.
 
-    That of accelerate is a level higher: in `checkpoints`, accelerate takes each name for a checkpoint.
+    The history of accelerate is one level higher, since accelerate takes each name in `checkpoints` for a checkpoint.
     """
     own, (parent, name) = log_at(place).read(), parent_of(place)
     if own or name != _OF_ACCELERATE:
@@ -137,7 +137,7 @@ def size_of(storage: Storage, name: str) -> int:
 
 
 def time_of(place: Place, name: str) -> float | None:
-    """The time of the last change of a checkpoint on a disk; None where nothing tells it."""
+    """The time of the last change of a checkpoint on a disk; None if it is not known."""
     if place.is_local:
         with suppress(OSError):
             return (urls.local_path(place.text) / name).stat().st_mtime
@@ -145,7 +145,7 @@ def time_of(place: Place, name: str) -> float | None:
 
 
 def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, str]:
-    """The checkpoints that the framework itself names: its tracker's, and the best one by the newest state."""
+    """The checkpoints that the framework itself names: "tracker" by its tracker, "best" by the newest state."""
     storage, by_text = place.storage(), {one.name: one.name for one in found}
     by_text |= {str(one.step): one.name for one in found if one.step is not None}
     named: dict[str, str] = {}
@@ -164,7 +164,10 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
 
 
 def without_second_names(recorded: Sequence[events.Event]) -> list[events.Event]:
-    """The history of a trainer, without the saves of a name with no step in it of what has another name, too."""
+    """The history of a trainer without saves under second names, such as last.ckpt.
+
+    A second name has no step in it, and a save under a name with a step has the same step and record.
+    """
     saves = [one for one in recorded if one["kind"] == "save" and one.get("name")]
     named = [(one["step"], one["record"]) for one in saves if _step_in(one["name"].rpartition("/")[2]) is not None]
     seconds = [one for one in saves if _step_in(one["name"].rpartition("/")[2]) is None]
@@ -172,14 +175,14 @@ def without_second_names(recorded: Sequence[events.Event]) -> list[events.Event]
 
 
 def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:
-    """The names without a step of what is a link to another checkpoint, or by its save a copy of it, such as
-    Lightning's last.ckpt; with the names of the others.
+    """The second names of checkpoints, such as Lightning's last.ckpt, with the first name of each. A second name has no
+    step. It is a link to the other checkpoint, or its save shows that it is a copy.
     """
     folder = urls.local_path(place.text) if place.is_local else None
 
     def facts_of(name: str) -> list[Any]:
         facts: list[Any] = [(save["step"], save["record"])] if (save := saves.get(name)) and save["step"] else []
-        with suppress(OSError):  # it is deleted meanwhile
+        with suppress(OSError):  # deleted meanwhile
             facts += [] if folder is None else [_file_of(folder / name)]
         return facts
 
@@ -190,6 +193,6 @@ def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mappin
 
 
 def _file_of(path: Path) -> tuple[int, int]:
-    """The file that a checkpoint is, or the first one of a folder, which all names of a checkpoint share."""
+    """The device and inode of a checkpoint's file, or of the first file in its folder. All its links share them."""
     file = min((one for one in path.rglob("*") if one.is_file()), default=path) if path.is_dir() else path
     return file.stat().st_dev, file.stat().st_ino

@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 from ...errors import DestinationBusyError, StorageUnavailableError
 from ...plumbing import disk, timing, waits
 from ...plumbing import fields as json_fields
-from ..confined import ConfinedFolder
+from ..confined_files import ConfinedFolder
+from ..publishing.folder_notes import FOLDER, LOCK, Notes
 from ..publishing.folder_replica import FolderReplica, boot_id
-from ..publishing.notes import FOLDER, LOCK, Notes
 from .web import nobody_listens
 
 _TURNSTILE: Final = f"{FOLDER}/turnstile"

@@ -14,8 +14,8 @@ from pathlib import Path
 from ...errors import CorruptCheckpointError, NotAFolderError
 from ...plumbing import LocalStorage, disk, hf_weights, threads
 from ..delta import INDEX, VersionIndex, checksum, weight_map_in
-from .notes import SINGLE
-from .source import VersionSource
+from .folder_notes import SINGLE
+from .version_files import VersionSource
 
 
 class BaseModel:

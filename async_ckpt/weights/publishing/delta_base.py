@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 from ...plumbing import kept_memory, leaf_names, limits, threads
 from ..delta import Encoding, VersionIndex
 from .live_weights import MemoryReplica, update_replica
-from .source import TensorLocation, WeightsState
+from .version_files import TensorLocation, WeightsState
 from .versions import Versions
 
 _log: Final = logging.getLogger("async_ckpt")

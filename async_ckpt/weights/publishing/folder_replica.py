@@ -24,13 +24,13 @@ import torch
 
 from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
 from ...plumbing import device, disk, hf_shards, hf_weights, leaf_names, safetensors, waits
-from ..confined import ConfinedFolder, write_at
+from ..confined_files import ConfinedFolder, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
+from .folder_notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .live_weights import DamagedReplicaError, other_model
-from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
-from .source import Anchor, VersionSource, WeightsState, header_in
+from .version_files import Anchor, VersionSource, WeightsState, header_in
 
 _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.

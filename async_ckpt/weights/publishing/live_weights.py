@@ -23,7 +23,7 @@ from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchEr
 from ...plumbing import device, leaf_names, limits, spec, threads
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from .difference import WrongBaseError, apply, checksum_of
-from .source import Anchor, Frame, TensorLocation, VersionSource, WeightsState
+from .version_files import Anchor, Frame, TensorLocation, VersionSource, WeightsState
 from .versions import Versions
 
 _ALIGNMENT: Final = 64

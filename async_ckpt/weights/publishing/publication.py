@@ -8,7 +8,6 @@ delta is computed against.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Iterator, Mapping
@@ -62,7 +61,7 @@ from ..lent import LentVersion
 from .difference import checksum_of, encode, overwritten_bytes
 from .live_weights import MemoryReplica
 from .series import VersionSeries
-from .source import WeightsState
+from .version_files import WeightsState
 from .versions import UNFINISHED_VERSION
 
 # Encoded frames are collected in memory up to _FILE_BYTES, then written as a file. Tensors are encoded in batches of
@@ -125,11 +124,11 @@ class Publication(WeightsSave):
     async def _wait_for_ranks(self) -> None:
         """Wait until all ranks have published the version, after notifying them that this rank has."""
         try:
-            await asyncio.wrap_future(self.readable)
+            await loops.awaitable(self.readable)
             if self._call is not None and await self._call.all_done([], self._check_failed):
                 await loops.off_loop(self._call.decide)
             elif self._call is not None:
-                await self._call.hear()
+                await self._call.receive()
             self.readable_of_all.set_result(None)
         except BaseException as error:
             self.readable_of_all.set_exception(error)

@@ -35,7 +35,7 @@ from .module import fill, refuse_misfit
 from .of_ranks.pieces import PiecedTensor
 from .of_ranks.rank_replicas import VersionOfRanks
 from .of_ranks.root_versions import RootVersions
-from .source import Anchor
+from .version_files import Anchor
 
 _Into: TypeAlias = str | os.PathLike[str] | torch.nn.Module
 # The number of attempts of a pull while versions that it reads are being replaced.

@@ -31,8 +31,8 @@ from ..delta import (
     version_of,
 )
 from .base_model import BaseModel
-from .notes import SINGLE
-from .source import VersionSource, WeightsState
+from .folder_notes import SINGLE
+from .version_files import VersionSource, WeightsState
 
 # Only the publisher that wrote this file last may add versions.
 _OWNER: Final = "publisher.json"

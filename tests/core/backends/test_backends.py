@@ -23,7 +23,7 @@ from async_ckpt.core.host import memory as memory_module
 from async_ckpt.core.host import pool as pool_module
 from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.loading import fill as fill_module
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.spec import PAGE_BYTES
 from async_ckpt.core.staging import side_stream
 from async_ckpt.core.staging.guard import deferrable
@@ -185,7 +185,7 @@ def on_page(num_bytes: int) -> torch.Tensor:
 
 def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, sim, monkeypatch):
     """As on XPU."""
-    default.release()  # what others have left
+    kept_memory.release()  # what others have left
     given = []
 
     def host_memory(self: Backend, num_bytes: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from racing import Call, Gate
 
 from async_ckpt import Place
+from async_ckpt.core.events.kinds import KINDS, brief, dump, event, largest, parse
 from async_ckpt.core.events.log import FOLDER, MAX_BYTES, NAME, PART_BYTES, EventLog
-from async_ckpt.core.events.shapes import KINDS, brief, dump, event, largest, parse
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.errors import StorageUnavailableError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_ckpt.core.events.goodput import PARTS, Goodput, goodput_of
-from async_ckpt.core.events.shapes import Event, event
+from async_ckpt.core.events.kinds import Event, event
 
 
 def at(kind: str, time: float, step: int | None = None, *, opened: float | None = 0.0, **facts: Any) -> Event:

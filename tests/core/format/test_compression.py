@@ -186,7 +186,7 @@ def test_without_the_package_it_is_said_what_to_install(tmp_path, monkeypatch):
 def test_a_guarded_save_through_a_pool_that_is_too_small_for_it_ends(tmp_path, monkeypatch):
     """What is held until its turn must not keep memory from what comes before it."""
     monkeypatch.setattr(
-        "async_ckpt.core.saving.default._shared.one_off",
+        "async_ckpt.core.saving.kept_memory._shared.one_off",
         async_ckpt.core.saving.saver.Saver(pool_for(BLOCK, 16 * MIB)),
     )
     parameters = [torch.nn.Parameter(torch.randn(MIB)) for _ in range(12)]
@@ -206,7 +206,7 @@ def test_a_guarded_save_through_a_pool_that_is_too_small_for_it_ends(tmp_path, m
 def test_a_guarded_save_whose_first_segments_would_come_later_than_a_small_pool_can_wait_ends(tmp_path, monkeypatch):
     """What is copied at once fills the pool, and a compressor holds it until what comes before it is there."""
     monkeypatch.setattr(
-        "async_ckpt.core.saving.default._shared.one_off",
+        "async_ckpt.core.saving.kept_memory._shared.one_off",
         async_ckpt.core.saving.saver.Saver(pool_for(BLOCK, 16 * MIB)),
     )
     parameter = torch.nn.Parameter(torch.randn(3 * MIB))  # three segments

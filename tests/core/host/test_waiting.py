@@ -24,7 +24,7 @@ from async_ckpt.core.host import waits
 from async_ckpt.core.host.loop import awaitable, get_loop
 from async_ckpt.core.host.threads import start_thread
 from async_ckpt.core.report import Progress
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.staging import snapshot
 
 
@@ -265,7 +265,7 @@ def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, 
 def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     tmp_path, timer, lines, gate, monkeypatch
 ):
-    monkeypatch.setattr(default._shared, "host_memory", with_budget(monkeypatch, MIB))
+    monkeypatch.setattr(kept_memory._shared, "host_memory", with_budget(monkeypatch, MIB))
     save = async_ckpt.wrap(lambda path, value: (gate.passed(), torch.save(value, path)))
     first = save(tmp_path / "1.pt", weight(1))
     waiter = call_that_waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")
@@ -339,7 +339,7 @@ HEAD = """
 import signal, sys
 import async_ckpt
 from async_ckpt.core.host import waits
-from async_ckpt.core.saving.exit import say_on_stderr
+from async_ckpt.core.saving.exit import log_to_stderr
 from async_ckpt.core.timing import Timekeeper
 from children import hold_writes
 from states import open_run, state_at
@@ -454,7 +454,7 @@ def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
 
 @needs_fork
 def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
-    body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); say_on_stderr('told')"
+    body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); log_to_stderr('told')"
     ended = nursery.run(script(body), tmp_path / "run")
 
     assert (ended.status, ended.out, ended.err) == (0, "", "")

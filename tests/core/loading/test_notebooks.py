@@ -54,7 +54,7 @@ def read(value: object) -> Reader:
 @pytest.mark.parametrize(
     "value",
     [
-        SaveReport("committed", 7, ATTACK, 10**9, destinations=(Destination(ATTACK, 1, 1.0, error=ATTACK),)),
+        SaveReport("committed", 7, ATTACK, 10**9, destinations=(Destination(ATTACK, 1, 1.0),)),
         SaveReport("skipped", 7, ATTACK),
         SaveReport("committed", None, ATTACK, unchanged_groups=(ATTACK,)),
         VerifyReport(ATTACK, 1, 2, 0.5, steps=(1,), notes=(ATTACK,)),

@@ -129,9 +129,9 @@ with open_run(here.root) as ckpt:
     here.save(ckpt, states[2], 2)
     if here.rank == 0:
         beats = ckpt._ranks.meeting.start.heartbeats
-        before = beats._heard[1].text
+        before = beats._received[1].text
         here.say("failed")
-        until(lambda: not beats.lost([1]) and beats._heard[1].text != before)
+        until(lambda: not beats.lost([1]) and beats._received[1].text != before)
     here.save(ckpt, states[3], 3)
 """
     world = worlds.start(3, script)
@@ -199,7 +199,7 @@ class Answering:
 def hears(clock: Clock, one: Heartbeats, heard: dict[int, str]) -> None:
     """The store answers with these heartbeats."""
     one._connection.answered_at = clock.now
-    one._hear(heard, was_deaf=False)
+    one._receive(heard, was_deaf=False)
 
 
 def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Heartbeats:
@@ -236,7 +236,7 @@ def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(c
     clock.now += 500  # it was stopped, or its machine was
     assert one.lost([3]) == {}
     one._connection.answered_at = clock.now
-    one._hear({3: "0 "}, was_deaf=True)
+    one._receive({3: "0 "}, was_deaf=True)
     assert one.lost([3]) == {}
     clock.now += 5
     hears(clock, one, {3: "0 "})
@@ -291,11 +291,11 @@ def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = [dist.PrefixStore("a", dist.PrefixStore("b", server)) for _ in range(2)]
     ranks = [beating(store, rank) for rank, store in enumerate(given)]
-    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
+    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._received)
 
-    assert ranks[0]._heard[1].text.isdecimal()  # it has no open calls
-    before = ranks[0]._heard[1].text
-    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].text != before)
+    assert ranks[0]._received[1].text.isdecimal()  # it has no open calls
+    before = ranks[0]._received[1].text
+    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._received[1].text != before)
     assert given[0].check(["token/heartbeat/1"])
 
 
@@ -325,10 +325,10 @@ def test_a_rank_whose_store_nobody_has_any_more_gives_no_more_heartbeats() -> No
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = [dist.PrefixStore("", server) for _ in range(2)]
     ranks = [beating(given[rank], rank) for rank in range(2)]
-    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
+    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._received)
     given.pop()
 
-    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].reads > 20)
+    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._received[1].reads > 20)
 
 
 @pytest.mark.usefixtures("often")

@@ -15,7 +15,7 @@ from states import open_run
 
 from async_ckpt.core.ranks import meeting
 from async_ckpt.core.ranks.meeting import Meeting
-from async_ckpt.core.ranks.store import Connection, Words
+from async_ckpt.core.ranks.store import Connection, Messages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -106,14 +106,14 @@ def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pyt
     """A training asks at every step, about some steps twice, and the store is memory of rank 0's process."""
     monkeypatch.setattr(meeting, "_KEPT", 2)
     store = dist.HashStore()
-    words = Words(Connection(store), "start")
+    messages = Messages(Connection(store), "start")
     first, second = (Meeting((rank, 2), store=store) for rank in range(2))
     for one in (first, second):
-        monkeypatch.setattr(one, "words", lambda: words)
-        monkeypatch.setattr(one, "hear", lambda keys, *_: words.hear(keys, lambda _: None))
+        monkeypatch.setattr(one, "messages", lambda: messages)
+        monkeypatch.setattr(one, "receive", lambda keys, *_: messages.receive(keys, lambda _: None))
     for step in (1, 2, 2, 3, 4):
         answer = first.answers_of_rank_0("due", step, lambda: (True, False))
         assert second.answers_of_rank_0("due", step, tuple) == answer == (True, False)
 
     said = [f"answer/due/{step}/{number}" for step in (1, 2, 3, 4) for number in (0, 1)]
-    assert words.said_of(said) == ["answer/due/3/0", "answer/due/4/0"]
+    assert messages.sent_of(said) == ["answer/due/3/0", "answer/due/4/0"]

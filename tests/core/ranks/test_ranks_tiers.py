@@ -152,9 +152,9 @@ down = [True]
 at("finish", "/far/", lambda: away() if down[0] else None)
 handle = ckpt.save(small(1), 1)
 here.tell([type(handle.exception(PATIENCE)).__name__, "it is away" in str(handle.exception())])
-here.say("failed")
+here.say(f"failed-{here.rank}")
 if here.rank == 0:
-    here.hear("failed")
+    here.hear("failed-0", "failed-1")
     down[0] = False
 here.tell(handle.at(ckpt.roots[1]).result(PATIENCE))
 """

@@ -598,12 +598,12 @@ def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_pa
     body = """
     import warnings
     warnings.simplefilter("ignore", DeprecationWarning)
-    from async_ckpt.core.saving import default
+    from async_ckpt.core.saving import kept_memory
     from async_ckpt.core.storage import locks
     held, go = threading.Event(), threading.Event()
 
     def hold_locks():
-        with locks._ours_lock, locks._replacing, default._shared._making:
+        with locks._ours_lock, locks._replacing, kept_memory._shared._making:
             held.set()
             go.wait()
 

@@ -22,7 +22,7 @@ from states import MIB, assert_is_state, leftovers, open_run, state_at
 import async_ckpt
 from async_ckpt import StorageUnavailableError, TornSnapshotError
 from async_ckpt.core.host import memory as memory_module
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.staging import side_stream, tensors
 from async_ckpt.core.staging.device import Device
 from async_ckpt.core.staging.filler import SegmentFiller
@@ -439,7 +439,7 @@ def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim
 @pytest.mark.parametrize("with_guard", [False, True])
 def test_a_device_that_breaks_under_a_snapshot_fails_it_and_its_memory_is_lent_to_nobody(sim, with_guard, monkeypatch):
     # Memory that is lost counts as lent for good, which would count in other tests.
-    monkeypatch.setattr(default._shared, "host_memory", BufferPool())
+    monkeypatch.setattr(kept_memory._shared, "host_memory", BufferPool())
     p, optimizer = guarded()
     leaked = len(memory_module._leaked)
     with sim.ahead():

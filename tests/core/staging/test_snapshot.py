@@ -25,7 +25,7 @@ from states import MIB, difference, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngState, TornSnapshotError
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.staging import held_snapshot, host_copy, tensors
 from async_ckpt.core.staging.snapshot import Snapshot
 from async_ckpt.core.state.captured import module_of
@@ -84,7 +84,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def lent_bytes() -> str:
-    return repr(default.host_memory()).split(",")[0]
+    return repr(kept_memory.host_memory()).split(",")[0]
 
 
 # --- one instant for all ------------------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
 
 def test_without_a_budget_it_is_what_is_free_of_the_memory(monkeypatch):
     monkeypatch.setattr(async_ckpt.core.host.limits, "free_memory_bytes", lambda: 2 * MIB)
-    default.release()
+    kept_memory.release()
     with pytest.raises(MemoryError, match="half of the free host memory is"):
         async_ckpt.snapshot({"a": torch.ones(3 * MIB // 4)})
 
@@ -592,7 +592,7 @@ def test_what_cannot_be_stored_is_refused_by_name_and_holds_nothing():
 
 def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     gc.collect()
-    default.release()  # what other tests have left
+    kept_memory.release()  # what other tests have left
     weights = torch.ones(4 * MIB // 4)
     alive: list[weakref.ref[Any]] = []
     with open_run(tmp_path, keep=1) as ckpt:
@@ -608,7 +608,7 @@ def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     assert [ref() for ref in alive] == [None] * 30
     async_ckpt.snapshot({"w": weights}).close()
     assert lent_bytes().startswith("<BufferPool 0 bytes lent")
-    assert len(default.host_memory()._idle) <= 2
+    assert len(kept_memory.host_memory()._idle) <= 2
 
 
 def test_handles_that_are_kept_keep_no_memory(tmp_path):

@@ -38,7 +38,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError, UnsupportedStateError
-from async_ckpt.core.saving.default import host_memory
+from async_ckpt.core.saving.kept_memory import host_memory
 
 # --- models, and what is read back --------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from safetensors import safe_open
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
-from async_ckpt.core.saving.default import host_memory
+from async_ckpt.core.saving.kept_memory import host_memory
 from async_ckpt.core.storage.store_facts import PROBE
 from async_ckpt.testing import FaultyProxy
 

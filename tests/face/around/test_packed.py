@@ -33,7 +33,7 @@ from async_ckpt import (
     pack,
     unpack,
 )
-from async_ckpt.core.format.tarball import Tarball, TarEntry, stays_inside
+from async_ckpt.core.format.tar_of_files import Tarball, TarEntry, stays_inside
 from async_ckpt.core.host.pool import Lease, SegmentPool
 from async_ckpt.core.host.threads import Crew
 from async_ckpt.core.staging.file_segments import FilesImage, FileSource, SourceFiles, scan

@@ -31,7 +31,7 @@ from wrapped import loaded, names, records, save_text
 import async_ckpt
 from async_ckpt import NothingWrittenError, SaveHandle, SaveReport, UnsupportedStateError, wrap
 from async_ckpt.core.host.threads import LibraryThread
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 from async_ckpt.core.spec import with_article
 
 # --- which argument is the destination ---------------------------------------------------------------------------
@@ -572,14 +572,14 @@ def test_a_hundred_calls_leave_no_threads_descriptors_or_memory(tmp_path):
     threads, files = count()
     assert threads <= before[0] + 4  # a crew's threads may still be about to end
     assert files <= before[1] + 2
-    assert default.host_memory()._idle_bytes() <= 32 * MIB
+    assert kept_memory.host_memory()._idle_bytes() <= 32 * MIB
 
 
 def test_release_gives_the_memory_back(tmp_path):
     wrap(torch.save)(torch.ones(1000), tmp_path / "x.pt").result()
     async_ckpt.release()
 
-    assert repr(default.host_memory()).endswith(", 0 buffers idle>")
+    assert repr(kept_memory.host_memory()).endswith(", 0 buffers idle>")
 
 
 # --- functions within functions ----------------------------------------------------------------------------------
@@ -602,7 +602,7 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(default._shared, "host_memory", with_budget(monkeypatch, 1000))
+    monkeypatch.setattr(kept_memory._shared, "host_memory", with_budget(monkeypatch, 1000))
     inner = wrap(torch.save)
     handles = []
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signa
 HEAD = """
 import os, signal, sys, threading
 import torch
-from async_ckpt.core.saving import default
+from async_ckpt.core.saving import kept_memory
 import async_ckpt
 from async_ckpt import wrap
 from racing import until
@@ -279,18 +279,18 @@ def test_a_forked_child_wraps_with_memory_of_its_own(tmp_path, nursery):
 
 def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
     body = """
-    from async_ckpt.core.saving import default
+    from async_ckpt.core.saving import kept_memory
     from async_ckpt.core.staging.host_copy import LentBuffer
     held, go = threading.Event(), threading.Event()
-    default.files_saver()
+    kept_memory.files_saver()
 
     def hold_locks():
         with (
-            default.host_memory()._changed,
+            kept_memory.host_memory()._changed,
             async_ckpt.wrap.__globals__["_busy_lock"],
-            default.files_saver().pool._changed,
+            kept_memory.files_saver().pool._changed,
         ):
-            default.host_memory()._lent.add(LentBuffer(1 << 62, is_held=False))
+            kept_memory.host_memory()._lent.add(LentBuffer(1 << 62, is_held=False))
             held.set()
             go.wait()
 

@@ -11,7 +11,7 @@ from served_engines import ServedEngine
 from torch.multiprocessing import reductions
 
 import async_ckpt
-from async_ckpt.integrations.common import frameworks
+from async_ckpt.integrations.common import framework_checks
 
 pytest.importorskip("sglang", reason="sglang is not installed: make test-sglang")
 
@@ -218,7 +218,7 @@ def test_a_name_that_has_moved_is_named_before_the_engine_is_told_anything(monke
 
 def test_another_version_of_sglang_gives_one_warning(monkeypatch):
     monkeypatch.setattr(sglang, "__version__", "0.6.1")
-    frameworks.require.cache_clear()
+    framework_checks.require.cache_clear()
     trained = Policy()
 
     def send_twice() -> None:
@@ -230,4 +230,4 @@ def test_another_version_of_sglang_gives_one_warning(monkeypatch):
         send_twice()
 
     assert len(told) == 1
-    frameworks.require.cache_clear()
+    framework_checks.require.cache_clear()

@@ -39,7 +39,7 @@ from states import difference
 from async_ckpt import CheckpointError, StorageFullError, files
 from async_ckpt.core.saving.ledger import all_saves
 from async_ckpt.core.storage.local import LocalSink
-from async_ckpt.integrations.common.frameworks import require
+from async_ckpt.integrations.common.framework_checks import require
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 
 if not NAMES:

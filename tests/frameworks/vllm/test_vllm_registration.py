@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import async_ckpt
-from async_ckpt.integrations.common import frameworks
+from async_ckpt.integrations.common import framework_checks
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 
@@ -32,7 +32,7 @@ REGISTRIES = (
 def forget() -> None:
     """As in a process that has just imported vLLM."""
     register.cache_clear()
-    frameworks.require.cache_clear()
+    framework_checks.require.cache_clear()
     for registry in REGISTRIES:
         registry.pop("async_ckpt", None)
 

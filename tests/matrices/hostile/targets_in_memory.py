@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from functools import partial
 
-from async_ckpt.core.events import shapes
+from async_ckpt.core.events import kinds
 from async_ckpt.core.format import digests, index, safetensors, tar, zstd
 from async_ckpt.core.format.digests import block_digest
 from async_ckpt.core.pickles import saved_objects
@@ -168,12 +168,12 @@ def parse_journal(data: bytes) -> None:
 
 
 def parse_history(data: bytes) -> None:
-    for one in shapes.parse(data):
+    for one in kinds.parse(data):
         if one["kind"] == "save":
-            shapes.bandwidth_of(one)
-            shapes.brief(one["record"])
-            shapes.largest(one["groups"])
-        shapes.dump([one])
+            kinds.bandwidth_of(one)
+            kinds.brief(one["record"])
+            kinds.largest(one["groups"])
+        kinds.dump([one])
 
 
 def parse_delta_index(data: bytes) -> None:

@@ -31,9 +31,9 @@ from async_ckpt.errors import CheckpointError, StorageUnavailableError
 from async_ckpt.files import extract
 from async_ckpt.tools.command.main import app, status_of
 from async_ckpt.weights import delta
-from async_ckpt.weights.confined import ConfinedFolder
+from async_ckpt.weights.confined_files import ConfinedFolder
 from async_ckpt.weights.following.shared_folder import SharedFolder
-from async_ckpt.weights.publishing.notes import Notes
+from async_ckpt.weights.publishing.folder_notes import Notes
 from async_ckpt.weights.publishing.versions import Versions
 
 from . import seed_inputs as seeds

@@ -23,12 +23,12 @@ from typing import Final, NamedTuple
 
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.calls import Calls
-from async_ckpt.core.runs.announce import Announcer
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.root import Root
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.runs.sweep import Sweeper
 from async_ckpt.core.runs.tenure import Tenure
+from async_ckpt.core.runs.trackers import Announcer
 from async_ckpt.core.storage.interface import Storage
 
 from .commit_state import Attempt, Configuration, Manifest, Rank, Seen, Start, State, Store, line_of, retired_by
@@ -65,7 +65,7 @@ STANDS_FOR: Final = {
     "look after deleting": Run._needed_of,
     "put back": Sweeper.delete,
     "refuse": Agreement._refuse_for_all,
-    "hear": Calls._hear_decision,
+    "hear": Calls._note_decision,
     "hear nothing": Exchange.manifest,
 }
 

@@ -246,7 +246,7 @@ class _Task:
                 raise OSError("it cannot write")
             if self.player.number:
                 await made.agree(_ARCHIVE, _TIMES)
-                await made.hear()
+                await made.receive()
             else:
                 await self._lead(made)
             self.outcome = "committed"

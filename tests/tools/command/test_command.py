@@ -23,7 +23,7 @@ from states import open_run, state_at
 import async_ckpt
 from async_ckpt.core.runs.naming import naming_of
 from async_ckpt.core.storage.local import LocalStorage
-from async_ckpt.tools.command.screen import print_table
+from async_ckpt.tools.command.output import print_table
 from benchmarks.restarts import step_on_disk
 
 ESCAPES = "red\x1b[31m\nnext"
@@ -362,6 +362,14 @@ def test_inspect_prints_one_tensor_as_torch_does(tmp_path: Path) -> None:
         printed = run_command("inspect", tmp_path / "run", f"t{number:02d}").stdout
         assert f"\n{tensor!s}\n" in printed
     assert "tensor(" not in run_command("inspect", tmp_path / "run", "t0*").stdout
+
+
+def test_inspect_prints_each_of_several_values_that_are_named_in_their_order(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"epoch": 7, "name": "a"}, 1).result()
+    for names in (("epoch", "name"), ("name", "epoch")):
+        assert json.loads(run_command("inspect", tmp_path / "run", *names).stdout) == {"epoch": 7, "name": "a"}
+    assert run_command("inspect", tmp_path / "run", "name").stdout == '"a"\n'
 
 
 def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from states import open_run
 
 import async_ckpt
 from async_ckpt import SaveReport
-from async_ckpt.core.events.shapes import event
+from async_ckpt.core.events.kinds import event
 from async_ckpt.core.host.operations import Ended, listen
 from async_ckpt.core.report import sized
-from async_ckpt.integrations.measurements import DURATION, IO, STALL, STEP_SIZE, measured
+from async_ckpt.integrations.metric_table import DURATION, IO, STALL, STEP_SIZE, measured
 from async_ckpt.tools.command.listing import Best
+from async_ckpt.tools.command.output import in_table, shown_seconds
 from async_ckpt.tools.command.page.columns import columns_of
 from async_ckpt.tools.command.page.pictures import pictures_of
 from async_ckpt.tools.command.page.summary import facts_of
-from async_ckpt.tools.command.screen import in_table, shown_seconds
 
 # The history rounds times.
 ROUNDED = 1e-5

@@ -20,7 +20,7 @@ from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, run_command, store_options
 from states import open_run
 
-from async_ckpt.core.events.shapes import Event, event
+from async_ckpt.core.events.kinds import Event, event
 from async_ckpt.tools.command.listing import Best
 from async_ckpt.tools.command.page.columns import columns_of, stored_bytes
 from async_ckpt.tools.command.page.document import page_of

@@ -50,12 +50,12 @@ from async_ckpt import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from async_ckpt.core.saving.default import host_memory
+from async_ckpt.core.saving.kept_memory import host_memory
 from async_ckpt.core.storage import store_facts
 from async_ckpt.core.storage.place import storage_at
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.weights.delta import INDEX, folder_of, parse
-from async_ckpt.weights.publishing import source
+from async_ckpt.weights.publishing import version_files
 from async_ckpt.weights.publishing.delta_base import DeltaBase
 from async_ckpt.weights.publishing.versions import Ownership
 from examples.dispatch import LocalDispatch, Trainee
@@ -994,7 +994,7 @@ def test_a_pull_begins_again_where_what_it_reads_is_replaced(bucket, s3, tmp_pat
         for version in (1, 2, 3):
             publisher.publish(model, version).result()
             changed(model)
-    real, model = source.VersionSource.open, torch.nn.Linear(64, 64)
+    real, model = version_files.VersionSource.open, torch.nn.Linear(64, 64)
 
     def open_(self, file):
         monkeypatch.undo()
@@ -1002,7 +1002,7 @@ def test_a_pull_begins_again_where_what_it_reads_is_replaced(bucket, s3, tmp_pat
             publisher.publish(model, 2).result()
         return real(self, file)
 
-    monkeypatch.setattr(source.VersionSource, "open", open_)
+    monkeypatch.setattr(version_files.VersionSource, "open", open_)
     for into in (torch.nn.Linear(64, 64), tmp_path / "local"):
         assert Subscriber(place).pull(into).version == 2
         weights = weights_in(into) if isinstance(into, Path) else dict(into.state_dict())

@@ -31,7 +31,7 @@ from async_ckpt.weights.delta import INDEX, SliceOf
 from async_ckpt.weights.publishing.live_weights import PullResult
 from async_ckpt.weights.publishing.of_ranks import rank_replicas, root_versions
 from async_ckpt.weights.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, own_slices, sliced_tensors
-from async_ckpt.weights.publishing.source import WeightsState
+from async_ckpt.weights.publishing.version_files import WeightsState
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 

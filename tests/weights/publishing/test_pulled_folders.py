@@ -26,9 +26,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 import transformers
 
 from async_ckpt import Publisher, StorageFullError, StorageUnavailableError, Subscriber
-from async_ckpt.weights.confined import ConfinedFolder
+from async_ckpt.weights.confined_files import ConfinedFolder
 from async_ckpt.weights.publishing import folder_replica as folders
-from async_ckpt.weights.publishing.notes import Notes
+from async_ckpt.weights.publishing.folder_notes import Notes
 
 WEIGHTS = "model.safetensors"
 

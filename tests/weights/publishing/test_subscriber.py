@@ -39,7 +39,7 @@ from async_ckpt import (
 from async_ckpt.core.storage.place import storage_at
 from async_ckpt.weights.delta import INDEX, checksum
 from async_ckpt.weights.publishing import folder_replica as folders
-from async_ckpt.weights.publishing import source
+from async_ckpt.weights.publishing import version_files
 
 LAST = 4
 
@@ -742,7 +742,7 @@ def test_a_folder_may_be_where_a_disk_is_mounted(line, tmp_path):
 
 
 def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(line, local, monkeypatch):
-    real = source.VersionSource.open
+    real = version_files.VersionSource.open
 
     def open_(self: Any, file: str) -> Any:
         monkeypatch.undo()
@@ -750,7 +750,7 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
         return real(self, file)
 
     subscriber = line.subscriber()
-    monkeypatch.setattr(source.VersionSource, "open", open_)
+    monkeypatch.setattr(version_files.VersionSource, "open", open_)
     with pytest.raises(NotCommittedError, match="version 1 does not exist, and version 2 is a delta against it"):
         subscriber.pull(local)
     with Line(line.root, line.model) as again:

@@ -11,7 +11,7 @@ from exported import assert_same, state_of
 
 from async_ckpt import NotCommittedError, Publisher, StateMismatchError, Subscriber, UnsupportedStateError
 from async_ckpt.core.host import limits
-from async_ckpt.core.saving.default import host_memory
+from async_ckpt.core.saving.kept_memory import host_memory
 
 
 def layers() -> torch.nn.Sequential:

@@ -1,9 +1,9 @@
-"""Saved archives, opened for a reader, and checked as far as their bytes are read.
+"""Saved archives, opened for a reader. The bytes that are read are verified.
 
-- `find` goes from a path or a run to a committed step, and hands its archives to a reader. It has the face open files
-  of other programs.
-- `contents` is the common base: a tree of names, and the places of each tensor's bytes.
-- `archive` is one file of this library.
+- `find` locates the committed step of a path or a run, and passes its archives to a reader. The face opens files of
+  other programs for it.
+- `contents` is the common base: a tree of names, and the location of each tensor's bytes.
+- `archive` is one file written by this library.
 - `copies` reads one archive block by block from several places.
 - `step_archives` opens the archives of several ranks as they are needed; `merged_archives` presents them as one file.
 """

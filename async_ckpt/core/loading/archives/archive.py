@@ -29,24 +29,24 @@ from .contents import Contents
 from .copies import Copies
 
 T = TypeVar("T")
-# Read around a header: it takes in several small members at once, and little of a large one.
+# The bytes to read around a header: they include several small members, and only a small part of a large one.
 _NEAR_BYTES: Final = 64 * KIB
-# Read first of an archive that is not verified: most indices fit into it.
+# The bytes to read first from an archive that is not verified: most indices fit into them.
 _BEGIN_BYTES: Final = 256 * KIB
 
 
 class OpenArchive(Contents):
     """One archive whose index has been read and, with `verify`, compared with its digest.
 
-    Whoever opens a file or a step creates it, and closes `reader`. Only `read_into`, `verify` and `damaged_blocks` may
-    be called from several threads.
+    The code that opens a file or a step creates it, and closes `reader`. Only `read_into`, `verify` and
+    `damaged_blocks` may be called from several threads.
 
     Args:
-        first_block: the first block of the file, if it has been read already.
-        copies: the same archive at all places that hold it, to be read where this reader's copy is not sound.
+        first_block: the first block of the file, if it was already read.
+        copies: the same archive at all places that hold it, for blocks that are not sound in this reader's copy.
 
     Raises CorruptCheckpointError for anything that is not an intact archive of this library, and FormatVersionError for
-    one of a newer version.
+    an archive of a newer version.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class OpenArchive(Contents):
         copies: Copies | None = None,
     ) -> None:
         super().__init__(reader, path=path)
-        self._copies: Copies | None = None  # none until the index has been compared: it is parsed before
-        self._turned = False  # everything is read from `_copies`
+        self._copies: Copies | None = None  # set after the index, which is parsed first, has been verified
+        self._turned = False  # True if everything is read from `_copies`
         self._digests: bytes | None = None
         # The first blocks, which hold the index and often the first headers.
         self._first_bytes = first_block or first_bytes(
             reader, path=path, at_most=BLOCK_BYTES if verify else _BEGIN_BYTES
         )
-        # The last read: headers lie close together, and a store is slow to answer.
+        # The last read: headers are close together, and reads from a store have a high latency.
         self._nearby = Extent(0, 0), memoryview(b"")
-        self._verified_blocks = self._nearby  # the same for verified blocks: small tensors lie close together, too
-        if blocks.begins(self._first_bytes[: blocks.HEAD_BYTES]):  # and as large as the archive itself
+        self._verified_blocks = self._nearby  # the last read of verified blocks: small tensors are close together, too
+        if blocks.begins(self._first_bytes[: blocks.HEAD_BYTES]):  # compressed, but with the size of the archive
             reader = self._reader = BlocksInTarReader(reader, path, bytes(self._first_bytes[: blocks.HEAD_BYTES]))
             self._first_bytes = first_bytes(reader, path=path, at_most=len(self._first_bytes))
         index_text = self._read_head()
@@ -86,7 +86,7 @@ class OpenArchive(Contents):
         if verify:
             self._digests = self._read_digests()
             self.read(Extent(0, self._head_bytes))
-        self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
+        self._headers: dict[int, Extent] = {}  # the headers of checked members, from the tar header on
         self.num_begun = len(self._first_bytes)
         """The number of bytes that opening has read, in whole blocks or to the end; compared, with `verify`."""
         self._copies = copies
@@ -103,12 +103,12 @@ class OpenArchive(Contents):
         return digests.self_digest(bytes(self._tail[: self.index.digests.data.length]))
 
     def keep_little(self) -> None:
-        """Drop everything but the index from memory, for a reader that opens many archives."""
+        """Drop everything except the index from memory, for a reader that opens many archives."""
         self._first_bytes = memoryview(bytes(self._first_bytes[: self._head_bytes]))
         self._verified_blocks = self._nearby
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target`, from memory as far as opening has read the bytes."""
+        """Fill `target`, from memory where opening the archive has read the bytes."""
         self._or_from_copies(partial(self._read_once, offset, target))
 
     def _read_once(self, offset: int, target: memoryview) -> None:
@@ -121,14 +121,12 @@ class OpenArchive(Contents):
             try:
                 super().read_into(offset, target)
             except DamagedBlocksError as error:
-                if "index" not in vars(self):  # it is being read, so no tensor can be named
+                if "index" not in vars(self):  # the index is being read, so the tensors are not known
                     raise
                 raise self.damage_error(error.blocks) from error
 
     def _or_from_copies(self, read: Callable[[], T]) -> T:
-        """The result of `read`; if this copy fails it, all that is not in memory is from now on read from the others,
-        too.
-        """
+        """The result of `read`. If this copy fails, `read` is repeated; from then on, reads may use any copy."""
         had_turned = self._turned
         try:
             return read()
@@ -155,7 +153,7 @@ class OpenArchive(Contents):
         return bytes(data[extent.offset - wide.offset :][: extent.length])
 
     def _read_near(self, extent: Extent) -> bytes:
-        """The bytes of a small extent, not verified. Its surroundings are read with it and kept."""
+        """The bytes of a small extent, not verified. The bytes around it are also read, and kept."""
         wide, data = self._nearby
         if not (wide.offset <= extent.offset and extent.end <= wide.end):
             wide = _aligned(extent, _NEAR_BYTES, self.index.file_bytes)
@@ -168,8 +166,9 @@ class OpenArchive(Contents):
         return self._digests is not None
 
     def verify(self, offset: int, data: memoryview) -> None:
-        """Compare whole blocks that begin at `offset` with their digests, and replace the damaged ones by sound copies
-        from other places. Bytes after the covered part are ignored.
+        """Compare whole blocks that begin at `offset` with their digests, and replace damaged ones from other places.
+
+        Bytes after the part covered by digests are ignored.
         """
         blocks = self.damaged_blocks(offset, data)
         if not blocks:
@@ -187,13 +186,13 @@ class OpenArchive(Contents):
             raise CorruptCheckpointError(message, path=self.path, tensors=error.tensors) from nowhere
 
     def damaged_blocks(self, offset: int, data: memoryview) -> list[int]:
-        """The numbers of the blocks that do not match their digests; the arguments are those of `verify`."""
+        """The numbers of the blocks that do not match their digests. The arguments are the same as for `verify`."""
         if self._digests is None:
             return []
         return digests.damaged_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
 
     def damage_error(self, blocks: Sequence[int]) -> CorruptCheckpointError:
-        """The error for damaged blocks, given in ascending order: it names the tensors in them."""
+        """The error for damaged blocks, given in ascending order. It names the tensors in the blocks."""
         begins = [number * BLOCK_BYTES for number in blocks]
         if len(blocks) == 1:
             mismatch = f"block {blocks[0]} (from byte {begins[0]:,}) does not match its digest"
@@ -215,8 +214,8 @@ class OpenArchive(Contents):
     def _compare(self, extent: Extent) -> None:
         """Compare the blocks of an extent with their digests, even if the archive is not verified.
 
-        Bytes that are about to be refused for another reason must be known to be intact. The digests are located
-        without the index, which may itself be damaged.
+        An error for another reason may only be raised if the bytes are intact. The digests are located without the
+        index, which may itself be damaged.
         """
         covered_bytes, expected = self._find_digests()
         wide = _aligned(extent, BLOCK_BYTES, covered_bytes)
@@ -243,7 +242,7 @@ class OpenArchive(Contents):
         return data
 
     def _read_head(self) -> bytes:
-        """The text of the index, not checked yet."""
+        """The text of the index, not verified yet."""
         header = bytes(self._first_bytes[: tar.BLOCK])
         try:
             name, length = tar.parse_header(header)
@@ -281,7 +280,7 @@ class OpenArchive(Contents):
             raise self.corrupt(str(error)) from error
 
     def check_members(self, members: Iterable[int]) -> None:
-        """Compare the tar and safetensors headers of these members with the index, before anything is read by either.
+        """Compare the tar and safetensors headers of these members with the index before their data is read.
 
         The blocks of the headers are compared with their digests later, together with the data after them.
         """
@@ -329,11 +328,11 @@ class OpenArchive(Contents):
         return loaded
 
     def _untrusted_error(self, wanted: Sequence[StoredLeaf], data: bytes, refusal: str) -> UntrustedObjectError:
-        """The error for pickled leaves, which are all in one pickle: it names those that need trust."""
+        """The error for pickled leaves, which are all in one pickle. It names the leaves that need trust."""
         refused = saved_objects.needing_trust(data)
         leaves = [leaf for leaf in wanted if not refused or leaf.number in refused]
         beside = ""
-        if not leaves:  # others that were not asked for need it
+        if not leaves:  # only leaves that were not selected need trust
             beside = f"{_listed(wanted)}: in one pickle with "
             leaves = [
                 leaf for leaf in decode(self.index.skeleton)[1] if leaf.kind == "object" and leaf.number in refused
@@ -369,7 +368,7 @@ class OpenArchive(Contents):
 def open_named(
     reader: Reader, entry: Archive, *, path: str, verify: bool = True, copies: Copies | None = None
 ) -> OpenArchive:
-    """The archive behind a reader, by its entry in a manifest. Raises CorruptCheckpointError if it is another one."""
+    """Opens the archive of a manifest entry. Raises CorruptCheckpointError if the file is a different archive."""
     reader = open_sized(reader, path, entry.num_bytes)
     if reader.num_bytes != entry.num_bytes:
         raise CorruptCheckpointError(
@@ -389,7 +388,7 @@ def _listed(leaves: Sequence[StoredLeaf]) -> str:
 def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:
     """The first `at_most` bytes of a file, or all of it. Raises CorruptCheckpointError if it ends too early."""
     num_bytes = min(reader.num_bytes, at_most)
-    # A disk reads past its cache into whole pages. Such memory is made slower than that of a few bytes.
+    # Reads that bypass the page cache need whole pages. Such memory takes longer to allocate than a few bytes.
     data = HostBuffer(num_bytes).view if num_bytes >= BLOCK_BYTES else memoryview(bytearray(num_bytes))
     try:
         reader.read_into(0, data)
@@ -406,6 +405,6 @@ def _aligned(extent: Extent, granule: int, limit: int) -> Extent:
 
 
 def _touches(extent: Extent, blocks: Sequence[int]) -> bool:
-    """True if a byte of the extent lies in one of these blocks, given in ascending order."""
+    """True if a byte of the extent is in one of these blocks, given in ascending order."""
     at = bisect_left(blocks, extent.offset // BLOCK_BYTES)
     return extent.length > 0 and at < len(blocks) and blocks[at] * BLOCK_BYTES < extent.end

@@ -1,6 +1,6 @@
 """The content of a file by name, given its index.
 
-In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
+In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are stored.
 Knows nothing of: the origin of the index, digests, runs of bytes, live objects.
 """
 
@@ -33,11 +33,11 @@ from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
 Groups = Collection[str] | None
-CPU: Final = torch.device("cpu")  # passed explicitly, because a caller may have set another default
+CPU: Final = torch.device("cpu")  # passed explicitly, because the caller may have set another default device
 
 
 class Source(NamedTuple):
-    """The place of a part of a tensor: `box` of it is read from this piece of this file."""
+    """The location of a part of a tensor: `box` is read from this piece of this file."""
 
     file: Contents
     piece: Slice
@@ -45,9 +45,9 @@ class Source(NamedTuple):
 
 
 class Contents:
-    """A file with an index, whose tensors are read by number. Subclasses say what its bytes are compared with.
+    """A file with an index, whose tensors are read by number. Subclasses verify its bytes.
 
-    Whoever opens the file creates it, and closes its reader. It belongs to the thread that loads, except for
+    The code that opens the file creates it, and closes its reader. It belongs to the thread that loads, except for
     `read_into`, which any thread may call.
     """
 
@@ -60,7 +60,7 @@ class Contents:
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
     def __init__(self, reader: Reader | None, *, path: str) -> None:
-        """`reader` is None where all bytes are in other files."""
+        """`reader` is None if all bytes are in other files."""
         self.path = path
         self._reader: Any = reader
 
@@ -98,8 +98,9 @@ class Contents:
         return (self, *(self._lender(number) for number in range(len(self.index.lenders))))
 
     def pieces(self, number: int) -> list[tuple[Contents, Slice]]:
-        """The slices of a tensor that the file has, and those that archives of earlier steps have for it. The latter
-        have the same path, box and dtype there: so nothing is allocated that is not in one of the files.
+        """The slices of a tensor in this file, and the slices of it that archives of earlier steps have.
+
+        Raises CorruptCheckpointError if an earlier archive lacks such a slice: memory is only allocated for saved data.
         """
         tensor = self.index.tensors[number]
         pieces: list[tuple[Contents, Slice]] = [(self, piece) for piece in tensor.slices]
@@ -127,7 +128,7 @@ class Contents:
         return self.lender_of(folder, name)
 
     def is_of_others(self, path: Path) -> bool:  # noqa: ARG002
-        """True if this rank had no such entry, and other ranks had."""
+        """True if other ranks had such an entry and this rank did not."""
         return False
 
     def is_of_each(self, number: int) -> bool:  # noqa: ARG002
@@ -139,21 +140,22 @@ class Contents:
         return []
 
     def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:  # noqa: ARG002
-        """A digest for each pickled leaf, by its number, of what loading it would do; nothing is unpickled."""
+        """A digest of each pickled leaf, by number, computed from its pickle's operations; nothing is unpickled."""
         return {}
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """Announce the parts of tensors that will be read, so that they are located together; None is a whole one."""
+        """Announce the parts of tensors to read, so that they are located together; None for a whole tensor."""
 
     @property
     def has_all_names(self) -> bool:
-        """True if every name of the checkpoint is known, so that a name not found here does not exist."""
+        """True if every name of the checkpoint is known, so that a name that is not found does not exist."""
         return True
 
     def learn_names(self) -> bool:
-        """Open archives until all names are known: a rank that restores opens only its own before one is missing there.
+        """Open archives until all names are known. Returns True if there may be new names.
 
-        Returns True if there may be new names. Trees and numbers that were taken before are then invalid.
+        A rank that restores opens only its own archive until a name is missing there. If the result is True, trees and
+        numbers obtained before are invalid.
         """
         return False
 
@@ -174,23 +176,23 @@ class Contents:
             self._reader.read_into(offset, target)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
-        except FileNotFoundError as error:  # of a store: a file on a disk can be read to its end
+        except FileNotFoundError as error:  # in a store; a deleted file on a disk can be read to its end
             raise self.corrupt("it was deleted while it was read") from error
 
     def share(self) -> None:
-        """Keep what is read in the page cache, if the file is on a disk: other processes are about to read the same."""
+        """Keep the bytes read from a local file in the page cache, since other processes are about to read them."""
         if isinstance(self._reader, LocalReader):
             self._reader.share()
 
     @property
     def is_shared(self) -> bool:
-        """True if what is read is kept in the page cache."""
+        """True if the bytes that are read are kept in the page cache."""
         return isinstance(self._reader, LocalReader) and self._reader.is_shared
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
-        """The places to read a tensor from, each element once; only `within` will be read of it, None for all.
+        """The places to read a tensor from, each element once; only the box `within` will be read, None for all.
 
-        Raises ValueError if this is the file of one rank, and has only a part of the tensor.
+        Raises ValueError if this is the file of one rank with only a part of the tensor.
         """
         tensor = self.index.tensors[number]
         ranks = self.index.ranks
@@ -205,7 +207,7 @@ class Contents:
         return sources
 
     def writers(self, number: int) -> Collection[int]:  # noqa: ARG002
-        """The ranks that wrote parts of a tensor, ascending; none if this is not the file of a rank."""
+        """The ranks that wrote parts of a tensor, ascending; empty if this is not the file of a rank."""
         return () if self.index.ranks is None else (self.index.ranks.rank,)
 
     def content(self, number: int) -> bytes:
@@ -224,11 +226,11 @@ class Contents:
 
     @property
     def is_local_file(self) -> bool:
-        """Whether `map` takes this: a file on this machine, as it is."""
+        """Whether `map` works: the file is on this machine, and not compressed."""
         return isinstance(self._reader, LocalReader)
 
     def map(self) -> mmap_module.mmap:
-        """A map of the opened file, even if its path now names another; only this process sees writes to it."""
+        """A map of the opened file, even if its path now refers to another file. Writes are private to this process."""
         if not isinstance(self._reader, LocalReader):
             raise ValueError(
                 f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; "
@@ -244,10 +246,9 @@ class Contents:
     def tree(
         self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
-        """The saved structure, with a `StoredLeaf` for each leaf that the index does not hold itself, and a list of
-        these.
+        """The saved structure, with a `StoredLeaf` for each leaf outside of the index, and the list of these leaves.
 
-        With `groups`, only these top-level entries are included. Without `types`, values of the classes that are saved
+        With `groups`, only these top-level entries are included. If `types` is None, values of classes that are saved
         by name are instances of `OfClass`.
         """
         try:
@@ -260,7 +261,7 @@ class Contents:
         return value, stored
 
     def entries(self) -> list[Any] | None:
-        """The keys at the top level; None where the state is not a dict."""
+        """The keys at the top level; None if the state is not a dict."""
         try:
             return top_keys(self.index.skeleton)
         except ValueError as error:
@@ -279,7 +280,7 @@ class Contents:
         return self.corrupt(f"its skeleton cannot be read ({error})")
 
     def match(self, chosen: Selector, groups: Groups) -> None:
-        """Pass every path of these top-level entries to the selector, which notes the patterns that match."""
+        """Pass every path of these top-level entries to the selector, which records the patterns that match."""
         try:
             decode(self.index.skeleton, keep=_path_filter(groups, chosen))
         except ValueError as error:
@@ -293,21 +294,21 @@ class Contents:
         num_users = Counter(self.primary(leaf.number) for leaf in leaves)
         for leaf in leaves:
             tensor = self.index.tensors[leaf.number]
-            # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
+            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could use any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
                 raise ValueError(f"{tensor.dotted!r:.200} has several meanings in the checkpoint")
             if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
                 raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def primary(self, number: int) -> int:
-        """The number of the tensor that stores the bytes: the same, or that of the tensor to which this one is tied."""
+        """The number of the tensor that stores the bytes: `number`, or the number of the tensor that it is tied to."""
         alias = self.index.tensors[number].alias_of
         return number if alias is None else alias
 
     def leaf(self, leaf: StoredLeaf, tensor: torch.Tensor, device: torch.device) -> Any:
         """The value of a stored leaf, given the tensor with its bytes.
 
-        Except for "bytes", it may be filled afterwards.
+        Except for "bytes", the tensor may be filled afterwards.
         """
         if leaf.kind == "tensor":
             return tensor if is_at(tensor, device) else tensor.to(device)
@@ -319,7 +320,7 @@ class Contents:
             raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
 
     def made(self, saved: InnerTensors, inner: dict[str, Any], *, are_read: bool = True) -> Any:
-        """The wrapped tensor of these inner tensors. Raises ValueError if its class refuses them."""
+        """The wrapped tensor built from these inner tensors. Raises ValueError if its class refuses them."""
         if saved.wrapper is None or saved.wrapper.cls is not None:
             return saved.made(inner)
         try:
@@ -350,7 +351,7 @@ class Contents:
         indexed = self.index.tensors[number]
         tensor = torch.empty(indexed.shape, dtype=self.dtype(number), device=device)
         if is_host(device) and tensor.nbytes >= BLOCK_BYTES:
-            # The kernel would take longer to provide small pages than we to fill them.
+            # The kernel would take longer to provide small pages than it takes to fill them.
             advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
@@ -360,7 +361,7 @@ def sources_in(
     shape: tuple[int, ...],
     cover_of: Callable[[tuple[int, ...], tuple[Box, ...]], Cover] = cover,
 ) -> tuple[list[Source], list[Box]]:
-    """The places to read each element of a tensor from, in the first piece that has it, and the boxes that none has."""
+    """The places to read a tensor from, each element from the first piece with it, and the boxes that no piece has."""
     if pieces and pieces[0][1].box.sizes == shape:
         return [Source(*pieces[0], Box.whole(shape))], []
     covering = cover_of(shape, tuple(piece.box for _, piece in pieces))
@@ -368,7 +369,7 @@ def sources_in(
 
 
 class Part(NamedTuple):
-    """One file of a state, and the top-level entries to take from it, None for all. `from_committed` creates it."""
+    """One file of a state, and the top-level entries to read from it, None for all. `from_committed` creates it."""
 
     archive: Contents
     groups: Groups = None
@@ -376,26 +377,26 @@ class Part(NamedTuple):
     """The manifest that names it, if one does."""
 
     def has_group(self, name: str) -> bool:
-        """Whether the entry of this name at the top level is to be taken from it."""
+        """Whether the top-level entry of this name is read from this file."""
         return name in (self.archive.entries() or ()) if self.groups is None else name in self.groups
 
     @property
     def keeps_empty(self) -> bool:
-        """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""
+        """False if the file was saved through torch.distributed.checkpoint, which leaves out empty dicts."""
         return self.archive.keeps_empty and (self.manifest is None or DCP_RECORD not in self.manifest.record)
 
 
 def _path_filter(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
-    """A test for paths that are selected and in one of these top-level entries."""
+    """A filter for paths that are selected and in one of these top-level entries."""
     if groups is None:
         return chosen
     return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))
 
 
 def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
-    """The state of one archive or several: the first holds the step's own groups, the others those that it borrows.
+    """The state of one or several archives: the first has the step's own groups, the others have borrowed groups.
 
-    Raises KeyError if `load` does so for all of them.
+    Raises KeyError if `load` raises KeyError for all archives.
     """
     if len(parts) == 1:
         return load(parts[0])
@@ -411,6 +412,6 @@ def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
 
 
 def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
-    """Raises KeyError if no archive has anything that was selected."""
+    """Raises KeyError if nothing was selected in any archive."""
     if len(errors) == num_parts:
         raise KeyError("; ".join(error.args[0] for error in errors))

@@ -1,7 +1,7 @@
-"""The copies of an archive at the places of its run, read as one file: a block counts by its digest, wherever it lies.
+"""The copies of an archive at the places of its run, read as one file: each block from a place where it is sound.
 
-In: the places, and what the manifest says of the archive. Out: its bytes, and where they are damaged or missing.
-Knows nothing of: runs, indices.
+In: the places, and the archive's entry in the manifest. Out: its bytes, and the places where they are damaged or
+missing. Knows nothing of: runs, indices.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ...storage.interface import Reader, Storage
 
 
 class Holders:
-    """The places that hold a step, from near to far. `from_step` makes it for one reader. From any thread."""
+    """The places that hold a step, from near to far. `from_step` creates it for one reader. Thread-safe."""
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self.storages = storages
         self.troubles: dict[str, str] = {}  # by the name of the file
 
     def note(self, file: str, why: object) -> None:
-        """Note why a file is not read as it is. The advice of an error, after its semicolon, is left out."""
+        """Record why a file is not read as it is. The advice of an error, after its semicolon, is left out."""
         text, _, _ = str(why).partition("; ")
         self.troubles.setdefault(file, text if file in text else f"{file}: {text}")
 
 
 class Copies(Reader):
-    """One archive at several places. `step_archives.open_archive` makes it, and `stack` closes it. From any thread.
+    """One archive at several places. `StepArchives` creates it, and `stack` closes it. Thread-safe.
 
     Each block is compared with its digest, and taken from the first place where it is sound.
     """
@@ -45,8 +45,9 @@ class Copies(Reader):
         self._away: StorageUnavailableError | None = None
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target`. Raises CorruptCheckpointError if a block is sound nowhere, and StorageUnavailableError if it
-        may be at a place that does not answer.
+        """Fill `target`. Raises CorruptCheckpointError if a block is sound nowhere.
+
+        Raises StorageUnavailableError instead if a place that does not answer may have the block.
         """
         covered, expected, tail = self._ends
         end = offset + len(target)
@@ -71,7 +72,7 @@ class Copies(Reader):
 
     @cached_property
     def _ends(self) -> tuple[int, bytes, bytes]:
-        """The number of bytes that the digests cover, the digests, and the bytes behind those."""
+        """The number of bytes that the digests cover, the digests, and the bytes after the covered part."""
         extents = [member.data for member in index.places_of_digests(self.num_bytes)]
         begin = extents[0].offset if extents else self.num_bytes
         data = bytearray(self.num_bytes - begin)
@@ -86,7 +87,7 @@ class Copies(Reader):
         raise self._nowhere()
 
     def _read_each(self, offset: int, data: bytearray) -> Iterator[str]:
-        """Fill `data` from one place after the other. Yields the full name of the file that it was read from."""
+        """Fill `data` from one place after the other. Yields the full name of each file that was read."""
         for storage in self._holders.storages:
             shown = storage.locate(self._path)
             try:
@@ -102,7 +103,7 @@ class Copies(Reader):
             except (FileNotFoundError, IsADirectoryError, ValueError):
                 self._readers.setdefault(storage, None)
                 self._holders.note(shown, "it is missing")
-            except DamagedBlocksError as error:  # the digests tell which they are
+            except DamagedBlocksError as error:  # the digests show which blocks are damaged
                 self._holders.note(shown, error)
                 yield shown
             except (EOFError, CorruptCheckpointError) as error:
@@ -111,14 +112,14 @@ class Copies(Reader):
             except StorageUnavailableError as error:
                 self._away = error
                 self._holders.note(shown, error)
-                if storage.remote:  # it would be waited for each time
+                if storage.remote:  # each further read would wait for it again
                     self._readers[storage] = None
             else:
                 yield shown
 
     @property
     def troubles(self) -> str:
-        """Why no place has the archive as it should be, in words."""
+        """The reasons, as text, why no place has the archive undamaged."""
         files = [storage.locate(self._path) for storage in self._holders.storages]
         return "; ".join(self._holders.troubles[file] for file in files if file in self._holders.troubles)
 

@@ -1,6 +1,6 @@
-"""The archives of a path, which is one file, the folder of a step, or a run with its newest step.
+"""Finds the archives of a path: a single file, the folder of a step, or a run, whose newest step is used.
 
-In: paths, and runs. Out: opened archives, handed to a function. Knows nothing of: the use that it makes of them.
+In: paths and runs. Out: opened archives, passed to a function. Knows nothing of: what the function does with them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .step_archives import Readers, StepArchives, check_from_ranks
 T = TypeVar("T")
 
 _ANY_READER: Final = Readers()
-_BEGIN: Final = f"{index.MEMBER}\0".encode()  # of every archive of this library
-# Folders that an error looks into.
+_BEGIN: Final = f"{index.MEMBER}\0".encode()  # the first bytes of every archive of this library
+# The most folders that are searched for an error message.
 _MOST_BELOW: Final = 32
 
 
@@ -54,12 +54,11 @@ def from_newest(
     readers: Readers = _ANY_READER,
     stacklevel: int = 5,
 ) -> tuple[int, T] | None:
-    """The newest committed step that is not marked bad, and the result of `use` for its archives; None if nothing is
-    committed.
+    """The newest committed step that is not marked bad, and the result of `use` for its archives.
 
-    If a step is deleted while it is read, the step that is then the newest is read. A warning of a step that is marked
-    bad names the caller's line by `stacklevel`. Raises CorruptCheckpointError, NoGoodStepError, NotCommittedError and
-    StorageUnavailableError.
+    Returns None if nothing is committed. If a step is deleted while it is read, the newest step of that moment is read
+    instead. `stacklevel` is for warnings about steps that are marked bad. Raises CorruptCheckpointError,
+    NoGoodStepError, NotCommittedError and StorageUnavailableError.
     """
     passed = PassedOver(partial(_warn_of_bad, stacklevel))
     for number in range(TRIES):
@@ -76,16 +75,16 @@ def from_newest(
 
 
 class PassedOver:
-    """The steps that one reader has passed over, since they are marked or corrupt, with the reasons in words."""
+    """The steps that one reader has skipped because they are marked or corrupt, with the reasons as text."""
 
     def __init__(self, on_skip: Callable[[int, str], None]) -> None:
-        """`on_skip` is called with each of them, and why, if there is another one to read."""
+        """`on_skip` is called with each skipped step and the reason, if there is another step to read."""
         self.reasons: dict[int, str] = {}
         self.corrupt: list[CorruptCheckpointError] = []
         self._on_skip = on_skip
 
     def next(self, find: Callable[[dict[int, str]], int | None]) -> int | None:
-        """The step that `find` returns. It adds those that it passes over to the reasons."""
+        """The step that `find` returns. `find` adds the steps that it skips to the reasons."""
         before = {*self.reasons}
         step = find(self.reasons)
         for one in sorted(self.reasons.keys() - before, reverse=True) if step is not None else ():
@@ -93,13 +92,13 @@ class PassedOver:
         return step
 
     def note(self, step: int, error: CorruptCheckpointError) -> None:
-        """This step is corrupt."""
+        """Record that a step is corrupt."""
         self.corrupt.append(error)
         self.reasons[step] = str(error)
         self._on_skip(step, str(error))
 
     def raise_any(self, roots: Roots) -> None:
-        """No step is left: raise the error of a corrupt one, or NoGoodStepError; nothing if none was passed over."""
+        """When no step is left, raise the error of a corrupt step, or NoGoodStepError if steps were skipped."""
         if self.corrupt:
             raise max(self.corrupt, key=lambda error: error.partly_overwritten)
         if self.reasons:
@@ -120,7 +119,7 @@ def from_step(
 ) -> T:
     """The result of `use` for the archives of a committed step, each block from the first root where it is sound.
 
-    Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
+    Raises NotCommittedError, also if the step is deleted meanwhile, CorruptCheckpointError, StorageUnavailableError.
     """
     runs = roots.holding(step)
     if len(runs) == 1:
@@ -147,8 +146,9 @@ def from_step(
 
 
 def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
-    """The result of `use` for the content of a path: an archive, a safetensors file, the folder of a step, the newest
-    step of a run, or a folder that another program has written. Raises TypeError for `readers` that are not valid.
+    """The result of `use` for a path: an archive, a safetensors file, a step, a run's newest step or a foreign folder.
+
+    Raises TypeError for invalid `readers`.
     """
     check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
@@ -175,16 +175,16 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
 
 
 def step_at(storage: Storage, path: Anywhere) -> CommittedStep | None:
-    """The committed step whose folder this storage is; None if it is not one."""
+    """The committed step whose folder is this storage; None if it is not the folder of a step."""
     if not storage.exists(MANIFEST):
         return None
-    # Resolved only when a group is borrowed: a bucket has no folder above it.
+    # Resolved only when a group is borrowed, since a bucket has no parent folder.
     root = cache(lambda: place_of(path).object()[0])
     return CommittedStep.at(storage, "", root)
 
 
 def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
-    """A committed step of a run, the newest for None. `run` may also be the folder of the step itself.
+    """A committed step of a run; the newest step if `step` is None. `run` may also be the folder of the step itself.
 
     Raises NotCommittedError, and TypeError for a step that is not a number.
     """
@@ -217,13 +217,13 @@ def nothing_committed(storage: Storage) -> NotCommittedError:
 
 
 class CommittedStep(NamedTuple):
-    """The place of a committed step: its folder in a storage, the reader of its manifest, and the root of its run."""
+    """The location of a committed step: its folder in a storage, and functions for its manifest and its run's root."""
 
     storage: Storage
     folder: str  # empty if the storage is the folder
     read: Callable[[], Manifest]  # raises NotCommittedError
-    root: Callable[[], Storage]  # of the run, with the folders of the steps that lend groups
-    holders: Holders | None = None  # all that hold the step, if they are several
+    root: Callable[[], Storage]  # the storage of the run, with the folders of the steps that lend groups
+    holders: Holders | None = None  # all places that hold the step, if there are several
 
     @classmethod
     def of(cls, run: Run, step: int, holders: Holders | None = None) -> Self:
@@ -249,7 +249,7 @@ class CommittedStep(NamedTuple):
     def archives(
         self, manifest: Manifest, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
     ) -> list[StepArchives]:
-        """The step's own archives, and those of earlier steps that lend groups to it. `stack` closes them."""
+        """The step's own archives, and the archives of earlier steps that lend groups to it. `stack` closes them."""
         named = partial(
             StepArchives,
             manifest=manifest, readers=readers, stack=stack, verify=verify, holders=self.holders, root=self.root,
@@ -270,9 +270,9 @@ class CommittedStep(NamedTuple):
 def from_committed(
     step: CommittedStep, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
 ) -> T:
-    """The result of `use` for the archives of a committed step, compared with its manifest. Raises NotCommittedError.
+    """The result of `use` for a committed step's archives, compared with its manifest. Raises NotCommittedError.
 
-    A step that is deleted or replaced while it is read may fail in any way: the manifest is read again after an error.
+    A step that is deleted or replaced meanwhile may cause any error, so the manifest is read again after an error.
     """
     check_from_ranks(readers.from_ranks)
     manifest = step.read()
@@ -306,7 +306,7 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             f"from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; these values "
             f"differ by rank: {', '.join(apart) or 'nothing'}"
         )
-    for name in unknown:  # of a checkpoint of one rank
+    for name in unknown:  # names in the checkpoint of a single rank
         selected = Selector([name])
         for part in parts:
             part.archive.match(selected, part.groups)
@@ -318,7 +318,7 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
 
 
 def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, of_world: Readers, manifest: Manifest) -> None:
-    """Warn, on one rank, of values that ranks take from others, since they are not as many as those that saved."""
+    """Warn, on rank 0, of values that ranks take from other ranks, since the number of ranks has changed."""
     rank, num_readers = readers.ranks or (0, 1)
     merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
     wrapped = {*(of_world.from_ranks or ())} - {*(readers.from_ranks or ())}
@@ -334,7 +334,7 @@ def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, of_world: Readers,
 
 
 def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError) -> Manifest:
-    """The manifest after an error. Raises NotCommittedError if it is gone, which explains the error."""
+    """The manifest, read again after an error. Raises NotCommittedError if it was deleted, which explains the error."""
     try:
         return step.read()
     except NotCommittedError as gone:
@@ -345,11 +345,11 @@ def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError)
             partly_overwritten=getattr(error, "partly_overwritten", False),
         ) from error
     except CheckpointError:
-        return manifest  # the first error says more
+        return manifest  # the first error is more informative
 
 
 def _describe_content(storage: Storage) -> str:
-    """A description of a path without a checkpoint, for an error."""
+    """A description of a path without a checkpoint, for an error message."""
     names = storage.names("")
     if below := _checkpoints_below(storage, names):
         return f"no committed checkpoint there, but in folders in it; name one of them: {some_of(below, 3)}"
@@ -360,7 +360,7 @@ def _describe_content(storage: Storage) -> str:
 
 
 def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
-    """The folders at a path with these names that are runs, or checkpoints of other programs, with their paths."""
+    """The paths of the folders with these names that are runs, or checkpoints of other programs."""
     found = []
     for name in [name for name in names if not name.startswith(".")][:_MOST_BELOW]:
         inside = storage.names(name)
@@ -371,7 +371,7 @@ def _checkpoints_below(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def _run_at(storage: Storage) -> Roots | None:
-    """The run at a root; of several namings, that whose newest step was committed last. None if there is no step."""
+    """The run at a root, or None; if steps have several name formats, the run whose newest step was committed last."""
 
     def created(roots: Roots) -> float:
         step = roots.newest_sound({})
@@ -380,7 +380,7 @@ def _run_at(storage: Storage) -> Roots | None:
 
     steps = sorted(possible_steps(storage.names("")), key=lambda one: one[0].step)
     formats = formats_of(steps)
-    # To ask a store for all steps takes long, and mostly there is one naming, of which the newest step is committed.
+    # Asking a store for all steps takes long. Usually there is one name format, and its newest step is committed.
     if len(formats) != 1 or not storage.exists(f"{steps[-1][1]}/{MANIFEST}"):
         formats = formats_at(storage)
     found = [Roots([Run(storage, clock=wall_time, step_format=one, tracker=None)]) for one in formats]
@@ -388,7 +388,7 @@ def _run_at(storage: Storage) -> Roots | None:
 
 
 def committed_folders(storage: Storage) -> list[tuple[int, str]]:
-    """The committed steps of a run, ascending, with their folders; of several namings, the steps of each."""
+    """The committed steps of a run, ascending, with their folders; steps of all name formats are included."""
     roots = [Root(storage, step_format) for step_format in formats_at(storage)]
     return sorted((step, root.folder(step)) for root in roots for step in root.steps())
 
@@ -397,7 +397,7 @@ def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
     """The object at a path and its name for messages; None if it is a folder, or missing."""
     try:
         storage, name = place_of(path).object()
-    except ValueError:  # the root of a bucket
+    except ValueError:  # the path is the root of a bucket
         return None
     try:
         return storage.open(name), storage.locate(name)
@@ -406,9 +406,9 @@ def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
 
 
 def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
-    """The archive or bare safetensors file behind a reader, which may be compressed.
+    """The archive or bare safetensors file that a reader reads, which may be compressed.
 
-    Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
+    Raises ForeignFileError for a file of another known kind, and CorruptCheckpointError for anything else.
     """
     reader = open_decompressed(reader, path)
     first_block = first_bytes(reader, path=path)
@@ -419,5 +419,5 @@ def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
 
 
 def of_others() -> Any:
-    """The room that reads checkpoints of other programs, imported when the first of them is met."""
+    """The package that reads checkpoints of other programs, imported on first use."""
     return import_module("async_ckpt.face.foreign")

@@ -1,10 +1,10 @@
-"""The archives of one state, one from each of several ranks, presented as one file.
+"""The archives of one state, one from each rank, presented as one file.
 
-In: the opened archives of one step. Out: one tree of names, and the places of each tensor's bytes.
+In: the opened archives of one step. Out: one tree of names, and the locations of each tensor's bytes.
 Knows nothing of: runs, live objects, the reading of bytes.
 
-An archive has its rank's own skeleton, and the slices of tensors that the rank has written. Whatever the indices say,
-nothing is allocated for a tensor before each of its elements is located in one of the archives.
+An archive has its rank's own skeleton, and the slices of tensors that the rank has written. The indices are not
+trusted: memory for a tensor is allocated only after each of its elements was located in one of the archives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _MANY: Final = 8  # names in a message
 
 
 def part_of(step: StepArchives) -> Part:
-    """The archives of a step as one file, which opens more of them as its reader asks. Raises CorruptCheckpointError,
-    and KeyError if the reader chooses the value of a rank that has none.
+    """The archives of a step as one file, which opens more archives when its reader needs them.
+
+    Raises CorruptCheckpointError, and KeyError if the reader chooses the value of a rank that has no such value.
     """
     step.open_first()
     if step.num_ranks == 1:
@@ -69,7 +70,7 @@ def _merged(step: StepArchives) -> MergedArchives:
 
 @contextlib.contextmanager
 def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
-    """Archives without a manifest, one of each rank, as one file. Raises CorruptCheckpointError."""
+    """Archives without a manifest, one from each rank, as one file. Raises CorruptCheckpointError."""
     with contextlib.ExitStack() as stack:
         opened: dict[str, OpenArchive] = {}
 
@@ -84,21 +85,21 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 class MergedArchives(Contents):
-    """The archives of all ranks of a step, as one file. Whoever opens them closes them.
+    """The archives of all ranks of a step, as one file. The code that opens the archives closes them.
 
-    Archives that are not open yet are opened as they are needed: for bytes at any time, which leaves numbers and trees
-    valid; for names by `learn_names`, which a reader calls before it matches names, or when some are missing.
+    More archives are opened as they are needed. If bytes are missing, this happens at any time, and numbers and trees
+    stay valid. For missing names, a reader calls `learn_names`.
 
     Args:
         archives: the open archives of one step in any order.
         path: the folder of the step, for messages.
-        ranks: the rank that restores, and how many restore together; None for a load by one process. In a world of the
-            size that saved, a rank gets its own values where ranks have their own. Other readers get a `PerRank` of
-            them.
+        ranks: the rank that restores, and the number of ranks that restore together; None for a load by one process. If
+            the number of ranks has not changed, a rank gets its own value where each rank has its own. Other readers
+            get a `PerRank` of these values.
         per_rank: the dotted names of values that each rank has separately. Other differences are detected.
         from_ranks: the rank whose value to take instead, by dotted name.
         groups: the only top-level entries to include; None for all.
-        step: opens more of the archives; None if all that there are have been opened.
+        step: opens more of the archives; None if all existing archives are open.
 
     Raises CorruptCheckpointError for archives that contradict each other, and KeyError if `from_ranks` names a rank
     that has no such value.
@@ -119,11 +120,11 @@ class MergedArchives(Contents):
         self._step = step
         self._per_rank, self._groups, self._from_ranks = frozenset(per_rank), groups, dict(from_ranks or {})
         self._ranks = ranks
-        self._cover = functools.cache(cover)  # the layers of a model are alike
+        self._cover = functools.cache(cover)  # layers of a model have the same shapes
         self._take(archives)
 
     def _take(self, archives: Sequence[Contents]) -> None:
-        """Take the tree, the numbers and the tensors from the archives that are open now."""
+        """Build the tree, the numbers and the tensors from the archives that are open now."""
         self._archives = self._by_rank(archives)
         self.merged, self._num_merged = self._merge(), len(self._archives)
         self.of_some = self.merged.of_some
@@ -145,11 +146,11 @@ class MergedArchives(Contents):
 
     @property
     def _unopened(self) -> StepArchives | None:
-        """The step, if it has archives that are not open yet."""
+        """The step if it has archives that are not open yet; otherwise None."""
         return None if self._step is None or self._step.is_whole else self._step
 
     def _grow(self, step: StepArchives) -> None:
-        """Add the slices that newly opened archives have of the same tensors. Numbers stay valid."""
+        """Add the slices of the same tensors that newly opened archives have. Numbers stay valid."""
         self._archives = self._by_rank(step.opened)
         grown = self._merge().tensors
         merged_numbers = _by_own_number(grown)
@@ -197,7 +198,7 @@ class MergedArchives(Contents):
         numbers = _by_own_number(self.merged.tensors)
         apart: dict[frozenset[tuple[int, int]], int] = {}
         tensors: list[IndexedTensor] = []
-        while len(tensors) < len(self.merged.tensors):  # which grows by tensors that others are tied to
+        while len(tensors) < len(self.merged.tensors):  # which grows by tensors that other tensors are tied to
             tensors.append(self._tensor(len(tensors), numbers, apart))
         first = next(iter(self._archives.values())).index
         nowhere = Member(digests.MEMBER, Extent(0, 0))
@@ -217,7 +218,7 @@ class MergedArchives(Contents):
                     f"{shown(first.path)} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
                     f"{other.dtype}{list(other.shape)} on rank {rank}"
                 )
-        # A rank without a slice of a tensor does not know whether it is tied to another.
+        # The archive of a rank without a slice of a tensor does not record whether the tensor is tied to another one.
         ties = {
             rank: tensor.alias_of
             for rank, tensor in tensors.items()
@@ -229,8 +230,8 @@ class MergedArchives(Contents):
             known = {numbers.get(target) for target in targets}
             alias = known.pop()
             if len(targets) < len(ties):
-                alias = None  # on some ranks it is not tied, so it is a tensor of its own
-            elif known or alias is None:  # it is tied to different tensors on different ranks
+                alias = None  # on some ranks the tensor is not tied, so it is a tensor of its own
+            elif known or alias is None:  # the tensor is tied to different tensors on different ranks
                 alias = apart.setdefault(frozenset(targets), len(self.merged.tensors))
                 if alias == len(self.merged.tensors):
                     self.merged.tensors.append(dict(targets))
@@ -239,7 +240,7 @@ class MergedArchives(Contents):
 
     @property
     def items(self) -> Sequence[StepItem]:
-        """All items of a state that a planner has shared out, if a layout lists them; else none."""
+        """The items of a state that a planner has divided among the ranks, as listed in a layout; else empty."""
         return self._step.items if self._step else ()
 
     # --- as a file --------------------------------------------------------------------------------------------
@@ -262,10 +263,10 @@ class MergedArchives(Contents):
         return rank is not None and rank not in self.of_some.get(path, (rank,))
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
-        """The places to read a tensor from, each element once; of several copies the one of the lowest rank.
+        """The places to read a tensor from, each element once; of several copies, the copy of the lowest rank.
 
         Raises CorruptCheckpointError if an element is in none of the archives, and ValueError if each rank has a
-        separate value, of which this rank has only a part.
+        separate value and this rank has only a part of its value.
         """
         if not self._missing(number):
             return self._sources[number][0]
@@ -277,12 +278,12 @@ class MergedArchives(Contents):
                 f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
             )
         if gaps and self._unopened:
-            # A caller that did not announce its tensors will want others, too: those that ranks divide among them.
+            # A caller that did not announce its tensors will probably read all tensors that the ranks divided.
             divided = [
                 n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and not tensor.is_spread
             ]
             self._open([(number, within), *((n, None) for n in divided if n != number)])
-            # Only a rank with a slice of a tensor knows what it is tied to.
+            # Only the archive of a rank with a slice of a tensor records whether it is tied to another tensor.
             number = self.primary(number)
         missing = self._missing(number)
         if missing and not self._unopened and number not in self._parts:
@@ -306,13 +307,13 @@ class MergedArchives(Contents):
         self._open(wanted)
 
     def _open(self, wanted: Sequence[tuple[int, Box | None]]) -> None:
-        """Open archives until they hold all these boxes, or no other archive can."""
+        """Open archives until they have all these boxes, or no other archive can have them."""
         while (step := self._unopened) and (gaps := self._gaps_of(wanted)):
             step.open_boxes(gaps)
             self._grow(step)
 
     def _gaps_of(self, wanted: Iterable[tuple[int, Box | None]]) -> dict[str, list[Box]]:
-        """The boxes that no open archive has, by the names of tensors in structures."""
+        """The boxes that no open archive has, by the names of tensors in a layout."""
         gaps: dict[str, list[Box]] = {}
         for number, within in wanted:
             number = self.primary(number)
@@ -339,7 +340,7 @@ class MergedArchives(Contents):
     ) -> tuple[Any, list[StoredLeaf]]:
         try:
             value, stored = super().tree(select=select, types=types, groups=groups)
-        except KeyError:  # another archive may have what was selected
+        except KeyError:  # another archive may have the selected entries
             if not self.learn_names():
                 raise
             return self.tree(select=select, types=types, groups=groups)
@@ -378,7 +379,7 @@ class MergedArchives(Contents):
         return digests_of
 
     def _objects_by_rank(self, stored: Iterable[StoredLeaf]) -> dict[int, dict[int, StoredLeaf]]:
-        """The pickled leaves by the rank whose archive has them and by their numbers here, with those there."""
+        """Maps ranks and numbers here to pickled leaves, which have their numbers in the rank's archive."""
         by_rank: dict[int, dict[int, StoredLeaf]] = {}
         for leaf in stored:
             if leaf.kind == "object":

@@ -1,12 +1,12 @@
-"""The archives that all ranks have written of one step, opened as they are needed.
+"""The archives that all ranks have written for one step, opened as they are needed.
 
-In: the names of archives, and the boxes that a reader lacks in the open ones. Out: more open archives.
-Knows nothing of: runs, live objects, the state that the archives are together.
+In: the names of archives, and the boxes that the open archives lack. Out: more open archives.
+Knows nothing of: runs, live objects, the state that the archives make up together.
 
-The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
-holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
-tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened. If a planner has
-shared the state out, no rank has all names: then archives that together have all names that are wanted are opened.
+The reader decides which archives are needed. If the number of ranks has not changed, a rank opens its own archive,
+which usually has everything. Any other reader opens one archive of each class; these together have all names. From the
+layout, `slicing.locator` then computes which archives have the remaining boxes. Without a layout all archives are
+opened. If a planner has divided the state, no rank has all names, and the archives with the wanted names are opened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .archive import OpenArchive, open_named
 from .contents import Groups
 from .copies import Copies, Holders
 
-# Archives of one step that are opened at once. The first blocks of so many are kept in memory.
+# The most archives of one step that are opened at once, and whose first blocks are kept in memory.
 MAX_OPENERS: Final = 16
 _MANY: Final = 8  # names in a message
 
@@ -38,10 +38,10 @@ _MANY: Final = 8  # names in a message
 class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
-    With `reads_all`, it opens all archives. `wants` chooses, of all paths in the state, those that it will read, or no
-    path while that is unknown; without `wants` it reads all. For the names in `wrapping`, a rank of a world of another
-    size takes the value of the rank with its own number modulo the saved world. Archives stay open until `kept` is
-    closed; without `kept`, until they have been used.
+    With `reads_all`, it opens all archives. `wants` selects the paths that it will read from all paths of the state, or
+    returns no path while that is unknown; without `wants` it reads all paths. If the number of ranks has changed, then
+    for the names in `wrapping` a rank takes the value of the rank with its own number modulo the saved number of ranks.
+    Archives stay open until `kept` is closed; without `kept`, until they have been used.
     """
 
     ranks: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class Readers(NamedTuple):
     kept: contextlib.ExitStack | None = None
 
     def of_world(self, size: int) -> Readers:
-        """These readers, for a step that so many ranks have saved."""
+        """These readers, for a step that `size` ranks have saved."""
         rank, num_readers = self.ranks or (0, 1)
         wrapped = {} if size == num_readers else dict.fromkeys(self.wrapping, rank % size)
         return self._replace(from_ranks={**wrapped, **(self.from_ranks or {})}) if wrapped else self
@@ -72,15 +72,15 @@ def check_from_ranks(from_ranks: Any) -> None:
 
 
 class StepArchives:
-    """The archives of all ranks of one attempt, as the manifest of a step names them: its own, or an earlier step's.
+    """The archives of all ranks of one attempt that a step's manifest names: of the step itself, or of an earlier step.
 
-    They are opened on the thread that reads. `stack` closes them.
+    Archives are opened on the thread that reads. `stack` closes them.
 
     Args:
-        entries: the archives in the manifest, or the list of them. Several entries are parts that a planner gave the
-            ranks to write: then no archive has all names of its rank.
-        groups: the entries at the top level that the manifest takes from them; None for all.
-        holders: all places that hold the step, if they are several.
+        entries: the archives in the manifest, or the file that lists them. If there are several entries, a planner has
+            divided the state among the ranks, and no archive has all names of its rank.
+        groups: the top-level entries that the manifest takes from these archives; None for all.
+        holders: all places that hold the step, if there are several.
         root: the storage of the run, for archives of earlier steps that these refer to.
     """
 
@@ -113,7 +113,7 @@ class StepArchives:
 
     @property
     def items(self) -> Sequence[StepItem]:
-        """All items of a state that a planner has shared out, if a layout lists them; else none."""
+        """The items of a state that a planner has divided among the ranks, as listed in a layout; else empty."""
         layout = self._layout if self._is_shared_out else None
         return layout.items if layout else ()
 
@@ -128,25 +128,23 @@ class StepArchives:
 
     @property
     def has_all_names(self) -> bool:
-        """True if the open archives together know all names of the state."""
+        """True if the open archives together have all names of the state."""
         return self._has_all_names or self.is_whole
 
     def open_first(self) -> None:
-        """Open the archives that this reader begins with. Raises CorruptCheckpointError."""
+        """Open the archives that this reader needs first. Raises CorruptCheckpointError."""
         self._open(self._initial_ranks())
 
     def open_all(self) -> None:
         self._open(range(self.num_ranks))
 
     def open_names(self) -> None:
-        """Open one archive of each class, or those that have the names that the reader wants."""
+        """Open one archive of each class; if a planner has divided the state, the archives with the wanted names."""
         self._open(self._naming_ranks() if self._is_shared_out else self._representatives())
         self._has_all_names = True
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open the archives that have some of these boxes, by the names of tensors in structures; all, if the layout
-        does not say which those are.
-        """
+        """Open the archives with some of these boxes, by tensor name; all archives if the layout names none."""
         writers = set() if self.locator is None else self.locator.having(boxes, self._opened)
         if writers - self._opened.keys():
             self._open(writers)
@@ -155,7 +153,7 @@ class StepArchives:
 
     @functools.cached_property
     def locator(self) -> ShardLocator | None:
-        """Tells by the layout which ranks wrote a tensor; None without a layout."""
+        """Finds in the layout which ranks wrote a tensor; None without a layout."""
         return ShardLocator(self._layout) if self._layout else None
 
     # --- choosing ---------------------------------------------------------------------------------------------
@@ -178,22 +176,22 @@ class StepArchives:
         if self.locator is None:
             return range(self.num_ranks)
         rank, size = self.readers.ranks or (0, 1)
-        return self.locator.representatives(rank / size)  # of equals, the one that probably has the wanted tensors
+        return self.locator.representatives(rank / size)  # of each class, the rank that probably has the wanted tensors
 
     def _naming_ranks(self) -> Collection[int]:
-        """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
+        """The ranks whose archives have the wanted names of a state that a planner has divided."""
         if self.locator is None or not self.items:
             return range(self.num_ranks)
         paths, rank = [item.path for item in self.items], (self.readers.ranks or (0, 1))[0]
         lists = {*map(_outside_lists, paths if self.readers.wants is None else self.readers.wants(paths))}
         self._has_all_names = bool(lists)
         chosen = (path for path in paths if _outside_lists(path) in lists)
-        # One tells how many ranks have saved; ranks that read together each open another.
+        # One archive is enough to know how many ranks have saved. Ranks that read together each open a different one.
         return self.locator.naming(map(name_of, chosen)) or {rank % self.num_ranks}
 
     @functools.cached_property
     def _layout(self) -> StepLayout | None:
-        """The layout, which is looked for once; None if it is missing, damaged, or does not fit."""
+        """The layout, which is read once; None if it is missing, damaged, or does not fit."""
         layout = layouts.read(self._storage, self._folder, self._attempt)
         ranks = sorted(rank for mates in layout.classes.values() for rank in mates) if layout else []
         return layout if ranks == list(range(self.num_ranks)) else None
@@ -223,11 +221,11 @@ class StepArchives:
         self._opened |= opened
         _, num_readers = self.readers.ranks or (0, 1)
         if num_readers > 1 and len(self._opened) > 1:
-            for archive in self._opened.values():  # other readers open the archives of other ranks, too
+            for archive in self._opened.values():  # other readers also open archives of several ranks
                 archive.share()
 
     def _lender(self, folder: str, name: str) -> OpenArchive:
-        """An archive of an earlier step that one of these refers to."""
+        """An archive of an earlier step that one of these archives refers to."""
         if (folder, name) not in self._lenders:
             entry = self._entries_of_lenders.get((folder, name))
             if entry is None:
@@ -246,9 +244,9 @@ class StepArchives:
         }
 
     def _opened_at(self, storage: Storage, folder: str, entry: Archive) -> OpenArchive:
-        """An archive; if several places hold the step, from the first one where it is sound.
+        """An opened archive; if several places hold the step, from the first place where it is sound.
 
-        Raises CorruptCheckpointError if it is missing or another one.
+        Raises CorruptCheckpointError if the archive is missing, or is not the one that the manifest names.
         """
         path = f"{folder}/{entry.name}" if folder else entry.name
         if self._holders is None:
@@ -267,7 +265,7 @@ class StepArchives:
             reader = self._stack.enter_context(storage.open(path))
         except FileNotFoundError as error:
             raise missing_error(location, self.manifest.step) from error
-        except (IsADirectoryError, ValueError) as error:  # a folder, or not the name of a file
+        except (IsADirectoryError, ValueError) as error:  # a folder, or not a valid file name
             raise CorruptCheckpointError(
                 f"{location!a} is not a file, though its manifest names it", path=location
             ) from error
@@ -282,10 +280,10 @@ class StepArchives:
 
 
 def selected_by(select: Select) -> Callable[[Sequence[Path]], Iterable[Path]] | None:
-    """The paths that a reader with this `select` wants of all.
+    """A function that selects the paths that a reader with this `select` wants; None if it wants all.
 
-    All paths, if a pattern selects none of them: then an error names all, or the pattern is for something inside a
-    value.
+    If a pattern matches no path, all paths are wanted: either the pattern is for something inside a value, or an error
+    lists all names.
     """
     if select is None:
         return None
@@ -300,8 +298,8 @@ def selected_by(select: Select) -> Callable[[Sequence[Path]], Iterable[Path]] | 
 
 
 def _outside_lists(path: Path) -> Path:
-    """The path of the outermost list, or dict with numbers as keys, that a path is in; else the path itself.
+    """The path of the outermost list, or dict with numbers as keys, around a path; otherwise the path itself.
 
-    A list is read as a whole: an archive that has a part of it does not tell how long it is.
+    A list is read as a whole, since an archive with a part of the list does not record its length.
     """
     return path[: next((n for n, key in enumerate(path) if not isinstance(key, str)), len(path))]

@@ -1,8 +1,8 @@
-"""Live objects that a restore fills, side by side with the saved state.
+"""Live objects that a restore fills with the saved state.
 
-- `match` walks both sides, and finds the memory that each saved tensor belongs to; `differences` collects what does not
-  fit.
+- `match` walks the live and the saved state, and finds the memory that each saved tensor belongs to; `differences`
+  collects everything that does not fit.
 - `containers` fills dicts, lists and the like in place.
-- `optimizer_kinds` tells whose states an optimizer can go on from; `optimizer_forms` converts a saved state to the form
-  that the live optimizer accepts.
+- `optimizer_kinds` decides which saved states an optimizer can continue from; `optimizer_forms` converts a saved state
+  to the form that the live optimizer accepts.
 """

@@ -1,8 +1,8 @@
-"""Live containers: how each kind is filled in place, and what may be exchanged because nobody can change it.
+"""Live containers: fills each kind in place, and recognizes immutable values, which may be replaced instead.
 
-In: live values, and what they are to contain. Out: changes to make, and to undo. Knows nothing of: archives, names.
+In: live values, and their new contents. Out: changes to make and to undo. Knows nothing of: archives, names.
 
-A container is filled by its own methods, item by item, since a class of the user's may refuse some of them.
+A container is filled item by item with its own methods, since a user's class may refuse some items.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _MAPPING_METHODS: Final = ("__getitem__", "__setitem__", "__delitem__", "__iter_
 
 
 class Change(NamedTuple):
-    """New contents for a live object. `may_fail` if a method of the user's class is called."""
+    """A change of a live object's contents. `may_fail` is True if it calls a method of a user's class."""
 
     make: Callable[[], None]
     undo: Callable[[], None]
     may_fail: bool
 
     def why_not(self) -> str | None:
-        """The reason why the object refuses the change, which is made and undone at once; None if it takes it."""
+        """The reason why the object refuses the change, or None. The change is made and undone to find out."""
         if not self.may_fail:
             return None
         try:
@@ -63,27 +63,27 @@ class Change(NamedTuple):
 
 
 def is_mapping(live: Any) -> bool:
-    """True for a mutable mapping, also for one that is not registered as such, by the methods of its class."""
+    """True for a mutable mapping. A class that is not registered as MutableMapping counts if it has the methods."""
     if isinstance(live, MutableMapping):
         return True
-    kind = type(live)  # tables of pandas have an `__array__`
+    kind = type(live)  # `__array__` excludes the tables of pandas
     return not (isinstance(live, Mapping | type) or hasattr(kind, "__array__")) and all(
         callable(getattr(kind, name, None)) for name in _MAPPING_METHODS
     )
 
 
 def is_list(live: Any) -> bool:
-    """True for a list, a deque, and the like: their length can change, and their items are any objects."""
+    """True for a list, a deque, or a similar class: its length can change, and it can contain any objects."""
     return isinstance(live, MutableSequence) and not isinstance(live, bytearray | array)
 
 
 def is_buffer(live: Any) -> bool:
-    """True for a bytearray, or an array of the standard library."""
+    """True for a bytearray, or an `array.array`."""
     return isinstance(live, bytearray | array)
 
 
 def is_namespace(live: Any) -> bool:
-    """True for an object that is nothing but its attributes: argparse's Namespace and the like."""
+    """True for a SimpleNamespace or argparse's Namespace, whose attributes are all of its state."""
     argparse = sys.modules.get("argparse")
     return isinstance(live, types.SimpleNamespace) or (argparse is not None and isinstance(live, argparse.Namespace))
 
@@ -94,7 +94,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_plain(live: Any, *, with_arrays: bool, _open: frozenset[int] = frozenset()) -> bool:
-    """True for a value that holds no tensor, module or other object with a state: a history, or settings.
+    """True for a value without tensors, modules or other objects with a state, such as settings or a history.
 
     `with_arrays`: whether arrays of numpy count as plain, too.
     """
@@ -109,7 +109,7 @@ def is_plain(live: Any, *, with_arrays: bool, _open: frozenset[int] = frozenset(
     inner = _items_of(live)
     if inner is None:
         return is_immutable(live)
-    if id(live) in _open:  # it contains itself, and what was saved is a tree
+    if id(live) in _open:  # it contains itself; it was saved as a tree
         return True
     return all(is_plain(item, with_arrays=with_arrays, _open=_open | {id(live)}) for item in inner)
 
@@ -126,7 +126,7 @@ def _items_of(live: Any) -> Iterable[Any] | None:
 
 
 def is_immutable(value: Any) -> bool:
-    """True for a value that cannot change, so that nobody who holds it misses anything if it is exchanged."""
+    """True for an immutable value, which is replaced instead of filled."""
     if isinstance(value, _IMMUTABLE):
         return True
     if isinstance(value, tuple | frozenset):
@@ -140,13 +140,13 @@ def is_immutable(value: Any) -> bool:
         return True
     if is_record(value):
         return is_frozen(value) and all(map(is_immutable, fields_of(value).values()))
-    if is_mapping(value) or is_list(value) or isinstance(value, MutableSet):  # though some of them have a hash
+    if is_mapping(value) or is_list(value) or isinstance(value, MutableSet):  # mutable, though some of them have a hash
         return False
     return _is_known_by_value(value)
 
 
 def _is_known_by_value(value: Any) -> bool:
-    """True if a copy of a value is equal to it and has its hash, as Python asks of values that do not change."""
+    """True if a pickled copy has the same value and hash, as Python requires of immutable values."""
     kind: Any = type(value)
     if kind.__hash__ in (None, object.__hash__) or kind.__eq__ is object.__eq__:
         return False
@@ -158,7 +158,7 @@ def _is_known_by_value(value: Any) -> bool:
 
 
 def are_same_objects(one: Any, other: Any) -> bool:
-    """True for pickled objects that do not differ, as far as their pickles tell."""
+    """True for objects of the same class whose pickles have the same digest."""
     try:
         return type(one) is type(other) and object_digests(pickled([one]))(0) == object_digests(pickled([other]))(0)
     except Exception:  # they cannot be pickled
@@ -166,9 +166,9 @@ def are_same_objects(one: Any, other: Any) -> bool:
 
 
 def child_of(live: Any, saved: Any) -> Any:
-    """A new empty container for a saved one that the live mapping lacks, as the mapping itself makes its entries.
+    """A new empty container for an entry that the live mapping lacks, made as the mapping itself makes its entries.
 
-    None if the saved value itself will do.
+    None if the saved value can be inserted as it is.
     """
     child: Any = None
     with suppress(Exception):  # the user's own classes may raise anything
@@ -177,7 +177,7 @@ def child_of(live: Any, saved: Any) -> Any:
         elif (type(saved) in (dict, OrderedDict) and isinstance(live, dict)) and (
             hasattr(type(live), "__getattr__") or getattr(live, "__dict__", None) is live
         ):
-            child = type(live)()  # its entries are attributes, and so are entries of entries
+            child = type(live)()  # its entries are attributes, at every level
     if type(saved) in (dict, OrderedDict):
         fits = is_mapping(child) or method_of(child, "load_state_dict") is not None or is_record(child)
     elif isinstance(saved, list | deque):
@@ -191,7 +191,7 @@ def child_of(live: Any, saved: Any) -> Any:
 
 
 def mapping_change(live: Any, entries: dict[Any, Any]) -> Change | None:
-    """Give a mapping these entries, and no others. None if it has them already, in this order."""
+    """Give a mapping exactly these entries. None if it has them already, in this order."""
     before = {key: live[key] for key in list(live)}
     if list(before) == list(entries) and all(before[key] is value for key, value in entries.items()):
         return None
@@ -211,7 +211,7 @@ def _put_entries(live: Any, entries: dict[Any, Any]) -> None:
 
 
 def _put_back(live: Any, before: dict[Any, Any]) -> None:
-    """Undo changes, of which the class may have refused some: what it refuses now is put back behind its back."""
+    """Undo changes, some of which the class may have refused. If it refuses to undo one, bypass its methods."""
     with suppress(Exception):
         _put_entries(live, before)
     if isinstance(live, dict) and list(live.items()) != list(before.items()):
@@ -222,7 +222,7 @@ def _put_back(live: Any, before: dict[Any, Any]) -> None:
 
 
 def _has_own_order(live: Any) -> bool:
-    """True for a dict whose class changes entries as Python's own dicts do, so that they may be set anew in order."""
+    """True for a dict whose class changes entries by dict's own methods, so all may be set again in another order."""
     if not isinstance(live, dict):
         return False
     kind, plain = type(live), _kind_of_dict(live)
@@ -234,7 +234,7 @@ def _kind_of_dict(live: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 
 def entry_change(live: Any, key: Any, value: Any) -> Change:
-    """Set one entry of a mapping, which has it."""
+    """Set an existing entry of a mapping."""
     before = live[key]
     return Change(
         lambda: live.__setitem__(key, value), lambda: live.__setitem__(key, before), type(live) not in _BUILT_IN
@@ -242,7 +242,7 @@ def entry_change(live: Any, key: Any, value: Any) -> Change:
 
 
 def list_change(live: Any, values: list[Any]) -> Change | None:
-    """Give a list or a deque these items. A deque keeps its maxlen. None if it has them already."""
+    """Give a list or a deque exactly these items. A deque keeps its maxlen. None if it has these items already."""
     before = list(live)
     if len(before) == len(values) and all(value is now for value, now in zip(values, before, strict=True)):
         return None
@@ -268,14 +268,14 @@ def set_change(live: Any, items: Iterable[Any]) -> Change:
 
 
 def buffer_change(live: Any, content: Any) -> Change:
-    """Give a bytearray or an array other content, of the same type of items."""
+    """Give a bytearray or an array new content of the same item type."""
     before = live[:]
     # A bytearray with an exported buffer cannot change its size.
     return Change(lambda: live.__setitem__(slice(None), content), lambda: live.__setitem__(slice(None), before), True)
 
 
 def field_change(live: Any, name: str, value: Any) -> Change:
-    """Set a field of a dataclass's instance, which may have no value yet."""
+    """Set a field of a dataclass instance; the field may have no value yet."""
     fields = fields_of(live)
 
     def undo() -> None:
@@ -291,15 +291,14 @@ def field_change(live: Any, name: str, value: Any) -> Change:
 
 
 def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) -> Any:
-    """A state that torch.distributed.checkpoint has saved, with what it leaves out: dicts without entries, which are
-    those of the live state, the order of entries, and the numbers that it turns into text if they are keys.
+    """A saved state with the parts that torch.distributed.checkpoint leaves out, taken from the live state.
 
-    The values of modules and optimizers stay as they are.
+    These are empty dicts, the order of entries, and the type of numeric keys. Modules and optimizers are not changed.
     """
     if type(saved) not in (dict, list, ListItems) or isinstance(live, torch.nn.Module | torch.optim.Optimizer):
         return saved
     if method_of(live, "load_state_dict") is not None:
-        with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
+        with suppress(Exception):  # an object without a state dict yet has no empty dict in it
             live = state_dict_of(live)
     if isinstance(saved, list | ListItems):
         items = saved if isinstance(saved, ListItems) else dict(enumerate(saved))
@@ -325,9 +324,7 @@ def with_left_out(live: Any, saved: Any, state_dict_of: Callable[[Any], Any]) ->
 
 
 def _is_empty(value: Any, state_dict_of: Callable[[Any], Any]) -> bool:
-    """True for a dict, or an object's state dict, that has nothing in it, but perhaps others of these, or lists of
-    them.
-    """
+    """True for a dict or an object's state dict that is empty, or has only empty dicts and lists of them in it."""
     if isinstance(value, Mapping):
         return all(_is_empty(item, state_dict_of) for item in value.values())
     if type(value) is list:

@@ -1,6 +1,6 @@
 """The differences between a live state and a saved one, collected for one error that lists all of them.
 
-In: names, and sentences. Out: StateMismatchError, or nothing. Knows nothing of: archives, tensors.
+In: names and sentences. Out: StateMismatchError if there are differences. Knows nothing of: archives, tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Differences:
-    """The findings of one walk over a live state and a saved one. `Match` creates it.
+    """The differences found in one walk over a live state and a saved one. `Match` creates it.
 
-    `selector` is the selection of the caller, None for everything.
+    `selector` is the caller's selection, None for everything.
     """
 
     def __init__(self, selector: Selector | None) -> None:
@@ -31,10 +31,10 @@ class Differences:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
-        self.generators: set[int] = set()  # the ids of those that get their saved state
+        self.generators: set[int] = set()  # the ids of live generators that get their saved state
         self._loaders: list[tuple[Path, Any, Json]] = []
         self._lacks_selected = self._lacks_own = False
-        self._shares_a_name = True  # at the top; True if there are no names
+        self._shares_a_name = True  # at the top level; True if there are no names
 
     @property
     def are_none(self) -> bool:
@@ -42,10 +42,9 @@ class Differences:
         return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
 
     def raise_any(self, checkpoint: str, holds: str, *, names: bool, order: bool) -> None:
-        """Raises StateMismatchError if there are differences: in names only with `names`, and in the order of data only
-        with `order`.
+        """Raises StateMismatchError for differences; with `names` also in names, with `order` also in data order.
 
-        `checkpoint` is the path of the checkpoint, and `holds` the names in it.
+        `checkpoint` is the path of the checkpoint, and `holds` lists the names in the checkpoint.
         """
         missing, unexpected = (self._missing, self._unexpected) if names else ([], [])
         orders = [
@@ -77,7 +76,7 @@ class Differences:
 
     @functools.cached_property
     def _orders(self) -> dict[str, str]:
-        """The loaders that give another order than they did, by name, with the facts that differ."""
+        """The data loaders whose order would change, by name, with the facts that differ."""
         facts = {shown(path): order_differences(live, saved, self.generators) for path, live, saved in self._loaders}
         return {name: ", ".join(lines) for name, lines in facts.items() if lines}
 
@@ -86,7 +85,7 @@ class Differences:
             _log.warning(ANOTHER_ORDER, checkpoint, name, facts)
 
     def add_loader(self, path: Path, live: Any, saved: Json) -> None:
-        """Add a loader, whose order of data is compared with these saved facts once all generators are known."""
+        """Add a data loader, to compare its order with these saved facts once all generators are known."""
         self._loaders.append((path, live, saved))
 
     def add(self, path: Path, sentence: str) -> None:
@@ -103,7 +102,7 @@ class Differences:
         self._unexpected += map(shown, paths)
 
     def add_own_names(self, live: Any, saved: Any) -> None:
-        """Note whether the dicts of an object's own state dict have keys that were not saved."""
+        """Record whether an object's own state dict has keys, also in nested dicts, that were not saved."""
         self._lacks_own |= _has_more_names(live, saved)
 
     def add_names(self, live: Iterable[Any], saved: Iterable[Any], path: Path) -> None:
@@ -120,7 +119,7 @@ class Differences:
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:
-        """Refuse a value that each rank has separately: no rank gets that of another unless the caller says so."""
+        """Add a difference for a value that each rank saved separately: only the caller may choose one of them."""
         name = shown(saved.path)
         self._mismatched.append(
             f"{name} has a value of each rank that saved, and none for this rank of a world of this size; "
@@ -129,7 +128,7 @@ class Differences:
 
 
 def _has_more_names(live: Any, saved: Any) -> bool:
-    """True if a key in these dicts of a live state was not saved."""
+    """True if a live dict, or a dict nested in it, has a key that was not saved."""
     if not (isinstance(live, dict) and isinstance(saved, dict)):
         return False
     return any(key not in saved or _has_more_names(value, saved[key]) for key, value in live.items())

@@ -1,11 +1,11 @@
-"""Live and saved objects, side by side: the live memory that each saved tensor belongs to.
+"""Matches live objects with saved ones: finds the live memory that each saved tensor belongs to.
 
-In: live objects, and the structure of an archive. Out: tensors to fill, actions to take then, and differences.
+In: live objects, and the structure of an archive. Out: tensors to fill, actions to take afterwards, and differences.
 Knows nothing of: files, steps.
 
-Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
-Whatever can change stays the same object, and a container is filled item by item. Where it cannot be filled, that is a
-difference; only items of a history, which come and go, are exchanged.
+Modules and torch's own optimizers are filled directly; other objects load their value with their own `load_state_dict`.
+Mutable objects keep their identity: a container is filled item by item. A mutable object that cannot be filled is a
+difference. Only an item of a history, whose items come and go, is replaced instead.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ _HOW_TO_MAKE_ONE: Final = (
 
 
 class Match:
-    """One walk over the live objects and the saved structure, side by side, on the thread that restores.
+    """One walk over the live objects and the saved structure in parallel, on the thread that restores.
 
-    `restore_state` creates one for each archive. `wanted` fills live tensors, and new ones for values that `actions`
-    then set; `differences` lists what does not fit.
+    `restore_state` creates a Match for each archive. `wanted` lists the memory to fill: live tensors, and new tensors
+    for values that `actions` set afterwards. `differences` lists everything that does not fit.
     """
 
     def __init__(
@@ -122,28 +122,28 @@ class Match:
         *,
         goes_back: bool,
     ) -> None:
-        """`objects` are the unpickled ones, and `chosen` is the selection, None for all. `root` is the whole live
-        state, whose modules name parameters. `goes_back`: it is that of a training which has saved or restored before,
-        so that names it lacks were added since.
+        """`objects` are the unpickled objects, `chosen` is the selection, None for all, and `root` is the whole live
+        state, whose modules name parameters. `goes_back`: the training has saved or restored before, so live names that
+        the checkpoint lacks are new.
         """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.differences = Differences(chosen)
         self.archive, self._objects, self._state_dicts = archive, objects, state_dicts
         self._root, self._slicer, self._goes_back = root, Slicer(), goes_back
-        self._has_tensors = False  # even if this rank holds no part of them
+        self._has_tensors = False  # a tensor matched, even if this rank holds no part of it
         self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
-        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
-        self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id; keeps the objects, so that no id is used twice
-        self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
+        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top level and of the groups
+        self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id; keeps the objects alive, so that no id is reused
+        self._in_history = False  # the walk is among items that come and go: an item that does not fit is replaced
 
     @property
     def fits(self) -> bool:
-        """True if anything saved has a place in the live state."""
+        """True if any saved entry matches the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
+        """Match one pair. Returns the value to have at this path afterwards: the live object, or a new one."""
         if type(live) in SCALARS and type(saved) in SCALARS:
             return saved
         if saved is live:  # see `containers.with_left_out`
@@ -180,7 +180,7 @@ class Match:
         return self._value(live, saved, path)
 
     def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
-        """Load a value by the object's own `load_state_dict`: its own `state`, filled, if there is one."""
+        """Load a value with the object's own `load_state_dict`; if `state` is given, fill it in place and load it."""
         value = self._materialize(expected) if state is None else self.visit(state, expected, path)
         self.actions.append(lambda: live.load_state_dict(value))
         return live
@@ -188,8 +188,8 @@ class Match:
     # --- plain values and containers ----------------------------------------------------------------------------
 
     def _value(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match a live value that is no tensor, and has no state of its own."""
-        if isinstance(live, Enum):  # like a namedtuple, it is of the live class
+        """Match a live value that is not a tensor and has no state dict."""
+        if isinstance(live, Enum):  # like a namedtuple, the member gets the live class
             return member_of(type(live), self._materialize(saved))
         if is_immutable(live) and not (isinstance(live, tuple) or is_record(live)):
             return self._materialize(saved)
@@ -205,7 +205,7 @@ class Match:
         return self._container(live, saved, path)
 
     def _unpickled(self, live: Any, saved: Any) -> Any:
-        """The items of a pickled container, so that the live one is filled with them; any other value as it is."""
+        """The items of a pickled container, to fill the live container with; any other value unchanged."""
         value = self._object_of(saved)
         if isinstance(value, dict | SEQUENCES):
             return value
@@ -218,19 +218,19 @@ class Match:
         return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
 
     def _object_of(self, saved: Any) -> Any:
-        """The object that was pickled; any other saved value as it is."""
+        """The object that was pickled; any other saved value unchanged."""
         is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
         return self._objects[saved.number] if is_object else saved
 
     def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
-        """Note that a live object cannot be filled; or exchange it, as an item of a history."""
+        """Add a difference for a live object that cannot be filled; in a history, replace the object instead."""
         if self._in_history:
             return self._materialize(saved)
         self.differences.add(path, why)
         return live
 
     def _change(self, live: Any, change: Change | None, path: Path) -> Any:
-        """Make a change when everything has been read. One that the live object would refuse is a difference."""
+        """Make a change after everything has been read. A change that the live object would refuse is a difference."""
         if change is not None and (why := change.why_not()):
             self.differences.add(
                 path, f"cannot be filled: {with_article(type(live).__qualname__)} refuses the change ({why})"
@@ -241,7 +241,7 @@ class Match:
 
     @contextmanager
     def _history(self, is_history: bool = True) -> Iterator[None]:
-        """Visit items that come and go, so that one may be exchanged."""
+        """Visit items that come and go: an item that does not fit is replaced."""
         before, self._in_history = self._in_history, self._in_history or is_history
         try:
             yield
@@ -272,7 +272,7 @@ class Match:
         return self._opaque(live, saved, path)
 
     def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
-        """Leave an object of another kind as it is, if it was saved as it is; otherwise it cannot be filled."""
+        """Keep an object of an unknown kind if the saved one is the same; else replace it, or add a difference."""
         if are_same_objects(live, self._object_of(saved)):
             return live
         if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
@@ -316,10 +316,10 @@ class Match:
         return live
 
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        if not len(live):  # an empty container takes all that was saved
+        if not len(live):  # an empty container receives everything that was saved
             return self._entries(live, {}, saved, path)
         has_names = any(isinstance(key, str) for key in live) and not isinstance(live, defaultdict | Counter)
-        # At the top, names that are not live are not asked for.
+        # At the top level, saved names that the live state lacks are not wanted.
         if (path or not has_names) and is_plain(live, with_arrays=self._in_history):
             return self._plain_mapping(live, saved, path)
         names: set[Any] = set()  # the saved names of Megatron's tensors
@@ -339,9 +339,9 @@ class Match:
         return live
 
     def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        """Match a mapping of plain values: it gets the entries that were saved, and loses what was added later.
+        """Match a mapping of plain values: it gets the saved entries, and loses entries that were added later.
 
-        A name that only the live one has is a difference at the start of a program, which may have got a new setting.
+        A name that only the live mapping has is a difference at the start of a program: it may be a new setting.
         """
         is_history = self._in_history or isinstance(live, defaultdict | Counter)
         kept, missing = {}, []
@@ -357,7 +357,7 @@ class Match:
             return self._entries(live, kept, saved, path)
 
     def _entries(self, live: MutableMapping[Any, Any], kept: dict[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        """Give a mapping all entries that were saved, in their order, beside those that it keeps."""
+        """Give a mapping all entries that were saved, in their order, in addition to the entries in `kept`."""
         entries: dict[Any, Any] = {}
         for key, value in saved.items():
             inner = (*path, key)
@@ -366,7 +366,7 @@ class Match:
                     entries[key] = self.visit(live[key], value, inner)
                 elif not self.archive.is_of_others(inner):
                     entries[key] = self._new_entry(live, value, inner)
-        if kept:  # the order of a part says nothing
+        if kept:  # then only a part of the order is known
             both = kept | entries
             entries = {key: both[key] for key in live if key in both} | entries
         self._change(live, mapping_change(live, entries), path)
@@ -384,7 +384,7 @@ class Match:
         return self._new_item(next((live[key] for key in live), None), saved)
 
     def _new_item(self, sibling: Any, saved: Any) -> Any:
-        """The value for an item that a live container lacks: of the class of its sibling, if it was saved like one."""
+        """The value for an item that a live container lacks, of its sibling's class if the saved value fits it."""
         if is_record(sibling) and type(saved) is dict and has_fields(type(sibling), saved):
             return self._materialize(SavedRecord(type(sibling), saved))
         value = self._materialize(saved)
@@ -399,7 +399,7 @@ class Match:
         return chosen is None or chosen(path)
 
     def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
-        """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
+        """Match the fields of a dataclass instance: set them in place, or make a new instance if it is frozen."""
         fields = fields_of(live)
         names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
         if self._in_history and {*names} != saved.keys():
@@ -418,7 +418,7 @@ class Match:
         return live
 
     def _tuple(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match the items of a tuple: those that can change are filled, and others make a new tuple."""
+        """Match the items of a tuple: fill mutable items in place, and make a new tuple if any item is replaced."""
         if not live:
             return self._materialize(saved)
         if len(live) != len(saved):
@@ -432,7 +432,7 @@ class Match:
         return tuple(values)
 
     def _list(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match the items of a list. One of plain values gets as many as were saved. A deque keeps its newest items."""
+        """Match the items of a list. A list of plain values may change its length. A deque keeps its newest items."""
         items = list(saved)
         if isinstance(live, deque) and live.maxlen is not None:
             items = items[len(items) - min(len(items), live.maxlen) :]
@@ -454,7 +454,7 @@ class Match:
         return self._change(live, list_change(live, values), path)
 
     def _chosen_items(self, live: Any, items: list[Any], path: Path) -> Any:
-        """Match some of the items of a list: those at the places that the selection reaches."""
+        """Match the items of a list at the indices that the selection reaches."""
         chosen = self.differences.selector
         assert chosen is not None
         reached = [i for i in range(len(live)) if self._is_chosen((*path, i)) or chosen.reaches(dotted((*path, i)))]
@@ -468,21 +468,21 @@ class Match:
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         self.differences.add_names(live, saved, path)
-        if path:  # at the top, saved entries that are not live are ignored
+        if path:  # at the top level, saved entries that the live state lacks are ignored
             names = set(live)
             paths = ((*path, key) for key in saved if key not in names)
-            # An entry of some ranks alone, such as another stage of a pipeline, is theirs.
+            # Entries that only some ranks saved, such as another stage of a pipeline, are not meant for this rank.
             self.differences.add_unexpected(inner for inner in paths if inner not in self.archive.of_some)
 
     def _materialize(self, saved: Any) -> Any:
-        """A new value for a saved one. Its tensors are filled together with the live ones."""
+        """A new value for a saved one. Its tensors are filled together with the live tensors."""
 
         def give(leaf: StoredLeaf) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
             if leaf.kind == "bytes":
                 return self.archive.content(self.archive.primary(leaf.number))
-            self.archive.need([(leaf.number, None)])  # before `primary`: a tie may be known only afterwards
+            self.archive.need([(leaf.number, None)])  # before `primary`: opening more archives may reveal a tie
             number = self.archive.primary(leaf.number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
@@ -492,7 +492,7 @@ class Match:
         return replaced(saved, give, self.differences.add_value_of_each_rank, self._around_new)
 
     def _around_new(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
-        """A wrapped tensor that the live state lacks, made of inner tensors that are still to be filled."""
+        """A wrapped tensor that the live state lacks, built from inner tensors that are filled later."""
         if saved.wrapper is not None and not saved.wrapper.shards:
             return self.visit(self.archive.made(saved, inner, are_read=False), saved, saved.path)
         self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
@@ -537,12 +537,12 @@ class Match:
     # --- objects at two places ----------------------------------------------------------------------------------
 
     def _filled_at(self, live: Any, saved: Any, path: Path) -> Path | None:
-        """The place at which the same object gets another value; None if there is none."""
+        """The other path at which the same live object gets a different value; None if no such path exists."""
         _, before, first = self._filled.setdefault(id(live), (live, saved, path))
         return None if first == path or self._are_alike(before, saved) else first
 
     def _are_alike(self, one: Any, other: Any) -> bool:
-        """True if two saved values are the same."""
+        """True if two saved values are equal."""
         if isinstance(one, StoredLeaf) and isinstance(other, StoredLeaf):
             return self._are_leaves_alike(one, other)
         if type(one) is not type(other):
@@ -624,7 +624,7 @@ class Match:
         self.differences.add(path, f"cannot be filled: {refusal}")
 
     def _wrapped(self, live: Any, wrapper: Wrapper, parts: dict[str, Any], saved: Any, path: Path) -> Any:
-        """Match a tensor that is made of others: these are filled if all else is alike."""
+        """Match a tensor subclass that wraps inner tensors: these are filled if everything else is equal."""
         if not isinstance(saved, InnerTensors):
             self._add_kind_difference(path, f"is {with_article(wrapper.kind)} here", saved)
         elif differences := list(_differing(facts_of(wrapper, path, set()), parts, saved)):
@@ -637,14 +637,14 @@ class Match:
         return live
 
     def _local_parts(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
-        """The parts of a tensor that this rank holds, and their offsets in it; None for the whole tensor."""
+        """The parts of a tensor that this rank holds, with their offsets in the tensor; None for the whole tensor."""
         if not is_sharded(live):
             return [(None, live)]
         slices, parts = self._slicer.slice(live, name=shown(path))
         return [(rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)]
 
     def _megatron_tensor(self, live: Any, path: Path) -> None:
-        """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
+        """Match one of Megatron's sharded tensors, which has a name of its own within its group."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
@@ -675,19 +675,19 @@ class Match:
         return module
 
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
-        """The saved state of a module by the plain names of the live one; names that the live one lacks are kept."""
+        """The saved state of a module by the live module's plain names; names that the live module lacks are kept."""
         live_names, ambiguous = paired(names, saved)
         self.differences.add_all_of(path, (f"{line}; load() it and rename one of them" for line in ambiguous))
         plain = {live_names[here]: name for here, name in names.items() if here in live_names}
         return {plain.get(name, name): value for name, value in saved.items()}
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
-        """The saved state of an object, by the names that its own `load_state_dict` expects."""
+        """The saved state of an object with the names that its own `load_state_dict` expects."""
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
         expected = saved
-        # Taking the state dict may gather what is sharded.
+        # Taking the state dict may gather sharded parameters.
         if (plain.are_shown or may_be_wrapped(saved)) and isinstance(state := self._state_dicts.of(live), dict):
             names = plain.of(state)
             live_name_of = {name: raw for raw, name in names.items()}
@@ -701,11 +701,12 @@ class Match:
     def _own_state(
         self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
     ) -> dict[Any, Any] | None:
-        """An object's own state dict, if it has shards: they are filled in place, and loaded with the rest.
+        """An object's own state dict if it has shards, to fill in place and load with the rest; otherwise None.
 
-        Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
-        value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
-        of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
+        `state_dict()` may have any side effect, so it is called only for a checkpoint of several ranks, and only for an
+        optimizer or a value with tensors. Its names also tell whether entries are missing that other ranks may have
+        saved, as in a pipeline. Wrapped tensors are filled in place, too, since only the state dict may have their
+        class.
         """
         tensors = [leaf for leaf in parts_in(saved, StoredLeaf) if leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].is_spread for leaf in tensors)
@@ -721,7 +722,7 @@ class Match:
     # --- optimizers ---------------------------------------------------------------------------------------------
 
     def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
+        """Fill one of torch's optimizers; for any other optimizer, convert the state to the form that it loads."""
         try:
             saved = self._with_empty_state(saved, path)
             converter = OptimizerConverter(live, saved, self._names, self._state_dicts.of)
@@ -740,11 +741,11 @@ class Match:
         return names_of_parameters(self._root)
 
     def _classes(self, path: Path) -> list[list[str]]:
-        """The names of the classes of an optimizer that was saved; empty if they are not known."""
+        """The class names of a saved optimizer; empty if they are not known."""
         return classes_at(self.archive.index.skeleton, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
-        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded, or wrapped."""
+        """New memory for an optimizer's tensor: wrapped, or sharded like the parameter; None if neither applies."""
         if isinstance(saved, InnerTensors) and saved.wrapper is not None:
             wrapped: torch.Tensor = self._new_wrapped(parameter, saved)
             return wrapped
@@ -766,7 +767,7 @@ class Match:
         return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """Load like Optimizer.load_state_dict, but in place, and without its cast to the dtype of the parameter."""
+        """Load like Optimizer.load_state_dict, but in place, and without casting to the dtype of the parameter."""
         if not is_optimizer_state(saved):
             self._add_kind_difference(path, "is an optimizer here", saved)
             return optimizer
@@ -778,13 +779,13 @@ class Match:
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
-                if key not in ("params", "param_names"):  # the live model has names of its own
+                if key not in ("params", "param_names"):  # the live model has its own names
                     self._setting(live_group, key, value, (*path, "param_groups", i, key))
-            step_on_device = bool(group.get("capturable") or group.get("fused"))  # where the update kernel reads it
+            step_on_device = bool(group.get("capturable") or group.get("fused"))  # where the update kernel reads `step`
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
                 self._optimizer_state(optimizer, param, state, step_on_device, inner)
-        # As load_state_dict does at its end: classes bring older states up to date there.
+        # `load_state_dict` ends with this call, too: in `__setstate__` optimizers upgrade states of older versions.
         self.actions.append(
             lambda: optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
         )
@@ -837,7 +838,7 @@ class Match:
         self.actions.append(hand_over)
 
     def _wrapped_state(self, param: torch.Tensor, live: Any, saved: InnerTensors, path: Path) -> Any:
-        """Match a wrapped tensor of an optimizer, which has none before its first step."""
+        """Match a wrapped tensor of an optimizer, which has no state before its first step."""
         if not isinstance(live, torch.Tensor):
             if saved.wrapper is None:
                 self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
@@ -846,12 +847,12 @@ class Match:
         return self._tensor(live, saved, path)
 
     def _new_wrapped(self, param: torch.Tensor, saved: InnerTensors) -> Any:
-        """A wrapped tensor that is still to be filled, on the device of the parameter, and sharded like it."""
+        """A new wrapped tensor to fill, on the device of the parameter, and sharded like the parameter."""
         assert saved.wrapper is not None
         row = (0,) * len(saved.wrapper.shards)
         shapes: Iterator[Ints] | None = None
         if is_dtensor(param) and not row:
-            # On no device: the class itself cuts the whole as the parameter is cut.
+            # On the meta device, where the wrapper's class itself narrows the whole tensor to this rank's part.
             like = replaced(saved, lambda leaf: torch.empty(self._shape(leaf), dtype=self._dtype(leaf), device="meta"))
             for rectangle in self._slicer.slice(param, name=shown(saved.path)).slices.rectangles[:1]:
                 for dim, (at, size) in enumerate(zip(rectangle.global_offsets, rectangle.sizes, strict=True)):
@@ -863,7 +864,7 @@ class Match:
             shape = self._shape(leaf)[len(row) :] if shapes is None else next(shapes)
             box = Box(row + (0,) * len(shape), (1,) * len(row) + shape)
             self.archive.need([(leaf.number, box)])
-            self.archive.sources(self.archive.primary(leaf.number), box)  # it is really there
+            self.archive.sources(self.archive.primary(leaf.number), box)  # raises if no archive has the box
             return torch.empty(shape, dtype=self._dtype(leaf), device=param.device)
 
         local = replaced(saved, room, of_inner=functools.partial(InnerTensors.made, of_shard=True))
@@ -876,7 +877,7 @@ class Match:
         return self.archive.dtype(leaf.number)
 
     def _setting(self, group: dict[str, Any], key: str, saved: Any, path: Path) -> None:
-        """Match a setting of an optimizer, which the live one may lack."""
+        """Match a setting of an optimizer, which the live optimizer may lack."""
         now = group.get(key)
         with self._history(is_plain(now, with_arrays=True)):  # groups may share one list by default
             value = self.visit(now, saved, path)
@@ -885,7 +886,7 @@ class Match:
 
 
 def _differing(here: dict[str, Json], parts: Mapping[str, Any], saved: InnerTensors) -> Iterator[str]:
-    """The differences between a live wrapped tensor and a saved one, in words."""
+    """The differences between a live wrapped tensor and a saved one, as text."""
     there = {**saved.facts, "inner tensors": [*saved]}
     here = {**here, "inner tensors": [*parts]}
     for fact in dict.fromkeys((*here, *there)):
@@ -905,7 +906,7 @@ def _shown_node(node: Json) -> str:
 def _overlaps(
     parts: Iterable[tuple[Ints | None, torch.Tensor]], shape: Ints
 ) -> Iterator[tuple[Ints | None, torch.Tensor]]:
-    """The parts of a tensor as far as they lie in one of another shape."""
+    """The parts of a tensor, cut at the bounds of another shape."""
     for offsets, part in parts:
         at = (0,) * part.ndim if offsets is None else offsets
         sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]
@@ -921,15 +922,15 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
-    """True if taking the state dict has no effects: for a plain module, a container or a tensor."""
+    """True if taking the state dict has no side effects: for a plain module, a container or a tensor."""
     is_structure = isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
     return is_structure or _is_plain_module(live, state_dict_of)
 
 
 def _is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
-    """True for a module whose state dict is its own memory, and whose loading has no other effects.
+    """True for a module whose state dict is its own memory, and whose loading has no side effects.
 
-    `state_dict_of` takes the state dict, or returns the one taken before.
+    `state_dict_of` takes the state dict, or returns a cached one.
     """
     if not isinstance(live, torch.nn.Module) or type(live).load_state_dict is not torch.nn.Module.load_state_dict:
         return False

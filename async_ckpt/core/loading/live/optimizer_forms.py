@@ -1,11 +1,11 @@
-"""The saved state of an optimizer in the form that the live one loads: by numbers of parameters, or by their names.
+"""Converts the saved state of an optimizer to the form that the live optimizer loads: by parameter numbers or by names.
 
 In: the saved state of an optimizer, the live one, and the names of its parameters. Out: the state in the form of the
-live one, and with room for all of it. Knows nothing of: archives.
+live optimizer, with room for all of its tensors. Knows nothing of: archives.
 
-States by names come from torch.distributed.checkpoint.state_dict, and from containers of several optimizers. They are
-nested like the optimizer's own state, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each
-parameter. A state in any other form is not converted.
+States by names come from torch.distributed.checkpoint.state_dict and from containers of several optimizers. Such a
+state is nested like the optimizer's own state, or flat, with the keys `state.<name>.<key>` and
+`param_groups.<name>.<key>` for each parameter. A state in any other form is not converted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Form(Enum):
 
 
 class _ByName(NamedTuple):
-    """A state by names: the state of each parameter, and its group."""
+    """A state by names: the state and the group of each parameter."""
 
     states: Mapping[str, dict[Any, Any]]
     group_of: Mapping[str, int]
@@ -64,8 +64,8 @@ def form_of(state: Any) -> Form:
 class OptimizerConverter:
     """Converts saved states to the form that a live optimizer loads. `Match` creates one for each optimizer.
 
-    torch's own `load_state_dict` takes numbers; any other takes the form that the optimizer's own `state_dict` returns.
-    That is called only then, since it may have any effect. A state of unknown form is loaded as it was saved.
+    torch's own `load_state_dict` expects numbers, any other the form of the optimizer's own `state_dict`. That method
+    is called only then, since it may have any side effect. A state of unknown form is loaded as it was saved.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class OptimizerConverter:
         names: Callable[[], Names],
         state_dict_of: Callable[[Any], Any],
     ) -> None:
-        """`names` returns the names of parameters in live modules, `state_dict_of` the optimizer's state dict."""
+        """`names` returns the names of parameters in live modules; `state_dict_of`, the optimizer's state dict."""
         self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
-        self._own: Any = None  # its state dict, if it has been taken
+        self._own: Any = None  # the optimizer's state dict, if it was taken
         self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
 
     def _form(self) -> Form:
@@ -86,15 +86,14 @@ class OptimizerConverter:
         for method, hooks in (("load_state_dict", "load_state_dict_pre"), ("state_dict", "state_dict_post")):
             if not (has_own(live, method) or getattr(live, f"_optimizer_{hooks}_hooks", None)):
                 return Form.NUMBERED
-        with suppress(Exception):  # some cannot give it yet: then the state is loaded as it was saved
+        with suppress(Exception):  # some optimizers have no state dict yet: then the state is loaded as it was saved
             self._own = self._state_dict_of(live)
         return form_of(self._own)
 
     def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
-        """The saved state in the form of the optimizer. Flat entries of some ranks alone are dropped if they are not
-        its own.
+        """The saved state in the optimizer's form, without flat entries of parameters that only other ranks have.
 
-        Raises ValueError, with a text for the user, if a parameter has no name, or if the groups differ.
+        Raises ValueError, with a message for the user, if a parameter has no name, or if the groups differ.
         """
         form = form_of(saved)
         if form is Form.NUMBERED:
@@ -118,7 +117,7 @@ class OptimizerConverter:
         return _group(by_name, self._ids(by_name), is_of_some, live)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
-        """A copy of the optimizer's own state, with an entry for everything that was saved of its parameters.
+        """A copy of the optimizer's own state, with an entry for each saved entry of its parameters.
 
         `make` returns a missing entry, given the parameter and the saved value. Only dicts and lists are copied.
         """
@@ -132,7 +131,7 @@ class OptimizerConverter:
     # --- names ------------------------------------------------------------------------------------------------
 
     def known_names(self) -> Names:
-        """The names of parameters, by their ids: those in modules beside the optimizer, and its own."""
+        """The names of parameters by their ids: the names in live modules, and the names in the optimizer."""
         known = {number: {*names} for number, names in self._names_beside().items()}
         for number, names in names_in(self._optimizer).items():
             known.setdefault(number, set()).update(names)
@@ -151,7 +150,7 @@ class OptimizerConverter:
         return [group["params"] for group in live]
 
     def _ids(self, by_name: _ByName) -> list[list[tuple[Any, str]]]:
-        """The key of each parameter in a state of the optimizer's form, and its name; by groups."""
+        """The key of each parameter in a state of the optimizer's form, and its name, for each group."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
         known, number = self.known_names(), 0
@@ -165,7 +164,7 @@ class OptimizerConverter:
         return groups
 
     def _named(self, saved: Mapping[str, Any]) -> _ByName:
-        """A numbered state by the names that the optimizer's own state uses."""
+        """Converts a numbered state to the names that the optimizer's own state uses."""
         groups = saved["param_groups"]
         own = {*_by_name(self._own).group_of}
         names = [[*group.get("param_names", ())] for group in groups]
@@ -181,12 +180,12 @@ class OptimizerConverter:
         return _numbered(saved, names)
 
     def _own_groups(self) -> list[dict[str, Any]]:
-        """The groups in the order in which the optimizer's own state dict numbers their parameters."""
+        """The groups in the order in which the optimizer's own state dict numbers the parameters."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
         return groups
 
     def _in_own_order(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A numbered state in the order of the live groups: by the names of the parameters if both sides have names."""
+        """A numbered state, reordered like the live groups by parameter names if both sides have names."""
         own, groups = self._own_groups(), saved["param_groups"]
         names, saved_names = _names_of(own), _names_of(groups)
         if names is None or saved_names is None or names == saved_names:
@@ -205,12 +204,12 @@ class OptimizerConverter:
         return {**saved, **ordered}
 
     def _live_settings(self) -> list[dict[str, Any]]:
-        """The settings of each group that a state needs where none are saved; none if they are left as they are."""
+        """The live settings of each group, for settings that were not saved; empty if a restore keeps them anyway."""
         is_plain = is_plain_optimizer(self._optimizer)
         return [{} if is_plain else _settings(group) for group in self._own_groups()]
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved names."""
+        """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved model."""
         own = self._own_groups()
         is_same = _sizes(own) == _sizes(groups)
         keeps = has_own(self._optimizer, "load_state_dict")
@@ -228,7 +227,7 @@ class OptimizerConverter:
     # --- both sides -------------------------------------------------------------------------------------------
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
-        """Each parameter with the dict of the own state that holds its entries, and its saved entries."""
+        """Each parameter, the dict in `state` that holds its entries, and its saved entries."""
         if self.form is Form.OTHER or not (isinstance(state, dict) and form_of(saved) is self.form):
             return
         if self.form is Form.NUMBERED:
@@ -255,10 +254,10 @@ class OptimizerConverter:
 def another_kind(
     live: Any, saved: Any, known: Callable[[], Names], classes: Sequence[Sequence[str]] = ()
 ) -> str | None:
-    """The reason why a state is of another kind than an optimizer, or than those that it steps; None if it is not.
+    """The reason why a state is of another kind than an optimizer or its parts; None if the kinds match.
 
-    `known` returns the names of parameters, which are asked for only if the state is by names. `classes` are those that
-    it was saved from, as `classes_of` gives them; empty if they are not known.
+    `known` returns the names of parameters; it is called only if the state is by names. `classes` are the class names
+    that the state was saved from, as returned by `classes_of`; empty if they are not known.
     """
     form, parts = form_of(saved), parts_of(live)
     if form is Form.OTHER or adapts_states(live):
@@ -278,12 +277,15 @@ def another_kind(
 
 
 def adapts_states(live: Any) -> bool:
-    """Whether a hook of the user's makes of a saved state what an optimizer loads."""
+    """Whether a hook of the user converts a saved state before the optimizer loads it."""
     return bool(getattr(live, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tuple[Any, list[SavedParameters]]]:
-    """Each of several optimizers with its saved groups, if these are as many as the live ones, or if it is any's."""
+    """Each optimizer with its saved groups, if the numbers of saved and live groups are equal.
+
+    If all optimizers have the same class, only the first one, with all groups.
+    """
     sizes = [len(getattr(part, "param_groups", ())) for part in parts]
     if len({*map(type, parts)}) == 1:
         yield parts[0], groups
@@ -293,7 +295,7 @@ def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tu
 
 
 def _groups_of_part(part: Any, by_name: _ByName, names: Names) -> list[SavedParameters]:
-    """The saved groups of an optimizer's parameters; all of them if none of its parameters has a name."""
+    """The saved groups of an optimizer's parameters; all groups if none of its parameters has a name."""
     parameters = chain(*(group["params"] for group in getattr(part, "param_groups", ())))
     own = {name for parameter in parameters for name in names.get(id(parameter), ())} & by_name.group_of.keys()
     states_of: dict[int, list[Any]] = {}
@@ -312,10 +314,10 @@ def _group(
     is_of_some: Callable[[str], bool],
     live: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A nested state in these groups, which list the key and the name of each parameter.
+    """A nested state with the groups in `ids`, which list the key and the name of each parameter.
 
-    Parameters may have been in other groups if the state is flat, or with the `live` settings of the groups: a group
-    gets each setting that the saved groups of its parameters have in common, and keeps its own for others.
+    If the state is flat, or if the `live` settings of the groups are given, the saved groups may be different. Then a
+    group gets each setting that the saved groups of its parameters agree on, and keeps its live setting otherwise.
     """
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -384,7 +386,7 @@ def _refuse_twice(names: Sequence[str]) -> None:
 
 
 def _refuse_odd_names(groups: Iterable[Mapping[str, Any]]) -> None:
-    """An index may lie about the names that its optimizer had."""
+    """Raises ValueError if the names of parameters in an untrusted index are not lists of strings."""
     for group in groups:
         names = group.get("param_names", ())
         if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
@@ -392,15 +394,15 @@ def _refuse_odd_names(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
-    """The names of the parameters of each group; None if not all have names."""
+    """The names of the parameters of each group; None if a parameter has no name."""
     names = [[*group.get("param_names", ())] for group in groups]
     return names if any(names) and [*map(len, names)] == _sizes(groups) else None
 
 
 def _saved_names(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-    """The saved name of each live parameter: the same name, or the one that differs in words of wrappers alone.
+    """The saved name of each live parameter: the same name, or the name that differs only by what wrappers add.
 
-    Raises ValueError if there are parameters of one side alone.
+    Raises ValueError for parameters that only one side has.
     """
     _refuse_twice(live)
     _refuse_twice(saved)
@@ -423,7 +425,7 @@ def _saved_names(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
 
 
 def _common(groups: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that all of some groups have in common, and the live ones for the others."""
+    """The settings that these groups have in common, and the live settings where the groups differ."""
     if not groups:
         return dict(live)
     first, *others = map(_settings, groups)
@@ -441,7 +443,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(state: Any) -> Any:
-    """A copy of the dicts and lists of a state, but not of the values in them."""
+    """A copy of the dicts and lists of a state; other values are shared."""
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     return list(map(_copy, state)) if type(state) is list else state
@@ -460,9 +462,7 @@ def _is_nested(saved: Any) -> bool:
 
 
 def _has_groups(saved: Any, *, of: type) -> bool:
-    """True for a state with groups of parameters, which are known by values of this type, and a dict for each that has
-    state.
-    """
+    """True for a state whose groups list parameters as values of type `of`, with a dict for each parameter's state."""
     groups, states = (saved.get("param_groups"), saved.get("state", {})) if isinstance(saved, dict) else (None, None)
     return (
         isinstance(groups, list)
@@ -474,7 +474,7 @@ def _has_groups(saved: Any, *, of: type) -> bool:
 
 
 def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
-    """The saved state of a parameter, whose number torch.distributed.checkpoint turns into text."""
+    """The saved state of a parameter, whose number torch.distributed.checkpoint turns into a string."""
     return states[number] if number in states else states.get(str(number), {})
 
 
@@ -493,7 +493,7 @@ def _nested(saved: Mapping[str, Any]) -> _ByName:
 
 
 def _numbered(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> _ByName:
-    """A state by numbers, by these names of the parameters of each group, which all differ."""
+    """Converts a numbered state to these names of the parameters of each group, which are all different."""
     groups = saved["param_groups"]
     group_of = {name: i for i, own in enumerate(names) for name in own}
     numbers = chain(*(group["params"] for group in groups))

@@ -1,10 +1,10 @@
-"""Kinds of optimizers, told apart by the settings of their groups and by the keys of their states.
+"""Kinds of optimizers, distinguished by the settings of their groups and by the keys of their states.
 
-In: a live optimizer, and saved groups and states. Out: the reason why they are of different kinds. Knows nothing of:
-archives, names of parameters.
+In: a live optimizer, and saved groups and states. Out: the reason why their kinds differ.
+Knows nothing of: archives, names of parameters.
 
-A state dict does not say which class it is from, and a live optimizer has no state before its first step. So the
-settings decide first, and then the keys of the saved states, which torch's own optimizers are known to need.
+A state dict does not record the optimizer's class, and a live optimizer has no state before its first step. So the
+settings are compared first, and then the keys of the saved states with the keys that torch's own optimizers need.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ...state.optimizers import has_own, name_of_class
 # Settings of torch's optimizers that change neither the keys of the states nor their meaning: how an update is
 # computed, its sign, and what the weight decay is added to. torch has added each of them to existing classes.
 _SHARED: Final = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"})
-# Entries of groups that are no settings, and those that torch's schedulers add.
+# Entries of groups that are not settings, and entries that torch's schedulers add.
 _BESIDE: Final = frozenset(
     {"params", "param_names", "initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 )
-# Torch 2.6 has no such setting, and its Adam and AdamW have the same ones.
+# Torch 2.6 lacks this setting, so its Adam and AdamW have the same settings.
 _UNSAID: Final = frozenset({"decoupled_weight_decay"})
-# Classes of bitsandbytes that differ in bits or in pages alone.
+# Class names of bitsandbytes that differ only in bits or in paging.
 _VARIANT: Final = re.compile(r"^Paged|(8|32)bit$")
 _ADAM: Final = frozenset({"torch.Adam", "torch.AdamW"})  # in older versions, neither is derived from the other
 _WHAT_TO_DO: Final = (
@@ -38,7 +38,7 @@ _WHAT_TO_DO: Final = (
 
 
 class _Likeness(IntEnum):
-    """The likeness of a saved class of optimizers to the live one."""
+    """The likeness of a saved optimizer class to the live class."""
 
     NONE = 0
     RELATED = 1  # one is derived from the other, or is a variant of it
@@ -53,7 +53,7 @@ class SavedParameters(NamedTuple):
 
 
 class _StateKeys(NamedTuple):
-    """The keys of a parameter's state: those that it always has, and others, with the setting that needs each."""
+    """The keys of a parameter's state: keys that always exist, and optional keys with the setting that needs each."""
 
     always: frozenset[str]
     others: Mapping[str, str]
@@ -86,7 +86,7 @@ _STATES: Final = {
     "SparseAdam": _keys("step exp_avg exp_avg_sq"),
 }
 _LBFGS: Final = _STATES["LBFGS"]
-# Keys of states that do not have the shape of their parameter.
+# Keys of state entries whose shape is not that of the parameter.
 _OF_OTHER_SHAPE: Final = frozenset(
     {"step", "eta", "mu", "mu_product", "row_var", "col_var", *_LBFGS.always, *_LBFGS.others}
 )
@@ -95,18 +95,18 @@ _OF_OTHER_SHAPE: Final = frozenset(
 def kind_difference(
     live: torch.optim.Optimizer, groups: Sequence[SavedParameters], classes: Sequence[Sequence[str]] = ()
 ) -> str | None:
-    """The reason why a state is of another kind of optimizer than the live one, or None; a text for the user.
+    """The reason, for the user, why a state is from another kind of optimizer; None if the kinds match.
 
-    `classes` are the names of the classes that the state was saved from, as `classes_of` gives them; empty if they are
-    not known. With the live class among them, one side alone may have more settings: another version of a class has,
-    and users and schedulers add some. A related class must have the same settings, and an unrelated one, which may be a
-    wrapper that does not show what it wraps, those of one of torch's.
+    `classes` are the class names that the state was saved from, as returned by `classes_of`; empty if they are not
+    known. If the live class is one of them, one side may have additional settings, but not both: another version of the
+    class adds some, and so do users and schedulers. A related class must have the same settings. An unrelated class may
+    be a wrapper that hides the wrapped optimizer, so it must have the settings of one of torch's classes.
     """
     saved = {key for group in groups for key in group.settings} - _BESIDE
     states = [state for group in groups for state in group.states if state]
     kind, likely = _kind_of(live), _likely_kinds(saved, states)
     own = {key for group in getattr(live, "param_groups", ()) for key in group} - _BESIDE
-    if not own:  # a wrapper that does not show what it wraps
+    if not own:  # a wrapper that hides the wrapped optimizer
         return None
     defaults = {*getattr(live, "defaults", {})} - _BESIDE
     only_saved, only_live = saved - own - _SHARED, defaults - saved - _SHARED
@@ -129,19 +129,19 @@ def kind_difference(
 
 
 def has_shape_of_parameter(live: torch.optim.Optimizer, key: Any) -> bool:
-    """Whether this entry of a state has the shape of its parameter. False if it is not known."""
+    """Whether this entry of a state has the shape of its parameter; False if that is unknown."""
     if (kind := _kind_of(live)) is None or key in _OF_OTHER_SHAPE:
         return False
     return key in _STATES[kind].always or key in _STATES[kind].others
 
 
 def has_one_state(live: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has one state for all its parameters, in their order."""
+    """Whether the optimizer has one state for all its parameters, which depends on their order."""
     return _kind_of(live) == "LBFGS"
 
 
 def _likeness(chain: Sequence[str], live: Any) -> _Likeness:
-    """The likeness of the saved class, with those that it is derived from, to the live one."""
+    """The likeness of the saved class to the live class. `chain` lists the saved class and its base classes."""
     own = [name_of_class(cls) for cls in type(live).__mro__]
     (package, _, name), (own_package, _, own_name) = (names[0].rpartition(".") for names in (chain, own))
     if name == own_name and (package == own_package or "__main__" in (package, own_package)):
@@ -161,7 +161,7 @@ def _other_kind(live: Any, only_saved: set[str], only_live: set[str], names: Seq
 
 
 def _unlike_states(live: Any, kind: str | None, states: Sequence[Mapping[Any, Any]]) -> str | None:
-    """The reason if the states of an optimizer that is not torch's have other keys than the live ones."""
+    """The reason why states do not fit an optimizer that is not torch's: their keys differ from the live keys."""
     live_states = [state for state in getattr(live, "state", {}).values() if isinstance(state, Mapping) and state]
     is_plain = isinstance(live, torch.optim.Optimizer) and not has_own(live, "state_dict")
     if kind is not None or not (is_plain and states and live_states):
@@ -176,7 +176,7 @@ def _unlike_states(live: Any, kind: str | None, states: Sequence[Mapping[Any, An
 
 
 def _lacking(live: Any, kind: str | None, groups: Iterable[SavedParameters]) -> str | None:
-    """The reason if states lack what the next step of an optimizer of torch needs."""
+    """The reason why states do not fit one of torch's optimizers: they lack a key that its next step needs."""
     if kind is None:
         return None
     keys, defaults = _STATES[kind], getattr(live, "defaults", {})
@@ -192,7 +192,7 @@ def _lacking(live: Any, kind: str | None, groups: Iterable[SavedParameters]) -> 
 
 
 def _coupled(live: Any, groups: Iterable[SavedParameters]) -> str | None:
-    """The reason if AdamW, which always decouples its weight decay, would not go on as Adam does."""
+    """The reason why AdamW, which always decouples its weight decay, cannot continue a state of Adam."""
     adds = (settings for settings, _ in groups if settings.get("decoupled_weight_decay") is False)
     if _kind_of(live) == "AdamW" and any(_is_on(settings.get("weight_decay")) for settings in adds):
         return (
@@ -211,20 +211,20 @@ def _listed(keys: Iterable[Any]) -> str:
 
 
 def _kind_of(live: torch.optim.Optimizer) -> str | None:
-    """The class of torch that an optimizer is, or is derived from."""
+    """The name of the torch class that an optimizer is an instance of."""
     kinds = _kinds()
     return next((cls.__name__ for cls in type(live).__mro__ if kinds.get(cls.__name__) is cls), None)
 
 
 def _likely_kinds(saved: set[str], states: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """The classes of torch that have such states and these settings; those with no others if there are any."""
+    """The torch classes with such states and these settings; only classes without further settings if there are any."""
     known = saved & _all_settings()
     likely = [
         kind
         for kind in _kinds()
         if _settings_of(kind) - _SHARED <= known <= _settings_of(kind) and _STATES[kind].fit(states)
     ]
-    alike = known ^ _UNSAID  # with or without it
+    alike = known ^ _UNSAID  # with or without `decoupled_weight_decay`
     return [
         kind
         for kind in likely

@@ -1,6 +1,6 @@
 """The differences of two checkpoints.
 
-- `diffing.py` is the word `diff` of the command. It finds the names in both checkpoints, and prints what differs.
+- `diffing.py` is the subcommand `diff`. It pairs the names of both checkpoints, and prints the differences.
 - `tensor_differences.py` measures the difference of two tensors, piece by piece.
-- `equality.py` tells whether two objects are equal, part by part.
+- `equality.py` compares two objects, part by part.
 """

@@ -1,7 +1,7 @@
 """The differences of two checkpoints, name by name.
 
 In: two places with checkpoints of any format. Out: rows of plain values, and their table. Knows nothing of: arguments.
-Both are read piece by piece. Nothing is unpickled unless that was allowed.
+Both checkpoints are read piece by piece. Objects are unpickled only with `trust`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import typer
 from .... import Place
 from ....errors import CheckpointError, UntrustedObjectError
 from ....plumbing import contents, leaf_names, states
+from ..exit_statuses import for_each
+from ..output import NO, USAGE, Answer, counted, if_known, print_json, print_table, print_text
 from ..run_places import everywhere
-from ..screen import NO, USAGE, Answer, counted, if_known, print_json, print_table, print_text
-from ..statuses import for_each
 from .equality import Equality, equality
 from .tensor_differences import TensorDifference
 
-# The order of the rows, beside the largest difference.
+# Rows are sorted by this order, then by the largest difference.
 _ORDER: Final = ("only in A", "only in B", "kind", "shape", "dtype", "value", "within tolerance", "not compared")
 _NOT_COMPARED: Final = "not compared"
 _SHOWN_LENGTH: Final = 40
@@ -34,11 +34,11 @@ _SHOWN_LENGTH: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """A name that differs. `what` is "only in A", "only in B", "kind", "shape", "dtype", "value", "within tolerance" or
-    "not compared", for objects that cannot be compared: they were not unpickled, or do not tell what they consist of.
+    """A name that differs. `what` is the kind of the difference, one of `_ORDER`.
 
-    Of tensors of one shape: the largest absolute difference, the largest relative to B, and the share of items whose
-    bits differ. NaN in one of two items is an infinite difference.
+    Objects are "not compared" if they were not unpickled, or if their parts are not known. For tensors of one shape:
+    `max_abs` is the largest absolute difference, `max_rel` the largest relative to B, and `share` the share of items
+    whose bits differ. If only one of two items is NaN, their difference is infinite.
     """
 
     name: str
@@ -55,7 +55,7 @@ class DifferenceRow:
 
 
 class DiffResult(NamedTuple):
-    """The names that differ, the number of all names, and of those that are equal in every bit."""
+    """The names that differ, the number of all names, and the number of names that are equal in every bit."""
 
     rows: list[DifferenceRow]
     num_names: int
@@ -63,15 +63,15 @@ class DiffResult(NamedTuple):
 
 
 def show(a: Place, *, all_: bool, as_json: bool, **options: Any) -> None:
-    """Compare a checkpoint, or that at each place of its run, with another one."""
+    """Compare a checkpoint with another one. `all_` compares the checkpoint at each place of its run."""
     for_each(partial(_diff, as_json=as_json, **options), everywhere([a], asks_all=all_), with_headings=not as_json)
 
 
 def _diff(
     a: Place, *, b: Place, select: Sequence[str] | None, rtol: float, atol: float, trust: bool, as_json: bool
 ) -> None:
-    """Print the names that differ, the largest difference first, or their document. Raises typer.Exit if something
-    differs by more than the tolerances, or cannot be compared.
+    """Print the names that differ, the largest difference first, as a table or a JSON document. Raises typer.Exit if
+    something differs by more than the tolerances, or cannot be compared.
     """
     options: dict[str, Any] = {"select": select or None, "trust": trust}
 
@@ -79,14 +79,14 @@ def _diff(
         try:
             return states.with_items(b, lambda theirs: differences(ours, theirs, rtol=rtol, atol=atol), **options)
         except CheckpointError as error:
-            return error  # it is no fault of A, which would be looked for anew
+            return error  # raised outside: inside, it would count as damage of A
 
     try:
         compared = states.with_items(a, compare, **options)
         if isinstance(compared, CheckpointError):
             raise compared
     except UntrustedObjectError as error:
-        raise Answer(str(error), USAGE) from error  # they were not compared
+        raise Answer(str(error), USAGE) from error  # nothing was compared
     rows, num_names, num_equal = compared
     num_different = sum(row.counts for row in rows)
     num_unknown = sum(row.what == _NOT_COMPARED for row in rows)
@@ -124,7 +124,7 @@ def _print(rows: Sequence[DifferenceRow]) -> None:
 
 
 def differences(ours: states.Items, theirs: states.Items, *, rtol: float = 0.0, atol: float = 0.0) -> DiffResult:
-    """The names that differ, the largest difference first; the number of names, and of those that are equal."""
+    """Compare two checkpoints. Rows are sorted by the kind of difference, then by its size."""
     naming = max(ours.naming, theirs.naming)
     pairs = [*_pairs(ours.leaves, theirs.leaves, naming)]
     if not (ours.keeps_empty and theirs.keeps_empty):
@@ -146,10 +146,10 @@ _Pair = tuple[states.NamedItem | None, states.NamedItem | None]
 def _pairs(
     ours: Iterable[states.NamedItem], theirs: Iterable[states.NamedItem], naming: states.PathForm
 ) -> Iterator[_Pair]:
-    """The items of one name, in the order of A; None for one that the other checkpoint lacks.
+    """The pairs of items with one name, in the order of A. None stands for an item that one checkpoint lacks.
 
-    First those of the very same path. Then, as one of the formats keeps no more of a path than `naming` says, those
-    whose paths are the same in that format, unless several are.
+    Items with identical paths are paired first. If a format keeps less of a path, as `naming` says, the other items are
+    paired by the part that it keeps, unless several items share it.
     """
     a, b = ({states.typed(item.path): item for item in items} for items in (ours, theirs))
     partner = {path: path for path in a if path in b}
@@ -167,7 +167,7 @@ def _alone(
     paths: Iterable[states.Path],
     items: Mapping[states.Path, states.NamedItem],
 ) -> dict[Hashable, states.Path]:
-    """The paths by their loose names, without those that have one in common."""
+    """The paths by their loose names, without paths that share a loose name."""
     named = [(loose(items[path].path), path) for path in paths]
     counts = Counter(name for name, _ in named)
     return {name: path for name, path in named if counts[name] == 1}
@@ -196,7 +196,7 @@ class _Names:
 def _containers_compared(
     ours: Iterable[states.Container], theirs: Iterable[states.Container], names: _Names
 ) -> Iterator[DifferenceRow | None]:
-    """The differences of containers that both have, beside those of their items."""
+    """The differences of containers that both checkpoints have, apart from their items."""
     others = {states.typed(one.path): one for one in theirs}
     for a in ours:
         b = others.get(states.typed(a.path))
@@ -219,7 +219,7 @@ def _compared(
         what = "only in A" if b is None else "only in B"
         return DifferenceRow(names.of(one.path), what, _about(a), _about(b))
     row = DifferenceRow(names.of(a.path), "", _about(a), _about(b))
-    if a.kind != b.kind:  # an array may have been pickled
+    if a.kind != b.kind:  # one of them may be an unread pickle
         return replace(row, what=_NOT_COMPARED if states.Unread in (type(a.value), type(b.value)) else "kind")
     if a.dtype is None or b.dtype is None:
         return _with_equality(row, _equality_of_values(a, b))
@@ -236,16 +236,16 @@ def _compared(
         return _with_difference(row, a, b, difference)
     except CheckpointError:
         raise
-    except (RuntimeError, TypeError):  # torch cannot do that with items of this dtype
+    except (RuntimeError, TypeError):  # torch does not support this dtype
         return replace(row, what=_NOT_COMPARED)
 
 
 def _with_difference(
     row: DifferenceRow, a: states.NamedItem, b: states.NamedItem, difference: TensorDifference
 ) -> DifferenceRow | None:
-    """The row of two tensors or arrays of one shape, whose items have been compared."""
+    """The row of two tensors or arrays of one shape whose items have been compared."""
     facts = Equality.EQUAL if None in (a.facts, b.facts) else equality(a.facts, b.facts)
-    if a.kind == "array" and a.facts is not None:  # its bytes may be those between fields
+    if a.kind == "array" and a.facts is not None:  # different bytes may be padding between fields
         return _with_equality(row, equality(_array(a), _array(b))) if difference.num_different else None
     share = difference.num_different / max(1, difference.num_items)
     measured = replace(row, share=share)
@@ -311,7 +311,7 @@ def _shown_shape(shape: Iterable[int]) -> str:
 
 
 def _extras(item: states.NamedItem) -> Iterator[str]:
-    """Further facts about a tensor in a file of torch."""
+    """Further facts about a tensor in a file of torch.save."""
     if item.kind != "tensor" or item.facts is None:
         return
     kind, requires_grad, attributes = item.facts

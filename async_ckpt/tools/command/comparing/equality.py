@@ -2,9 +2,9 @@
 
 In: two objects. Out: whether they are equal, different, or cannot be compared. Knows nothing of: files, names.
 
-An object is what it would be pickled as: its class, its arguments, its attributes and its items. `__eq__` of a class is
-never asked, since it may leave out what it likes. Numbers are compared by their bits: 1 is not 1.0, NaN is equal to the
-same NaN. The order of a dict and of a set does not count, and neither does the sharing of parts.
+Objects are compared by what pickle would write: class, arguments, attributes and items. The `__eq__` of a class is
+never called, since it may ignore any part. Numbers are compared by their bits: 1 differs from 1.0, and NaN is equal to
+the same NaN. The order of dicts and sets does not count, and neither does the sharing of parts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 from ....plumbing import states
 
-# Objects that make new ones whenever they are asked for their parts would never end.
+# Comparing objects that create new parts on each access would never end.
 _MAX_PAIRS: Final = 50_000_000
-# The most items of a set, or keys of a dict, that are each compared with all others.
+# A set with more items of other than plain types is not compared, since each item is compared with all others.
 _MAX_SEARCHED: Final = 300
-# Parts that have to be equal.
+# Pairs of parts that must be equal.
 _Pairs: TypeAlias = Iterable[tuple[Any, Any]]
 
 
@@ -45,9 +45,9 @@ class _UnknownError(Exception):
 
 
 def equality(a: Any, b: Any) -> Equality:
-    """Whether two objects are equal. Code of their classes may run, if it says how they are pickled."""
+    """Whether two objects are equal. Runs code of their classes that defines how they are pickled."""
     stack: list[Iterator[tuple[Any, Any]]] = [iter([(a, b)])]
-    seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # with the objects, so that no other one gets their ids
+    seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # keeps the objects alive, so that no other object gets their ids
     is_known, num_pairs = True, 0
     while stack:
         try:
@@ -98,7 +98,7 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def _parts(a: Any, b: Any) -> _Pairs:
-    """The parts of two objects that have to be equal. Raises _DifferentError and _UnknownError."""
+    """Pairs of parts of two objects that must be equal. Raises _DifferentError and _UnknownError."""
     kind, other = type(a), type(b)
     if kind is not other:
         if states.class_name(kind) != states.class_name(other):
@@ -122,7 +122,7 @@ def _parts_of_one_kind(a: Any, b: Any) -> _Pairs:
 
 
 def _same(is_same: bool, *pairs: tuple[Any, Any]) -> _Pairs:
-    """These pairs. Raises _DifferentError unless the objects are the same otherwise."""
+    """Return these pairs if `is_same`, else raise _DifferentError."""
     if not is_same:
         raise _DifferentError
     return pairs
@@ -149,7 +149,7 @@ def _parts_of_dicts(a: Any, b: Any) -> _Pairs:
 
 
 def _by_plain_key(items: Any) -> tuple[dict[Any, Any], list[Any]]:
-    """The values of plain keys, by what no other key has; and the other keys."""
+    """The values of plain keys, by a form that no other key has, and the list of the other keys."""
     plain: dict[Any, Any] = {}
     others: list[Any] = []
     for key in items:
@@ -176,17 +176,17 @@ def _parts_of_sets(a: Any, b: Any) -> _Pairs:
 
 
 def _parts_of_classes(a: Any, b: Any) -> _Pairs:
-    """Two classes of one name, each made while its file was read."""
+    """The parts of two classes of the same name, each created while its file was read."""
     if states.class_name(a) != states.class_name(b):
         raise _DifferentError
-    if issubclass(a, torch.fx.GraphModule):  # each has one of its own; its code is in its attributes
+    if issubclass(a, torch.fx.GraphModule):  # each instance has its own class; the code is in its attributes
         return ()
     members = [{name: item for name, item in vars(cls).items() if name not in _OF_CLASS} for cls in (a, b)]
     return [(a.__bases__, b.__bases__), (members[0], members[1])]
 
 
 def _parts_of_functions(a: Any, b: Any) -> _Pairs:
-    """Two functions that were pickled with their code, as cloudpickle does it."""
+    """The parts of two functions that were pickled with their code, as cloudpickle does."""
     if (a.__module__, a.__qualname__, a.__code__) != (b.__module__, b.__qualname__, b.__code__):
         raise _DifferentError
     yield from [(a.__defaults__, b.__defaults__), (a.__kwdefaults__, b.__kwdefaults__), (vars(a), vars(b))]
@@ -205,7 +205,7 @@ def _parts_by_pickling(a: Any, b: Any) -> _Pairs:
 
 
 def _pickled(value: Any) -> Any:
-    """The name of an object in its module, or function, arguments, state, listed items, entries, and what sets them."""
+    """The name of an object in its module, or its six-part reduced value; see `object.__reduce__`."""
     reduce = copyreg.dispatch_table.get(type(value))
     reduced: Any = reduce(value) if reduce is not None else value.__reduce_ex__(4)
     if isinstance(reduced, str):
@@ -232,7 +232,7 @@ def _parts_of_tensors(a: torch.Tensor, b: torch.Tensor) -> _Pairs:
 
 
 def _parts_of_wrappers(a: Any, b: Any) -> _Pairs:
-    """Tensors that consist of others, which their class names, or has in its attributes."""
+    """The parts of tensors that wrap other tensors, from `__tensor_flatten__` or from pickling."""
     kind: Any = type(a)
     if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or not hasattr(kind, "__tensor_flatten__"):
         return _parts_by_pickling(a, b)
@@ -253,7 +253,7 @@ class _Bits:
 def _items_of(tensor: torch.Tensor) -> Any:
     """The parts of a plain tensor of any layout that make up its items. Raises _UnknownError if they cannot be read."""
     if tensor.is_meta:
-        return None  # it has none
+        return None  # a meta tensor has no items
     if tensor.is_nested:
         return [*tensor.unbind()]
     if tensor.is_quantized:
@@ -301,9 +301,9 @@ def _parts_of_arrays(numpy: Any, a: Any, b: Any) -> _Pairs:
         a, b = a.view(numpy.ndarray), b.view(numpy.ndarray)
     if a.dtype != b.dtype:
         return
-    if a.dtype.names is not None:  # field by field: the bytes between them are of none
+    if a.dtype.names is not None:  # field by field: padding between fields does not count
         yield from ((a[name], b[name]) for name in a.dtype.names)
-    elif a.dtype.hasobject or a.dtype.char == "T":  # texts of any length lie elsewhere, as objects do
+    elif a.dtype.hasobject or a.dtype.char == "T":  # texts of variable length are stored elsewhere, like objects
         yield a.ravel().tolist(), b.ravel().tolist()
     elif a.size and a.dtype.itemsize:
         left, right = (_Bits(torch.from_numpy(_bytes_of(numpy, one).copy())) for one in (a, b))
@@ -311,14 +311,14 @@ def _parts_of_arrays(numpy: Any, a: Any, b: Any) -> _Pairs:
 
 
 def _bytes_of(numpy: Any, array: Any) -> Any:
-    """The bytes of the items of an array, without those that a long double of the x87 leaves undefined."""
+    """The bytes of an array's items, without the undefined padding of x87 long doubles."""
     raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     if array.dtype.char in "gG" and numpy.finfo(numpy.longdouble).nmant == _X87_MANTISSA:
         return raw.reshape(-1, numpy.dtype(numpy.longdouble).itemsize)[:, :_X87_BYTES].reshape(-1)
     return raw
 
 
-# --- which parts a class has --------------------------------------------------------------------------------------
+# --- the parts of each class --------------------------------------------------------------------------------------
 
 _X87_MANTISSA: Final = 63
 _X87_BYTES: Final = 10
@@ -326,9 +326,9 @@ _COMPRESSED: Final = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-# Of each class there is a new one of these.
+# Attributes that are not compared: each class object has its own.
 _OF_CLASS: Final = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__"})
-# In this order: an enum's member may be a tuple as well.
+# The order matters: an enum's member may also be a tuple.
 _PARTS: Final[tuple[tuple[Any, Callable[[Any, Any], _Pairs]], ...]] = (
     (_Bits, _parts_of_bits),
     (torch.Tensor, _parts_of_tensors),

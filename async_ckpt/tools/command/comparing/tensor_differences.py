@@ -1,7 +1,7 @@
 """The difference of two tensors, added up piece by piece.
 
-In: pieces that lie at the same place, of any dtypes. Out: the largest difference, and the number of items that differ.
-Knows nothing of: names, files.
+In: pieces of both tensors at the same position, of any dtypes. Out: the largest difference, and the number of items
+that differ. Knows nothing of: names, files.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-# What is compared at once: some temporaries of eight bytes per item exist then.
+# How many items are compared at once. Each needs several temporaries of eight bytes.
 ITEMS_AT_ONCE: Final = 1 << 20
-# Below this, float64 has every integer.
+# Float64 represents every integer below this exactly.
 _EXACT: Final = 2.0**53
 _WIDE_INTEGERS: Final = (torch.int64, torch.uint64)
 # The numbers of float4_e2m1fn by their bits (OCP Microscaling Formats, table 7).
@@ -22,9 +22,9 @@ _FLOAT4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5
 
 
 def numbers(items: torch.Tensor) -> torch.Tensor | None:
-    """Flat dense items as float64 or complex128; None for a dtype whose items are no numbers for torch.
+    """Flat dense items as float64 or complex128; None for a dtype that torch cannot convert.
 
-    Of `float4_e2m1fn_x2`, an item is two numbers.
+    An item of `float4_e2m1fn_x2` becomes two numbers.
     """
     if items.dtype is torch.float4_e2m1fn_x2:
         pairs = items.view(torch.uint8)
@@ -44,12 +44,12 @@ class TensorDifference:
     atol: float
     max_abs: float = 0.0
     max_rel: float = 0.0
-    num_different: int = 0  # items whose bits differ; of two dtypes, whose values do
+    num_different: int = 0  # items whose bits differ, or whose values differ if the dtypes differ
     is_beyond: bool = False  # some item is beyond |a - b| <= atol + rtol * |b|, as in torch.allclose
-    is_measured: bool = True  # False if the items of some piece are no numbers
+    is_measured: bool = True  # False if some items are not numbers
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add pieces that lie at the same place."""
+        """Add two pieces at the same position."""
         for begin in range(0, len(a), ITEMS_AT_ONCE):
             self._add(a[begin : begin + ITEMS_AT_ONCE], b[begin : begin + ITEMS_AT_ONCE])
 
@@ -60,7 +60,7 @@ class TensorDifference:
             self.num_different += int(different.sum())
             if not different.any():
                 return
-            # By bytes, since few operations know every dtype.
+            # As bytes, since few operations support every dtype.
             a, b = rows_a[different].view(-1).view(a.dtype), rows_b[different].view(-1).view(b.dtype)
         ours, theirs = numbers(a), numbers(b)
         if ours is None or theirs is None or len(ours) != len(theirs):
@@ -85,12 +85,12 @@ class TensorDifference:
 
 
 def _rows(items: torch.Tensor) -> torch.Tensor:
-    """The bytes of flat items, a row for each."""
+    """The bytes of flat items, one row per item."""
     return items.view(torch.uint8).view(-1, items.dtype.itemsize)
 
 
 def _exact_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """The distances of integers that float64 may round; wrong where they are larger than it can tell apart."""
+    """The exact distances of 64-bit integers, wrong if they overflow; None for other dtypes."""
     if a.dtype != b.dtype or a.dtype not in _WIDE_INTEGERS:
         return None
     return (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)

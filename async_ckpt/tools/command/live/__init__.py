@@ -1,1 +1,1 @@
-"""The words of the command that go on until they are ended."""
+"""The subcommands that run until they are stopped."""

@@ -1,7 +1,7 @@
-"""The word `move`: a process that brings the steps of runs to their further places, until a signal.
+"""The subcommand `move`: copies the steps of runs to their further places, until a signal.
 
-In: runs, and their places by `tiers.json` or by hand. Out: a line for each arrival on stdout, for troubles on stderr.
-Knows nothing of: how a step is moved.
+In: runs, and their places from `tiers.json` or options. Out: a line for each arrival on stdout, and for each error on
+stderr. Knows nothing of: how a step is copied.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import typer
 
 from .... import Place
 from ....plumbing import copy_step, run_movers, runs
-from ..lookup import targets_of
+from ..output import USAGE, Answer, counted, escaped, print_json, print_note
+from ..place_arguments import place_below, place_like
+from ..place_kinds import targets_of
 from ..pruning import refuse_writer
-from ..screen import USAGE, Answer, counted, escaped, print_json, print_note
 from ..selection import runs_at
-from ..where import place_below, place_like
 from .sidecar import received_signals
 
 _LEFT: Final = 75  # EX_TEMPFAIL of sysexits.h
@@ -40,7 +40,7 @@ def show(
     as_json: bool,
     **options: bool,
 ) -> None:
-    """Move until a signal, or with `once` until all is moved, and print each arrival.
+    """Copy until a signal, or with `once` until all steps are copied, and print each arrival.
 
     Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left.
     """
@@ -75,7 +75,7 @@ def show(
 
 
 def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple[_ReadPlaces, runs.TiersFile]]:
-    """The places of each run, and what tells them again."""
+    """The places of each run, and a function that reads them again."""
     found: list[tuple[_ReadPlaces, runs.TiersFile]] = []
     for place, name in targets:
         tiers_file = runs.tiers_file.read(place)
@@ -90,7 +90,7 @@ def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> lis
         elif name:
             print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is skipped")
         else:
-            runs_at(place)  # says what else is there
+            runs_at(place)  # raises an error that names the kind of the place
     if not found:
         raise Answer(
             f"{targets[0][0].shown} has no {runs.tiers_file.NAME}, which the first save of a training with several "
@@ -101,7 +101,7 @@ def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> lis
 
 
 def _resolve(tiers_files: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:
-    """Adopt or retire what stands against these runs at further places, once somebody has agreed."""
+    """Adopt or retire the steps of other runs at further places, after asking the user."""
     conflicts = [conflict for one in tiers_files for conflict in run_movers.conflicts_of(one)]
     if not conflicts:
         raise Answer("there is no conflict at any further place; leave out --adopt and --retire", USAGE)

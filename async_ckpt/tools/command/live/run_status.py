@@ -1,11 +1,10 @@
-"""The present status of a run, by what is on storage: the newest step, the next one under way, the last saves.
+"""The current status of a run, read from storage: the newest step, a step in progress, the last saves.
 
-In: the place of a run, look after look. Out: one frozen status for each look, in plain values. Knows nothing of: how it
-is shown.
+In: the place of a run. Out: a frozen status for each look, in plain values. Knows nothing of: how it is shown.
 
-The newest step is asked of its manifest. The last saves, and the trend, are from the history, which is no truth; where
-there is none, from the manifests of the last steps. A look that nothing has changed for makes three requests, and
-one that sees a step under way one more. Nothing is changed on storage.
+The newest step is read from its manifest. The last saves and their trend are from the history, which is not
+authoritative, or from the manifests of the last steps if there is no history. A look makes three requests if nothing
+has changed, and one more for a step in progress. Nothing is changed on storage.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from ....errors import CheckpointError
 from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spec, threads, timing
 from ..listing import checkpoints_of, marks_at
-from ..lookup import USUAL_NAMINGS
+from ..place_kinds import USUAL_NAMINGS
 from ..run_places import PlaceStatus, RunPlaces
 from ..trainer_folders import events_at, without_second_names
 
-# The saves in the table, and those that the trend is of.
+# How many saves the table shows, and how many make up the trend.
 _SHOWN: Final = 10
 _IN_TREND: Final = 40
-# The folders of each naming that are looked into for a manifest: those of the newest steps.
+# How many of the newest folders of each naming are searched for a manifest.
 _LOOKED_INTO: Final = 3
 _NAMES_PER_REQUEST: Final = 1000
-_REQUESTS_PER_PLACE: Final = 4  # of a run at several, if nothing has changed there
-# The age of the newest step that is worth a warning, in usual intervals, and at least in seconds.
+_REQUESTS_PER_PLACE: Final = 4  # for a run with several places, if nothing has changed
+# Warn if the newest step is older than this many usual intervals, and than this many seconds.
 _LATE: Final = 3
 _LATE_SECONDS: Final = 60.0
-# So many saves for which there is room are worth a warning.
+# Warn if there is room for fewer saves than this.
 _FEW: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A step that is being written: the bytes that are on storage, and their number at the end if that is known.
+    """A step in progress: its bytes on storage so far, and their number at the end if that is known.
 
-    `bytes_per_second` is between this look and the one before; None at the first.
+    `bytes_per_second` is the rate since the previous look; None at the first.
     """
 
     step: int
@@ -55,12 +54,12 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One look at a run. `age_seconds` is the age of the newest step, `saves` the last ones, the newest first. `ended`
-    is the time at which its last process has closed it, None while there may be more steps.
+    """One look at a run.
 
-    `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
-    `usual_seconds` is the median time between two of them. `places` are those of a run that has several; `marks` are in
-    words, by step.
+    `age_seconds` is the age of the newest step. `saves` are the last saves, the newest first. `ended` is the time at
+    which the last process closed the run, and None while more steps may come. `stalls`, in seconds, and `bandwidths`,
+    in bytes per second, are those of the last committed saves, the oldest first. `usual_seconds` is the median time
+    between two saves. `places` are the places of a run with several. `marks` maps steps to their marks, in words.
     """
 
     place: str
@@ -87,7 +86,7 @@ class RunStatus:
 def look_at_trainer(place: Place, late_seconds: float | None = None) -> RunStatus:
     """Look at the folder of a framework's trainer once. Raises StorageUnavailableError.
 
-    A save under way has no name there yet, so it is not seen.
+    A save in progress has no name there yet, so the status does not show it.
     """
     storage = place.storage()
     rows = checkpoints_of(place, storage.names(""))
@@ -98,24 +97,24 @@ def look_at_trainer(place: Place, late_seconds: float | None = None) -> RunStatu
 
 
 class RunWatch:
-    """The looks at one run. `watch` creates it, and uses it on one thread.
+    """Looks at one run. `watch` creates it, and uses it on one thread.
 
-    `late_seconds` is the age of the newest step that is worth a warning; None if that depends on the usual interval.
+    A newest step older than `late_seconds` causes a warning. With None, the limit depends on the usual interval.
     """
 
     def __init__(self, place: Place, clock: timing.Clock, late_seconds: float | None = None) -> None:
         self._place, self._storage, self._clock = place, place.storage(), clock
         self._late_seconds = late_seconds
         self._log = run_events.EventLog(self._storage, clock)
-        self._naming: str | None = None  # the rest of a folder's name, without the step; None: not known
-        self._before: list[run_events.Event] | None = None  # the events that were put away last; None: not read
-        self._num_newest = 0  # of the events that are not put away
-        self._manifests: dict[str, runs.Manifest | None] = {}  # of step folders; None for a damaged one
-        self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
-        self._checked: tuple[runs.Manifest, str | None] | None = None  # the newest commit, and what it lacks
+        self._naming: str | None = None  # a folder's name without the step; None: not known
+        self._before: list[run_events.Event] | None = None  # the events of the last compressed file; None: not read
+        self._num_newest = 0  # of the events that are not compressed
+        self._manifests: dict[str, runs.Manifest | None] = {}  # by step folder; None for a damaged one
+        self._last: tuple[float, UnderWay] | None = None  # the time of the last look that saw a step in progress
+        self._checked: tuple[runs.Manifest, str | None] | None = None  # the newest commit, and its damage
         self._places: RunPlaces | None = None
         self._marks: Mapping[int, str] = {}
-        self._marks_of: tuple[Sequence[str], runs.Manifest | None] = (), None  # the files, and the newest commit then
+        self._marks_of: tuple[Sequence[str], runs.Manifest | None] = (), None  # the files, and the newest commit
         self._num_requests = 0
 
     def look(self) -> RunStatus:
@@ -139,14 +138,14 @@ class RunWatch:
         return replace(status, warnings=tuple(_warnings(status, self._late_seconds, damaged, broken)))
 
     def _lack_of(self, newest: runs.Manifest, folder: str) -> str | None:
-        """The damage of the newest step, in words. A store is asked once for each step."""
+        """The damage of the newest step, in words. In a store, each step is checked once."""
         if self._checked is None or self._checked[0] != newest or not self._storage.remote:
             self._num_requests += 2 + len({folder, *(lent.folder for lent in newest.elsewhere)})
             self._checked = newest, runs.broken_folders(self._storage, {folder: newest}).get(folder)
         return self._checked[1]
 
     def _read_marks(self, names: Sequence[str], newest: runs.Manifest | None) -> None:
-        """Read the marks of steps, if there is another one, or a newer step, than at the look before."""
+        """Read the marks of steps, if the files of marks or the newest step have changed since the last look."""
         files = [name for name in names if name.startswith("mark-")]
         if files and self._marks_of != (files, newest):
             self._num_requests += 2 + 2 * len(files)
@@ -155,7 +154,7 @@ class RunWatch:
         self._marks_of = files, newest
 
     def _folders(self, names: Sequence[str]) -> dict[int, str]:
-        """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
+        """The folders of the run's steps, by step. Before the first commit, folders of all usual namings."""
         found = list(runs.possible_steps(names))
         if self._naming is None:
             newest: dict[str, list[str]] = {}
@@ -170,7 +169,7 @@ class RunWatch:
         return {one.step: name for one, name in found if one.rest in namings_here}
 
     def _newest(self, folders: dict[int, str]) -> tuple[runs.Manifest | None, UnderWay | None]:
-        """The manifest of the newest committed step, and the step above it that is being written."""
+        """The manifest of the newest committed step, and the step above it that is in progress."""
         under_way: UnderWay | None = None
         for step in sorted(folders, reverse=True):
             folder = folders[step]
@@ -188,7 +187,7 @@ class RunWatch:
         return None, under_way
 
     def _seen_under_way(self, step: int, folder: str, num_whole: int) -> UnderWay | None:
-        """The step, unless its folder has nothing that a living process writes or has written."""
+        """The step in progress in a folder; None if the folder has no complete file and no living writer."""
         written, total = self._storage.under_way(folder)
         if not (num_whole or total):
             return None
@@ -200,10 +199,10 @@ class RunWatch:
         return seen
 
     def _events(self, folders: dict[int, str]) -> list[run_events.Event]:
-        """The last events of the history; without one, those that follow from the manifests of the last steps."""
+        """The last events of the history. If it has no saves, the manifests of the last steps supply them."""
         self._num_requests += 1
         newest = self._log.read_newest()
-        if self._before is None or len(newest) < self._num_newest:  # some were put away since
+        if self._before is None or len(newest) < self._num_newest:  # some were compressed since
             self._num_requests += 2
             self._before = self._log.read_before()
         self._num_newest = len(newest)
@@ -223,7 +222,7 @@ class RunWatch:
         self._parse(folder)
 
     def _parse(self, folder: str) -> None:
-        """The same without counting the request: several threads may do it, each for a folder of its own."""
+        """Read a manifest without counting the request. Several threads may call this, each for another folder."""
         path = f"{folder}/{runs.MANIFEST_NAME}"
         try:
             self._manifests[folder] = runs.parse_manifest(self._storage.read(path)[0], path=self._storage.locate(path))
@@ -240,12 +239,12 @@ def _status(
     events: Sequence[run_events.Event],
     free_bytes: int | None,
 ) -> RunStatus:
-    """The status by the newest step with its time, and by the history, with no warnings yet."""
+    """The status from the newest step, its time, and the history, without warnings."""
     step, created = newest
     saves = [one for one in events if one["kind"] in ("save", "failed")]
     committed = [one for one in saves if one["kind"] == "save"][-_IN_TREND:]
     pairs = pairwise(one["time"] for one in committed)
-    between = [later - earlier for earlier, later in pairs if later > earlier]  # or the clock was set back
+    between = [later - earlier for earlier, later in pairs if later > earlier]  # not where the clock was set back
     return RunStatus(
         place.shown,
         now,
@@ -292,7 +291,7 @@ def _late(status: RunStatus, late_seconds: float | None) -> Iterator[str]:
 
 
 def _failures(saves: Sequence[run_events.Event]) -> Iterator[str]:
-    """A warning of the saves that have failed, among these, the newest first."""
+    """A warning of the failed saves among these, the newest first."""
     failed = [one for one in saves if one["kind"] == "failed"]
     if failed:
         last = failed[0]
@@ -302,14 +301,14 @@ def _failures(saves: Sequence[run_events.Event]) -> Iterator[str]:
 
 
 def failure_of(one: run_events.Event) -> str:
-    """The error of a save that has failed. Its reason comes before the path, which may be as long as a line."""
+    """The error of a failed save. The reason comes before the path, which may be as long as a line."""
     path, colon, reason = one["message"].partition(": ")
     is_path = colon and "/" in path and " " not in path
     return f"{one['error']}: {f'{reason} ({path})' if is_path else one['message']}"
 
 
 def _space(status: RunStatus) -> Iterator[str]:
-    """A warning if what the last saves have taken leaves room for few more."""
+    """A warning if the free space is enough for few saves of the recent size."""
     free = [one["free_bytes"] for one in reversed(status.saves) if one.get("free_bytes") is not None]
     left = status.free_bytes if status.free_bytes is not None else free[-1] if free else None
     if left is None or len(free) < 2 or free[-1] >= free[0]:

@@ -1,7 +1,7 @@
-"""The word `follow`: a sidecar from the command line, which SIGTERM ends between two versions.
+"""The subcommand `follow`: a sidecar from the command line, which SIGTERM ends between two versions.
 
-In: a root, a folder, an engine by its option. Out: a line for each event on stdout, for errors on stderr.
-Knows nothing of: pulls, requests.
+In: a root, a folder, an engine by its option. Out: a line for each event on stdout, for errors on stderr. Knows nothing
+of: pulls, requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ....weights.following.follower import Sidecar
 from ....weights.following.health import Event
 from ....weights.following.rollout_engines import VLLM, Engine, Post, Program, SGLang, engine_of
 from ....weights.publishing.subscriber import Subscriber
-from ..screen import USAGE, Answer, escaped, print_json
+from ..output import USAGE, Answer, escaped, print_json
 
-# The variable with the key that the engine asks for: arguments can be seen by all users of the machine.
+# The environment variable with the key of the engine. All users of the machine could see an argument.
 _KEY: Final = "ASYNC_CKPT_ENGINE_KEY"
 
 
@@ -43,9 +43,9 @@ def show(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Follow until a signal, and print each event as a line, or as a document in a line.
+    """Follow until a signal, and print each event as a line of text or JSON.
 
-    Raises KeyboardInterrupt after Ctrl-C, and as `follow` does.
+    Raises KeyboardInterrupt after Ctrl-C, and the errors of `async_ckpt.follow`.
     """
     given = {"--sglang": sglang, "--vllm": vllm, "--exec": exec_, "--post": post}
     chosen = {flag: value for flag, value in given.items() if value is not None}
@@ -69,7 +69,7 @@ def show(
 
 
 def _engine_by(chosen: Mapping[str, str], *, abort_requests: bool, answer_seconds: float) -> Engine:
-    """The engine that one option chooses."""
+    """The engine of the option that was given."""
     if len(chosen) > 1:
         raise Answer(f"{' and '.join(chosen)}: a sidecar serves one engine; run one sidecar for each", USAGE)
     if abort_requests and not {"--sglang", "--vllm"} & chosen.keys():
@@ -95,7 +95,7 @@ def _print_event_json(event: Event) -> None:
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """The SIGTERM or Ctrl-C that has come within the block. A second one has its usual effect."""
+    """Collect SIGTERM and Ctrl-C within the block. A second signal has its usual effect."""
     came: list[int] = []
 
     def note(number: int, _: object) -> None:

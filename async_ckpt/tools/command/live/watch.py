@@ -1,9 +1,9 @@
-"""The command `watch`: the status of a run as a table that is drawn anew, or as documents.
+"""The subcommand `watch`: the status of a run as a table that is redrawn, or as documents.
 
 In: looks at a run. Out: text on a terminal, or JSON on stdout. Knows nothing of: where the status comes from.
 
-On a terminal, the whole screen is drawn by one write, so that it does not flicker; elsewhere each look is printed below
-the one before. A store is asked at most twice a second.
+On a terminal, the whole screen is drawn by one write, so that it does not flicker. Elsewhere, each look is printed
+below the previous one. A store gets at most two requests per second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import typer
 from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, timing
-from ..lookup import RUNS, kind_of, nothing_at, targets_of
-from ..run_places import durable_steps
-from ..screen import (
+from ..output import (
     NO,
     USAGE,
     Answer,
@@ -38,22 +36,24 @@ from ..screen import (
     table_lines,
     terminal,
 )
+from ..place_kinds import RUNS, kind_of, nothing_at, targets_of
+from ..run_places import durable_steps
 from .run_status import RunStatus, RunWatch, failure_of, look_at_trainer
 
 _REQUESTS_PER_SECOND: Final = 2
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _LEAST_WIDTH: Final = 40
-_WIDTH: Final = 80  # of the sparklines where there is no terminal
+_WIDTH: Final = 80  # of the sparklines without a terminal
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _COLUMNS: Final = (">step", ">age", ">size", ">durable in", ">stall", ">bandwidth", "marks")
 
 
 def show(places: Sequence[Place], *, once: bool, interval: float, older: str | None, as_json: bool) -> None:
-    """Look and draw until Ctrl-C; with `once`, a single time, and raise typer.Exit if there are warnings.
+    """Look and draw until Ctrl-C. With `once`, look a single time, and raise typer.Exit if there are warnings.
 
-    Several runs have a line each. If the first look at one fails, StorageUnavailableError is raised, and a later one is
-    shown as a warning.
+    Several runs have one line each. If the first look at a run fails, StorageUnavailableError is raised. Later failures
+    are shown as warnings.
     """
     targets = [place for place, _ in targets_of(places, RUNS)]
     if not interval > 0:
@@ -97,7 +97,7 @@ def seconds_of(text: str) -> float:
 
 
 def _kind_of_run(place: Place, *, once: bool) -> str:
-    """The kind of a place. It is refused unless there is a run, or may come to be one."""
+    """The kind of a place. Refuses a place that has no run and cannot get one."""
     names = place.storage().names("")
     kind = kind_of(place, names)
     there = {
@@ -112,7 +112,7 @@ def _kind_of_run(place: Place, *, once: bool) -> str:
 
 
 def _print(statuses: Sequence[RunStatus], end: str = "\n") -> None:
-    """Print the lines of a look, which are cut for terminals alone."""
+    """Print the lines of a look. On a terminal, they are cut to its width."""
     width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
     print("\n".join(lines_of(statuses, width)), end=end, flush=True)
 
@@ -124,7 +124,7 @@ def _print_documents(statuses: Sequence[RunStatus], *, in_lines: bool = True) ->
 
 @contextmanager
 def _screen() -> Iterator[Callable[[Sequence[RunStatus]], None]]:
-    """A terminal whose whole screen shows what it is called with, until the block ends."""
+    """Show statuses on the whole terminal until the block ends. Call the result with the statuses."""
     from rich.live import Live
     from rich.text import Text
 
@@ -139,7 +139,7 @@ def _screen() -> Iterator[Callable[[Sequence[RunStatus]], None]]:
 
 
 def lines_of(statuses: Sequence[RunStatus], width: int | None) -> list[str]:
-    """The statuses as lines of at most `width` characters; None is for a pipe, whose lines are as long as they are."""
+    """The statuses as lines of at most `width` characters; with None, as for a pipe, lines are not cut."""
     lines = _lines_of_one(statuses[0], width or _WIDTH) if len(statuses) == 1 else _lines_of_several(statuses)
     lines = [*map(escaped, lines)]
     return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
@@ -160,7 +160,7 @@ def _lines_of_one(status: RunStatus, width: int) -> list[str]:
 
 
 def _lines_of_several(statuses: Sequence[RunStatus]) -> list[str]:
-    """A line for each run, and the warnings below, each with its run."""
+    """A line for each run, and below them the warnings, each with its run."""
     rows = []
     for status in statuses:
         doing = if_known(status.under_way, lambda seen: f"saves step {seen.step}")
@@ -181,7 +181,7 @@ def _lines_of_several(statuses: Sequence[RunStatus]) -> list[str]:
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
-    """The last of these values as bars, from the least to the greatest."""
+    """The last `most` values as bars, scaled from the smallest to the largest."""
     values = values[-most:]
     least, greatest = min(values), max(values)
     unit = (greatest - least) / (len(_BARS) - 1)

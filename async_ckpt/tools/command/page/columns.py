@@ -1,9 +1,9 @@
-"""The events of a run as columns of one length, which is what pictures are drawn from.
+"""The events of a run as columns of equal length, from which pictures are drawn.
 
 In: the events of a history. Out: columns with a title, a unit, and a value for each event. Knows nothing of: pictures.
 
-Values are numbers that JavaScript can count with, texts, and None. A time is in whole milliseconds. Numbers that were
-measured have four digits, and those of records five, which is more than a picture shows, and halves the page.
+Values are texts, None, and numbers that JavaScript can represent. Times are in whole milliseconds. Measured numbers are
+rounded to four digits, and numbers of records to five. A picture shows fewer digits, and rounding halves the page.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import events as run_events
 from ....plumbing import spec
+from ..output import counted, mark_in_words, shown_seconds
 from ..run_places import PlaceStatus
-from ..screen import counted, mark_in_words, shown_seconds
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
 Value: TypeAlias = float | int | str | None
 
-# Entries of records that are shown: those that most saves have.
+# How many entries of records are shown: numbers first, then those that most saves have.
 MAX_ENTRIES: Final = 12
-# Groups with a column of their own: the largest. The others are added up.
+# How many groups, the largest ones, have their own column. The others are added up.
 MAX_GROUPS: Final = 7
 OTHER_GROUPS: Final = "all others"
 _TEXT_CHARACTERS: Final = 120
 _MEASURED_DIGITS: Final = 4
 _ENTRY_DIGITS: Final = 5
-# Integers beyond it are no longer exact in JavaScript.
+# JavaScript cannot represent all larger integers.
 _MOST: Final = 2**53
-# A later time is of no clock: the year 2100.
+# The year 2100. A later time cannot be from a correct clock.
 _LATEST: Final = 4.1e9
 _MEASURED: Final[Mapping[str, tuple[str, Unit]]] = {
     "stall_seconds": ("stall", "seconds"),
@@ -68,11 +68,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
+    """The events of one run as columns by name.
 
-    `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
-    steps that are kept and cannot be loaded, as far as was looked, with what they lack; `marks` are in words, by step.
-    `places` are those of a run that has several.
+    `groups` and `entries` name the columns of groups and of entries of records. `saves` are the row numbers of the
+    committed saves, in the order of time. `broken` maps kept steps that cannot be loaded to their damage, as far as
+    they were checked. `marks` maps steps to their marks, in words. `places` are the places of a run with several.
     """
 
     name: str
@@ -86,7 +86,7 @@ class RunColumns:
     marks: Mapping[int, str] = field(default_factory=dict)
 
     def is_bad(self, row: int) -> bool:
-        """Whether a save is of a step that is marked as bad now."""
+        """Whether a save is kept, and its step is now marked as bad."""
         event = self.events[row]
         return event["kept"] and self.marks.get(event["step"], "").partition(":")[0] == "bad"
 
@@ -96,11 +96,11 @@ class RunColumns:
 
     @property
     def num_skipped(self) -> int:
-        """The number of saves that were skipped, of which an event may count several."""
+        """The number of skipped saves. One event may count several."""
         return sum(self.events[row]["count"] for row in self.rows_of("skipped"))
 
     def known(self, name: str) -> list[tuple[int, Any]]:
-        """The rows of saves that have a value in a column, with their values."""
+        """The rows of saves that have a value in a column, as pairs (row, value)."""
         values = self.columns[name].values
         return [(row, values[row]) for row in self.saves if values[row] is not None]
 
@@ -114,7 +114,7 @@ def columns_of(
 ) -> RunColumns:
     """The columns of a run's events."""
     broken, marks = broken or {}, marks or {}
-    # The pictures are drawn by steps, and a checkpoint of Fabric may have none.
+    # Pictures are drawn over steps, and a checkpoint of Fabric may have no step.
     events = [one for one in events if one["kind"] != "save" or one["step"] is not None]
     times = [one["time"] for one in events]
     columns = {
@@ -167,9 +167,9 @@ def about(event: Mapping[str, Any]) -> str:
 
 
 def stored_bytes(events: Sequence[Mapping[str, Any]]) -> list[Value]:
-    """The bytes of the steps that were committed after each event, as far as the events tell.
+    """The bytes of all steps that existed after each event, as far as the events tell.
 
-    A step whose deletion is not among the events counts until the last one.
+    A step whose deletion is not among the events counts until the last event.
     """
     live: dict[int, int] = {}
     total, totals = 0, []
@@ -209,7 +209,7 @@ def _written_after(event: Mapping[str, Any]) -> float | None:
 
 
 def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """The bytes of each group that a save wrote; the smaller ones together."""
+    """The bytes of each group that a save wrote. The smaller groups share one column."""
     largest: dict[str, int] = {}
     for one in events:
         for group, num_bytes in one.get("groups", {}).items():
@@ -272,7 +272,7 @@ def listed(steps: Sequence[int]) -> str:
 
 
 def _rounded(value: Any, digits: int = _MEASURED_DIGITS) -> float | int | None:
-    """A number in so many digits; None for anything else. Integers stay as they are."""
+    """A number with `digits` digits; None for anything else. Integers are not rounded."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, int):

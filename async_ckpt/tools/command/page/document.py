@@ -1,10 +1,10 @@
-"""The text of the page: one HTML file that asks for nothing beside itself.
+"""The text of the page: one HTML file that loads nothing else.
 
 In: runs as columns, and pictures. Out: HTML, as bytes. Knows nothing of: storage, uPlot's calls.
 
 The summary, the sentences and the failures are HTML that any browser shows. The values of the pictures are compressed
-JSON, which `page.js` draws and puts into tables. No text of a run is markup here, and the policy of the page lets a
-browser run just the two scripts whose digests it names, and load nothing.
+JSON, which `page.js` draws and puts into tables. Text of a run is never markup here. The page's policy allows only the
+two scripts whose digests it names, and no loading.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Final
 from ....plumbing import events as run_events
 from ....plumbing import timing
 from ..listing import Best
+from ..output import counted, shown_hours
 from ..run_places import durable_steps
-from ..screen import counted, shown_hours
 from .columns import RunColumns, Value, listed
 from .pictures import Picture, comparison_of, pictures_of
 from .summary import facts_of
 
 _ASSETS: Final = Path(__file__).parent / "assets"
-# The newest failures, which stand in the page itself; all of them are in the table of the first picture.
+# How many of the newest failures the HTML has. The table of the first picture has all of them.
 _LOSSES: Final = 20
 _STARTS: Final = 50
 # The parts of the time of a run, with their names on the page.
@@ -43,7 +43,7 @@ PARTS: Final = {
 
 
 def page_of(runs: Sequence[RunColumns], now: float, best: Sequence[Best] = ()) -> bytes:
-    """The page of these runs at a time in seconds since the epoch."""
+    """The page of these runs. `now` is in seconds since the epoch."""
     several = len(runs) > 1
     compared = [*comparison_of(runs)] if several else []
     pictures: list[tuple[int | None, Picture]] = [(None, one) for one in compared]
@@ -124,7 +124,7 @@ def _run(run: RunColumns, number: int, pictures: Sequence[Picture], now: float, 
 
 
 def _goodput(run: RunColumns, level: int) -> str:
-    """The time of a run by what it went to: a stacked bar for each start, and a table of the same seconds."""
+    """How the time of a run was spent: a stacked bar for each start, and a table of the same seconds."""
     spent = run_events.goodput_of(run.events)
     if not spent.total_seconds:
         return ""
@@ -149,7 +149,7 @@ def _goodput(run: RunColumns, level: int) -> str:
 
 
 def _bar(spent: run_events.Goodput) -> str:
-    """One start. The policy of the page allows no style attributes, so the bar is a drawing."""
+    """The bar of one start, as SVG."""
     parts, at = "", 0.0
     for part, share in spent.shares.items():
         parts += f'<rect class="{part}" x="{at:.2f}" width="{100 * share:.2f}" height="1"/>'
@@ -166,7 +166,7 @@ def _spent_row(spent: run_events.Goodput, name: str) -> str:
 
 
 def _places(run: RunColumns, level: int) -> str:
-    """The places of a run that has several, with what each has."""
+    """The places of a run that has several, with the steps of each."""
     if not run.places:
         return ""
     durable = (
@@ -214,7 +214,7 @@ def _table(label: str, columns: Iterable[str], rows: str, kind: str = "") -> str
 
 
 def _figure(number: int, picture: Picture, level: int) -> str:
-    """The place of a picture. `number` is its place among all pictures of the page."""
+    """The element that a picture is drawn into. `number` is its index among all pictures of the page."""
     return f"""<figure id="picture{number}" data-picture="{escape(picture.name)}">
 <figcaption><h{level}>{escape(picture.title)}</h{level}>
 <p>{escape(picture.says)}</p></figcaption>
@@ -225,7 +225,7 @@ def _figure(number: int, picture: Picture, level: int) -> str:
 
 
 def _packed(runs: Sequence[RunColumns], pictures: Iterable[tuple[int | None, Picture]]) -> str:
-    """The values of the pictures: JSON, compressed, in the characters of base64."""
+    """The values of the pictures: compressed JSON, encoded as base64."""
     content = {
         "runs": [{"name": run.name, "saves": run.saves, "columns": _columns(run)} for run in runs],
         "pictures": [_without_none({"run": number, **asdict(picture)}) for number, picture in pictures],
@@ -235,7 +235,7 @@ def _packed(runs: Sequence[RunColumns], pictures: Iterable[tuple[int | None, Pic
 
 
 def _columns(run: RunColumns) -> dict[str, dict[str, Any]]:
-    """The columns that say something. One without a value is left out, and whole numbers are differences."""
+    """The columns that have a value."""
     return {
         name: {"title": column.title, "unit": column.unit, **_values(column.values)}
         for name, column in run.columns.items()
@@ -244,7 +244,7 @@ def _columns(run: RunColumns) -> dict[str, dict[str, Any]]:
 
 
 def _values(values: Sequence[Value]) -> dict[str, Sequence[Value]]:
-    """The values of a column. Differences of whole numbers, each from the one before, are shorter once compressed."""
+    """The values of a column. Whole numbers are stored as differences from the previous one, which compress better."""
     differences: list[Value] = []
     before = 0
     for value in values:
@@ -259,7 +259,7 @@ def _values(values: Sequence[Value]) -> dict[str, Sequence[Value]]:
 
 
 def _without_none(value: Any) -> Any:
-    """A value without the fields that are None, which JavaScript takes as undefined."""
+    """A value without the fields that are None. JavaScript reads a missing field as undefined."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

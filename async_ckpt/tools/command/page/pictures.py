@@ -1,8 +1,8 @@
-"""The pictures of a run, and those that compare several: what each shows, and a sentence that says what to see.
+"""The pictures of one run, and the pictures that compare several runs, each with a sentence on what it shows.
 
 In: columns. Out: pictures, as values that name columns. Knows nothing of: HTML, how lines are drawn.
 
-A picture whose values nobody knows is left out. Each has a table of the same rows behind it.
+A picture without known values is left out. Each picture has a table of the same rows.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ....plumbing import reports, spec
 from ..listing import Best
-from ..screen import counted, shown_rate, shown_seconds
+from ..output import counted, shown_rate, shown_seconds
 from .columns import RunColumns
 
-# Each meaning has one colour on the whole page; `page.css` says which.
+# Each meaning has one colour on the whole page, which `page.css` defines.
 Colour: TypeAlias = Literal[
     "stall", "stage", "write", "commit", "best", "kept", "failed", "skipped", "restored", "deleted", "plain",
     "reference",
 ]  # fmt: skip
 Look: TypeAlias = Literal["line", "dashes", "area", "hollow", "dot", "ring", "cross", "triangle", "diamond", "span"]
 
-# Records that have a picture: those that most saves have.
+# How many entries of records get a picture.
 MAX_RECORDS: Final = 6
-_value: Final = itemgetter(1)  # of a row with its value, as `RunColumns.known` has them
+_value: Final = itemgetter(1)  # the value of a pair (row, value) of `RunColumns.known`
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line or marks: the values of a column, on these rows only; or one value, `level`, everywhere.
+    """A line, or marks: the values of a column on the given rows, or the constant `level`.
 
-    `number` tells series of one meaning apart, such as the groups of a state or the runs that are compared. `run` is
-    the number of the run that the column is of, where a picture compares several.
+    `number` distinguishes series of one meaning, such as the groups of a state or compared runs. In a picture that
+    compares runs, `run` is the number of the column's run.
     """
 
     label: str
@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class GroupLane:
-    """One group over the steps: spans of saves that have borrowed it from one step, or written it (`lender` None)."""
+    """The spans of one group: first step, last step and lender, which is None where saves wrote the group."""
 
     name: str
     spans: Sequence[tuple[int, int, int | None]]
@@ -60,10 +60,10 @@ class GroupLane:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture. `table` names the columns of the table behind it, which also describe the save under the cursor.
+    """One picture. `table` names the columns of its table, which also describe the save under the cursor.
 
-    One by steps is of the committed saves, of which the last counts where a step was saved again; one by time is of all
-    events. In a `stacked` one, each series lies on those before it.
+    A picture over steps shows committed saves, of each step the last one. A picture over time shows all events. In a
+    `stacked` picture, each series is drawn on top of the previous ones.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Picture:
 
 
 def pictures_of(run: RunColumns, best: Sequence[Best] = ()) -> list[Picture]:
-    """The pictures of one run, from its saves to what they cost, and what is left of them."""
+    """The pictures of one run: its saves, their costs, and the storage that they use."""
     made = (_timeline(run), _costs(run), _sizes(run), _borrowing(run), _records(run, best), _left(run), _ranks(run))
     return [*chain.from_iterable(made)]
 
@@ -186,7 +186,7 @@ def _sizes(run: RunColumns) -> Iterator[Picture]:
         for column in columns
         if (value := run.columns[column].values[row])
     ]
-    # The groups of an event are those of rank 0, and its size is that of all ranks.
+    # The groups of an event are those of rank 0, but its size is the size of all ranks.
     num_ranks = run.events[row]["world_size"] or 1
     of_groups = spec.some_of(parts, 4)
     of_groups = of_groups and (f", and of that rank 0: {of_groups}" if num_ranks > 1 else f": {of_groups}")
@@ -225,7 +225,7 @@ def _borrowing(run: RunColumns) -> Iterator[Picture]:
 
 
 def lanes_of(saves: Sequence[Mapping[str, Any]]) -> list[GroupLane]:
-    """The groups of these saves that were borrowed at least once, with the spans in which that did not change."""
+    """The groups that these saves borrowed at least once. A span ends where the lender changes."""
     names = dict.fromkeys(group for save in saves for group in save["borrowed"])
     lanes = []
     for name in names:
@@ -279,7 +279,7 @@ def _record(run: RunColumns, name: str, best: Best | None) -> Picture:
     )
 
 
-# --- what is left of them -----------------------------------------------------------------------------------------
+# --- storage, ranks -----------------------------------------------------------------------------------------------
 
 
 def _left(run: RunColumns) -> Iterator[Picture]:
@@ -340,7 +340,7 @@ def _ranks(run: RunColumns) -> Iterator[Picture]:
 
 
 def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Literal["step"], list[Series], list[str]]:
-    """The end of a picture of two lines: the rank that is worst, and the median."""
+    """The last fields of a picture with two lines: the worst rank, and the median rank."""
     lines = [Series(f"{word} rank", f"{rank}_seconds", "line", colour)]
     lines.append(Series("median rank", middle, "line", "reference"))
     return "step", lines, ["step", "time", "world_size", rank, f"{rank}_seconds", middle]
@@ -350,7 +350,7 @@ def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Litera
 
 
 def comparison_of(runs: Sequence[RunColumns]) -> Iterator[Picture]:
-    """The pictures that have a line for each of several runs."""
+    """The pictures that compare runs, with a line for each."""
     for name, title, says in (
         ("stall_seconds", "Stall", "How long each save held the training up. Lower is better."),
         ("bandwidth", "Bandwidth", "Bytes per second from the call until the commit. Higher is better."),

@@ -1,6 +1,6 @@
-"""The word `page`: the histories of runs, as one HTML file.
+"""The subcommand `page`: the histories of runs, as one HTML file.
 
-In: places of runs, and of a file. Out: the file, whole or not at all. Knows nothing of: HTML.
+In: the places of runs, and of a file. Out: the complete file, or none. Knows nothing of: HTML.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ....errors import NotCommittedError
 from ....plumbing import events as run_events
 from ....plumbing import timing
 from ..listing import broken_at, marks_at, parse_best
-from ..lookup import RUNS, targets_of
+from ..output import Answer, counted, print_json, print_text
+from ..place_arguments import place_like
+from ..place_kinds import RUNS, targets_of
 from ..run_places import RunPlaces
-from ..screen import Answer, counted, print_json, print_text
 from ..trainer_folders import events_at, without_second_names
-from ..where import place_like
 from .columns import RunColumns, columns_of
 from .document import page_of
 
-# The newest steps of a run that are looked at for what they lack.
+# How many of the newest steps of a run are checked for missing objects.
 _LOOKED_AT: Final = 1000
 
 
 def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, overwrite: bool, as_json: bool) -> None:
-    """Write the page of these runs, and print what was written, or its document.
+    """Write the page of these runs, and print what was written, as text or as a JSON document.
 
-    Without a name of the file, it is in the current folder, with the name of the run; of several, "runs".
+    By default, the file is in the current folder, with the name of the run, or "runs" for several runs.
     """
     own_name = PurePosixPath(places[0].shown).name if len(places) == 1 else ""
     target = place_like(places[0], output or f"{own_name or 'runs'}.html")
@@ -52,7 +52,7 @@ def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, ov
 
 
 def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
-    """The run at a place. One in a folder, with a name there, is left out if it has no history."""
+    """The columns of the run at a place. A run that was found in a folder, as `name`, is left out without a history."""
     storage = place.storage()
     try:
         events: list[run_events.Event] = history(place)

@@ -1,6 +1,6 @@
-"""The facts of a run that stand at the top of its page.
+"""The facts of a run at the top of its page.
 
-In: columns, and the present time. Out: words with their values, as texts. Knows nothing of: pictures, HTML.
+In: columns, and the current time. Out: names and values, as texts. Knows nothing of: pictures, HTML.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from ....plumbing import events as run_events
 from ....plumbing import reports, spec
-from ..screen import age, shown_rate, shown_seconds
+from ..output import age, shown_rate, shown_seconds
 from .columns import RunColumns
 
 _SHOWN: Final = 3
 
 
 def facts_of(run: RunColumns, now: float) -> dict[str, str]:
-    """The facts by their names, with the same names for each run."""
+    """The facts by name. All runs have the same names."""
     saves = [run.events[row] for row in run.saves]
     durable = [save for save in saves if save["kept"]]
     newest = max(
@@ -46,7 +46,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
 
 
 def _is_durable(run: RunColumns, step: int) -> bool:
-    """Whether a step is at a place that a reboot leaves alone, as far as that is known."""
+    """Whether a step is at a place that outlives a reboot, as far as known."""
     return not run.places or any(step in one.steps and one.outlives != "process" for one in run.places)
 
 

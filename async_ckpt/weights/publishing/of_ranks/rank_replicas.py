@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ....errors import CorruptCheckpointError
 from ....plumbing import threads
 from ..live_weights import MemoryReplica, PullResult, update_replica
-from ..source import VersionSource
+from ..version_files import VersionSource
 from ..versions import Versions
 from .pieces import PiecedTensor, sliced_tensors
 from .root_versions import RootVersions, identity_of_ranks

@@ -2,8 +2,8 @@
 
 In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
 
-Nothing that a checkpoint contains reaches a terminal raw: each cell, line and note is escaped here, and rich's markup
-is not read. Only output on a terminal needs rich, which is imported there: it would take longer than `ls` itself.
+Text from a checkpoint never reaches a terminal raw: each cell, line and note is escaped here, and rich's markup is not
+read. The module rich is imported only for output on a terminal, since its import takes longer than `ls` itself.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Exit statuses, beside 0 and that of Ctrl-C.
+# Exit statuses, besides 0 and the status of Ctrl-C.
 NO: Final = 1
 USAGE: Final = 2
 STORAGE: Final = 74  # EX_IOERR of sysexits.h
 
-# The version of the JSON documents. Keys are only added to them.
+# The version of the JSON documents. Later versions only add keys.
 JSON_VERSION: Final = 1
-# The least width for the last column of a table.
+# The minimum width of the last column of a table.
 _FOLDED: Final = 16
 
 
 class Answer(Exception):
-    """An answer that is no, or a wrong call: what is said of it on stderr, and the exit status.
+    """A negative answer, or a wrong call: its text for stderr, and the exit status.
 
-    Any function of the command may raise it, so none of them mentions it.
+    Any function of the command may raise it, so docstrings do not mention it.
     """
 
     def __init__(self, text: str, status: int = NO) -> None:
@@ -48,17 +48,17 @@ class Answer(Exception):
 
 
 class _TableColumn(NamedTuple):
-    """A column of a table: its texts, of which the first is its name."""
+    """A column of a table. The first text is its name."""
 
     texts: Sequence[str]
     is_right: bool
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
-    """A table without lines. A column whose name begins with ">" is aligned right. None is an empty cell, and a column
-    of empty cells is left out.
+    """Print a table without lines. A column whose name begins with ">" is aligned right.
 
-    Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds.
+    None is an empty cell, and columns of empty cells are left out. Only if the terminal is too narrow, rich lays the
+    table out, which takes seconds for thousands of rows.
     """
     table = _columns_of(columns, rows)
     if sys.stdout.isatty() and sum(_width(one.texts) for one in table) + 2 * len(table) > (to := terminal()).width:
@@ -70,7 +70,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Non
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """The lines of such a table, the first with the names of its columns."""
+    """The lines of a table as `print_table` prints it. The first line has the names of the columns."""
     return _lines(_columns_of(columns, rows))
 
 
@@ -89,7 +89,7 @@ def _lines(table: Sequence[_TableColumn]) -> list[str]:
 
 
 def print_text(text: str, style: str = "") -> None:
-    """A line of text, as wide as it is; `style` is for terminals. Piped, there are no colours."""
+    """Print a line of text without wrapping it. `style` is used on a terminal only."""
     text = escaped(text)
     if not sys.stdout.isatty():
         sys.stdout.write(f"{text}\n")
@@ -100,14 +100,14 @@ def print_text(text: str, style: str = "") -> None:
 
 
 def terminal() -> Console:
-    """The terminal that stdout is. With NO_COLOR, it has no colours."""
+    """A console for the terminal at stdout. NO_COLOR in the environment turns colours off."""
     from rich.console import Console
 
     return Console(no_color="NO_COLOR" in os.environ, highlight=False)
 
 
 def _width(texts: Sequence[str]) -> int:
-    """The number of columns of a terminal that the widest of these texts takes."""
+    """The width of the widest of these texts, in columns of a terminal."""
     if all(map(str.isascii, texts)):
         return max(map(len, texts))
     from rich.cells import cell_len
@@ -116,7 +116,7 @@ def _width(texts: Sequence[str]) -> int:
 
 
 def _aligned(texts: Sequence[str], width: int, is_right: bool) -> Iterator[str]:
-    """The texts with spaces, so that all take this many columns."""
+    """The texts padded with spaces to this many columns of a terminal."""
     if all(map(str.isascii, texts)):
         return map(str.rjust if is_right else str.ljust, texts, repeat(width))
     from rich.cells import cell_len
@@ -126,9 +126,9 @@ def _aligned(texts: Sequence[str], width: int, is_right: bool) -> Iterator[str]:
 
 
 def _print_folded(to: Console, table: Sequence[_TableColumn]) -> None:
-    """Print columns of which the last takes several lines where it has to.
+    """Print columns, of which the last wraps onto several lines where necessary.
 
-    Where nothing is left for that one, each row is printed as lines of a name and a text.
+    If too little width is left for the last column, each cell is printed as a line of its own, after its column's name.
     """
     if to.width - sum(_width(column.texts) + 2 for column in table[:-1]) < _FOLDED:
         _print_rows(to, [*zip(*(column.texts for column in table), strict=True)])
@@ -146,7 +146,7 @@ def _print_folded(to: Console, table: Sequence[_TableColumn]) -> None:
 
 
 def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print each row after the one of names as a line for its first text, and an indented one for each of the others
+    """Print each row after the one of names as a line with its first text, and an indented line for each other text
     that is not empty.
     """
     from rich.text import Text
@@ -162,7 +162,7 @@ def _print_rows(to: Console, rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal, for so many bytes; it is advanced by calls, from any thread."""
+    """A progress bar of bytes on stderr, if that is a terminal. Any thread may call the result with new bytes."""
     if not sys.stderr.isatty() or not total:
         yield lambda _: None
         return
@@ -182,17 +182,17 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def print_note(text: str) -> None:
-    """A note on stderr, beside what a program may read on stdout."""
+    """Print a note on stderr, since a program may read stdout."""
     print(f"note: {escaped(text)}", file=sys.stderr)
 
 
-# How documents are printed now; the thread of the command alone changes it.
+# The indentation of documents. Only the thread of the command changes it.
 _indent: int | None = 1
 
 
 @contextmanager
 def documents_in_lines() -> Iterator[None]:
-    """In the block, each document of several is one line."""
+    """Print each document of the block on one line."""
     global _indent
     _indent = None
     try:
@@ -202,14 +202,14 @@ def documents_in_lines() -> Iterator[None]:
 
 
 def print_json(kind: str, document: Mapping[str, Any], *, in_line: bool = False) -> None:
-    """One document, and nothing else; `in_line` for one of a stream."""
+    """Print one JSON document. With `in_line`, it is one line of a stream of documents."""
     fields = {"version": JSON_VERSION, "kind": kind, **document}
     print(as_json_text(fields, indent=None if in_line else _indent), flush=True)
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON in ASCII, so that a terminal acts upon nothing in it. A row is an object with its fields, or what
-    its `as_json` says; numbers that JSON does not have are texts.
+    """A value as JSON in ASCII, which cannot control a terminal. A dataclass becomes an object with its fields, or the
+    result of its `as_json`. NaN and infinities become texts.
     """
     return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 
@@ -228,7 +228,7 @@ def _finite(value: Any) -> Any:
 
 
 def if_known(value: T | None, shown: Callable[[T], str]) -> str | None:
-    """A value as it is shown; None if there is none."""
+    """The shown form of a value, or None for None."""
     return None if value is None else shown(value)
 
 
@@ -238,24 +238,24 @@ def counted(number: int, word: str) -> str:
 
 
 def in_table(num_bytes: int) -> str:
-    """A size for the column of a table, whose units are short."""
+    """A size for a column of a table, with a short unit."""
     return reports.sized(num_bytes).replace(" bytes", " B")
 
 
 def escaped(text: str) -> str:
-    """A text from a checkpoint, with what a terminal would act upon as escapes."""
+    """A text with escapes for all characters that are not printable, since a terminal may act upon them."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text)
 
 
 def age(created: float, now: float) -> str:
-    """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
+    """The time since `created`, such as "3 h". The date if that is more than 30 days ago, or in the future."""
     return span(now - created) if 0 <= now - created <= 30 * 86400 else timing.shown_time(created)
 
 
 def span(seconds: float) -> str:
-    """A time for people, such as "3 h"."""
+    """A duration for people, such as "3 h"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -263,7 +263,7 @@ def span(seconds: float) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """A short time for people, such as "3.2 ms"."""
+    """A short duration for people, such as "3.2 ms"."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
@@ -275,7 +275,7 @@ def shown_rate(bytes_per_second: float) -> str:
 
 
 def shown_hours(seconds: float) -> str:
-    """A long time for people, such as "3.25 h"."""
+    """A long duration for people, such as "3.25 h"."""
     return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else shown_seconds(seconds)
 
 

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import StorageUnavailableError
 from ...plumbing import fields as json_fields
-from ..confined import ConfinedFolder
+from ..confined_files import ConfinedFolder
 from ..delta import INDEX, is_checksum, number_of, stays_inside
-from .source import WeightsState
+from .version_files import WeightsState
 
 FOLDER: Final = ".weight_sync"
 LOCK: Final = f"{FOLDER}/lock"

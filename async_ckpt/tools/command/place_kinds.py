@@ -1,7 +1,7 @@
-"""The kinds of what is at a place, and below it.
+"""The kind of a place, and of the things below it.
 
-In: a place. Out: its kind; the runs, publications, checkpoints and archives below it. Knows nothing of: what is done
-with them.
+In: a place. Out: its kind; the runs, publications, checkpoints and archives below it. Knows nothing of: what
+subcommands do with them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final, Literal, NamedTuple
 from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, runs, threads
-from .screen import USAGE, Answer, print_note
+from .output import USAGE, Answer, print_note
+from .place_arguments import parent_of, place_below
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
-from .where import parent_of, place_below
 
 Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
 
 _VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
 USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *runs.NAMINGS.values())})
-# The same without the form of the number, as StepName has it.
+# The same without the format of the number, as in `StepName.rest`.
 USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in USUAL_FORMATS}
 _LOOKED_INTO: Final = 8
 _READERS: Final = 32
-# A walk goes down so many levels, and into so many folders of a level.
+# The most levels that a walk descends, and the most folders that it visits on a level.
 _DEEPEST: Final = 4
 _MOST_FOLDERS: Final = 1000
-# The ends of names of archives and checkpoints that are one file, and who writes them.
+# The endings of names of archives, and of checkpoints that are one file, with their writers.
 _FILES: Final = {
     ".tar": "archive",
     ".tar.zst": "archive",
@@ -40,17 +40,17 @@ _FILES: Final = {
     ".pth": "torch",
     ".ckpt": "Lightning",
 }
-# How an archive of this library begins, unlike another tar.
+# The first bytes of an archive of this library, unlike another tar.
 _BEGINNING: Final = b"index.json\0"
 
 
-# The kinds of what a walk finds: those that have steps, and all.
+# The kinds of things that a walk finds: kinds with steps, and all kinds.
 RUNS: Final = ("run", "trainer")
 EVERYTHING: Final = (*RUNS, "publication", "checkpoint", "file")
 
 
 class Found(NamedTuple):
-    """Something that a walk has found: its name below the place, and its kind. `writer` is that of a checkpoint."""
+    """A thing that a walk has found: its name below the place, its kind, and the writer of a checkpoint or file."""
 
     name: str
     kind: Literal["run", "publication", "trainer", "checkpoint", "file"]
@@ -58,19 +58,19 @@ class Found(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The things below a place, by name, and the folders that nobody has looked into."""
+    """The things below a place, by name, and the folders that were not visited."""
 
     found: list[Found]
     unseen: list[str]
 
     def of(self, kinds: Collection[str]) -> list[str]:
-        """The names of what is of these kinds. A run with versions beside it is one thing."""
+        """The names of the things of these kinds, each once. A run and the versions beside it have one name."""
         return [*dict.fromkeys(one.name for one in self.found if one.kind in kinds)]
 
 
 def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
-    """The kind of a place by the names there. "trainer" is a folder with checkpoints of a framework, "checkpoint" one
-    of them, and "runs" a folder with anything of these below it.
+    """The kind of a place, by the names there: "trainer" for a folder with checkpoints of a framework, "checkpoint" for
+    one of these, and "runs" for a folder with any of the other things below it.
     """
     names = place.storage().names("") if names is None else names
     kind = own_kind(place, names)
@@ -78,7 +78,7 @@ def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
 
 
 def own_kind(place: Place, names: Sequence[str]) -> Kind:
-    """The kind of a place, whatever is below it."""
+    """The kind of a place, regardless of the folders below it."""
     if runs.MANIFEST_NAME in names:
         return "step"
     if any(map(_VERSION.fullmatch, names)):
@@ -92,12 +92,12 @@ def own_kind(place: Place, names: Sequence[str]) -> Kind:
 
 
 def beside_versions(names: Collection[str]) -> list[str]:
-    """The names at a place that are not those of versions, or of ranks that publish them."""
+    """The names at a place that belong neither to versions nor to ranks that publish versions."""
     return [name for name in names if not _VERSION.fullmatch(name)]
 
 
 def trainer_of(place: Place) -> tuple[Place, str] | None:
-    """The folder of a trainer, and the name of its checkpoint if the place is one of those; None for anything else."""
+    """The folder of a trainer, and the name of the checkpoint if the place is one of its checkpoints; else None."""
     if (kind := kind_of(place)) == "trainer":
         return place, ""
     root, name = parent_of(place)
@@ -106,7 +106,7 @@ def trainer_of(place: Place) -> tuple[Place, str] | None:
 
 
 def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
-    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it."""
+    """These places, with empty names. A folder of runs is replaced by the things in it, of these kinds, with names."""
     targets: list[tuple[Place, str]] = []
     for place in places:
         if kind_of(place) != "runs":
@@ -120,9 +120,9 @@ def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Pl
 
 
 def note_trainers(targets: Sequence[tuple[Place, str]]) -> list[tuple[Place, str]]:
-    """These places without the folders of trainers that a walk has found, each of which is noted.
+    """These places without trainers' folders that a walk has found. Prints a note for each of these.
 
-    If there is nothing else, all of them are returned: the answer for the first one says what it is.
+    If nothing else was found, all places are returned: the error for the first one explains what it is.
     """
     others = []
     for place, name in targets:
@@ -135,7 +135,7 @@ def note_trainers(targets: Sequence[tuple[Place, str]]) -> list[tuple[Place, str
 
 
 def described_trainer(place: Place, newest: TrainerCheckpoint) -> str:
-    """A folder of a trainer where something else is needed: what it is, and the commands for it."""
+    """The text for a trainer's folder where a run is needed: what the folder is, and which subcommands accept it."""
     return (
         f"{place.shown} has checkpoints of {newest.framework}, not of a run of async_ckpt: use ls, watch, page, "
         f"verify, cp or prune, or name one of them, such as {place_below(place, newest.name).shown}"
@@ -143,8 +143,8 @@ def described_trainer(place: Place, newest: TrainerCheckpoint) -> str:
 
 
 def nothing_at(place: Place) -> Answer:
-    """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
-    from ...plumbing import find  # they need torch
+    """The error for a place without a run, step or publication: what the place is, and the subcommand for it."""
+    from ...plumbing import find  # imports torch
 
     opened = find.opened_as_file(place)
     if opened is not None:
@@ -162,10 +162,10 @@ def nothing_at(place: Place) -> Answer:
 
 
 def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
-    newest: list[str] = []  # of the usual namings, since there may be thousands of other names
+    newest: list[str] = []  # usual namings only: the folder may have thousands of other names
     for naming in USUAL_NAMINGS:
         prefix = naming.removesuffix("{}")
-        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
+        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows digits
         newest += of_naming[-_LOOKED_INTO:]
     if storage.existing([f"{name}/{runs.MANIFEST_NAME}" for name in newest]):
         return True
@@ -173,13 +173,13 @@ def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
 
 
 def walk(place: Place, *, is_first_enough: bool = False) -> Walk:
-    """Look for runs, publications, checkpoints and archives below a place. Hidden folders are left out."""
+    """Look for runs, publications, checkpoints and archives below a place. Hidden folders are skipped."""
     found: list[Found] = []
     unseen: list[str] = []
     level, below = [""], list[str]()
 
     def look(name: str) -> None:
-        """Add the things that are in a folder, and the names to look into next."""
+        """Add the things in a folder, and the names to look into next."""
         at = place_below(place, name) if name else place
         names = at.storage().names("")
         if not names:
@@ -204,9 +204,9 @@ def walk(place: Place, *, is_first_enough: bool = False) -> Walk:
 
 
 def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
-    """The thing that a folder is, with the run that is in it beside versions; else the archives in it.
+    """The thing that a folder is, and a run that is beside versions in it. If the folder is none, the archives in it.
 
-    The place that the walk begins at is none of them.
+    The place at which the walk begins counts as none.
     """
     kind = own_kind(place, names) if name else "nothing"
     if kind == "publication":
@@ -218,7 +218,7 @@ def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
         ones = checkpoints_in(place.storage(), names, most=1)
         writer = framework_of(name.rpartition("/")[2], names) if kind == "checkpoint" else ones[0].framework
         return [Found(name, kind, writer or "")]
-    if kind == "step":  # beside no others: of a run that was copied in part
+    if kind == "step":  # a step outside of a run, such as a copy of one step
         return [Found(name, "checkpoint", "async_ckpt")]
     prefix = f"{name}/" if name else ""
     files = ((one, _writer_of(place.storage(), one)) for one in names if not one.startswith("."))
@@ -226,7 +226,7 @@ def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
 
 
 def _writer_of(storage: Storage, name: str) -> str:
-    """The writer of a file by its name, and of a tar by its beginning; empty for any other file, and for a folder."""
+    """The writer of a file by its name; a tar must also begin like an archive. Empty for other files and folders."""
     writer = next((writer for suffix, writer in _FILES.items() if name.endswith(suffix)), "")
     if not writer or runs.is_library_name(name):
         return ""

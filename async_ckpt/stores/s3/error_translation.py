@@ -1,8 +1,8 @@
 """Translation of obstore's errors.
 
-In: an error of obstore's. Out: an error of this library, with a reason and advice. Knows nothing of: requests.
+In: an error of obstore. Out: an error of this library, with a reason and advice. Knows nothing of: requests.
 
-obstore has status and code only in the text of its errors. No other module parses that text.
+Errors of obstore have the status and the code only in their text. No other module parses that text.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ADVICE: Final = {
     "NoRange": "use another server or client, which can read a part of an object",
 }
 EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is store_facts.LOG_IN})
-# Not a code of the store: it answered a request for a part of an object with something else.
+# Not a code of the store: a request for a part of an object was answered with something else.
 NO_RANGE: Final = "NoRange"
-UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
+UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unsupported condition
 TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSIENT_CODES: Final = frozenset({"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"})
-# Two writers at once, neither of which has won yet; or an upload that is gone, since it was aborted, or its completion
-# succeeded and the response was lost. All of these are repeated.
+# Two writers at once, of which neither has won yet; or an upload that no longer exists, since it was aborted, or was
+# completed by a request whose response was lost. All of these requests are repeated.
 CONFLICT_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
 INSUFFICIENT_STORAGE: Final = 507
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """The response of a store, as far as the text of obstore's error has it."""
+    """The parts of a store's response that are in the text of an error of obstore."""
 
     status: int | None
     code: str
@@ -77,7 +77,7 @@ class ErrorResponse:
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
-        lacks_keys = bool(provider) or "169.254.169.254" in text  # an address that only serves keys
+        lacks_keys = bool(provider) or "169.254.169.254" in text  # the metadata service, used only for keys
         first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
         if status:
             answer = " ".join(filter(None, (status, code)))
@@ -99,11 +99,11 @@ class ErrorResponse:
 
 
 def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
-    """The error of this library for one of obstore's. `num_bytes` is the size of the object that was to be written."""
+    """The error of this library for an error of obstore. `num_bytes` is the size of the object to be written."""
     shown, name, response = settings.locate(path), type(error).__name__, ErrorResponse.of(error)
     advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), store_facts.AWAY)
     if response.status == 404 and name == "GenericError":
-        advice = store_facts.NO_BUCKET  # of a listing
+        advice = store_facts.NO_BUCKET  # the request was a listing
     if advice is not store_facts.NO_BUCKET and response.code not in CONFLICT_CODES:
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", shown)
@@ -131,5 +131,5 @@ def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: 
         refusal = StorageUnavailableError(
             message, path=shown, status=response.status, code=response.code, transient=is_transient
         )
-    refusal.__cause__ = type(error)(reason)  # without the text, which may echo our headers
+    refusal.__cause__ = type(error)(reason)  # without the original text, which may repeat our headers
     return refusal

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from ...errors import StorageUnavailableError
-from ..events.shapes import Event, event
+from ..events.kinds import Event, event
 from ..storage.interface import Storage
 from . import journal
 from .manifest import NAME as MANIFEST

@@ -1,7 +1,7 @@
-"""Tensors on their way into an engine's model, and what the model says to those that are not its own.
+"""Tensors that an engine's model loads, and the model's errors for tensors that do not fit.
 
-In: names and tensors, and a model. Out: the same, or an error that names the tensor. Knows nothing of: where they
-lie.
+In: names and tensors, and a model. Out: the same names and tensors, or an error that names the tensor. Knows nothing
+of: where the tensors are stored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..common.stored_weights import Item
 
 
 class HandedOn:
-    """The items of one load, which it hands on one by one."""
+    """The items of one load, passed to the model one by one."""
 
     def __init__(self) -> None:
         self._last = ""
-        self._failed: BaseException | None = None  # the error of the source, which is no one else's
+        self._failed: BaseException | None = None  # the error of the source, which is not the model's
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """These items. The model is not to blame for their errors."""
+        """Yield these items. Errors of the iterable are not attributed to the model."""
         try:
             for self._last, tensor in items:
                 yield self._last, tensor
@@ -36,7 +36,7 @@ class HandedOn:
 
     @contextmanager
     def into(self, model: Any, source: object) -> Iterator[None]:
-        """The block in which a model takes the items. Raises StateMismatchError for one that it refuses."""
+        """The block in which a model loads the items. Raises StateMismatchError if the model refuses one."""
         try:
             yield
         except (torch.OutOfMemoryError, OSError):

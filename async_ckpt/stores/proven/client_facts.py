@@ -1,4 +1,4 @@
-"""Facts about the clients of places and their servers, as this process has found them out.
+"""Facts that this process has found out about the clients of places and their servers.
 
 In: facts, each once. Out: the same facts, and a line in the log for each. Knows nothing of: requests.
 """
@@ -16,9 +16,9 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class ClientFacts:
-    """The facts about one client of one place. All storages of that place share it. From any thread.
+    """The facts about one client of one place, shared by all storages of that place. Thread-safe.
 
-    The fields are only ever set to one other value, so it does no harm if two threads find out the same.
+    Each field is only ever set to one other value, so two threads may set it at the same time.
     """
 
     def __init__(self, identity: str) -> None:
@@ -28,7 +28,7 @@ class ClientFacts:
         self._logged: set[tuple[str, str]] = set()
 
     def log_once(self, shown: str, fact: str) -> None:
-        """Log a fact about the place, if it was not logged before."""
+        """Log a fact about the place, unless it was logged before."""
         if (shown, fact) not in self._logged:
             self._logged.add((shown, fact))
             _log.warning("%s: %s", shown, fact)
@@ -37,7 +37,7 @@ class ClientFacts:
         return f"<ClientFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
 
 
-# By the identity of a client.
+# The ClientFacts for the identity of a client.
 known_of = process.OnceInProcess(ClientFacts)
 
 
@@ -48,10 +48,10 @@ def known_to(client: Any) -> ClientFacts:
     """The facts about a client that a user has made."""
     try:
         return _of_objects.setdefault(client, ClientFacts(""))
-    except TypeError:  # of a class without weak references, or without a hash
+    except TypeError:  # the client's class has no weak references, or no hash
         return ClientFacts("")
 
 
 def identity_of(*parts: object) -> str:
-    """A text that is the same for clients of one class, place and options, and shows none of these."""
+    """A text that is equal for clients of the same class, place and options, and shows none of these."""
     return hashlib.blake2b(repr(parts).encode(errors="replace"), digest_size=16).hexdigest()

@@ -1,10 +1,10 @@
-"""Ranks that hold the same tensors read a part each, and broadcast it to the others of their group.
+"""Ranks that hold the same tensors each read a part, and broadcast it to the rest of their group.
 
 In: the memory that each rank has to fill, and a process group of the caller. Out: the same memory, filled.
 Knows nothing of: steps, the content of archives.
 
-Collectives are called only here, on the thread that restores, and in the same order whatever happens: each rank first
-reads its part, or fails; then all exchange the outcome; and only if all succeeded, the parts are broadcast.
+Collectives are called only here, on the thread that restores, in the same order even if a rank fails. First, each rank
+reads its part, or fails. Then the ranks exchange the outcome. The parts are broadcast only if all ranks succeeded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .archives.contents import Contents
 from .fill import Wanted
 
 T = TypeVar("T")
-# Smaller tensors are sent together, in one message.
+# Smaller tensors are sent together in one message.
 _SMALL_BYTES: Final = MIB
 _MESSAGE_BYTES: Final = 64 * MIB
 
 
 class Item(NamedTuple):
-    """Memory that each rank of the group has to fill with the same bytes. `name` identifies it on all of them."""
+    """Memory that each rank of the group has to fill with the same bytes. `name` is the same on all ranks."""
 
     name: str
     archive: Contents
@@ -39,13 +39,13 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The memory that the ranks of a group fill together, and the actions that each of them takes then."""
+    """The memory that the ranks of a group fill together, and the actions that each rank takes afterwards."""
 
     items: Sequence[Item] = ()
     actions: Sequence[Callable[[], None]] = ()
 
     def digest(self) -> str:
-        """A text that is equal on ranks that have to fill the same."""
+        """A digest that is equal on ranks that have to fill the same slices."""
         digest = hashlib.blake2b(digest_size=16)
         for name, _, wanted in self.items:
             facts = [name, wanted.offsets, tuple(wanted.into.shape), str(wanted.into.dtype)]
@@ -73,20 +73,20 @@ class Sharing:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 
     def own(self, items: Sequence[Item]) -> list[Item]:
-        """The part of these that this rank reads."""
+        """The items that this rank reads."""
         return [item for item, owner in zip(items, self._owners(items), strict=True) if owner == self._rank]
 
     def _owners(self, items: Sequence[Item]) -> list[int]:
-        """For each item, the number of the rank that reads it. All ranks read about as many bytes."""
+        """For each item, the number of the rank that reads it. All ranks read about the same number of bytes."""
         ends = list(itertools.accumulate((item.wanted.into.nbytes for item in items), initial=0))
         return [at * self._size // ends[-1] if ends[-1] else 0 for at in ends[:-1]]
 
     def restore(self, read: Callable[[], tuple[T, Share | None]], read_all: Callable[[T], object]) -> T:
-        """Fill everything, and return the first result of `read`, which must be the same on all ranks.
+        """Fill everything, and return the first item of the result of `read`, which must be the same on all ranks.
 
-        `read` fills this rank's part, and returns the share of the group. `read_all` fills all of it, and is called if
-        the ranks hold different slices. Raises the error of `read`, and PeerFailedError if it has failed on another
-        rank.
+        `read` fills this rank's part, and also returns the share of the group. `read_all` fills everything, and is
+        called if the ranks hold different slices. Raises the error of `read`, and PeerFailedError if `read` has failed
+        on another rank.
         """
         result: T | None = None
         share: Share | None = None
@@ -137,7 +137,7 @@ class Sharing:
             if not tensor.nbytes:
                 continue
             if not tensor.is_inference() and owner != self._rank:
-                torch.autograd.graph.increment_version(tensor)  # autograd detects writes by it
+                torch.autograd.graph.increment_version(tensor)  # autograd detects writes by this counter
             if tensor.nbytes < _SMALL_BYTES:
                 small.setdefault((owner, tensor.device), []).append(tensor)
             else:

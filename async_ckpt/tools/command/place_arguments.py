@@ -1,6 +1,6 @@
-"""The places that texts on the command line name.
+"""The places of texts on the command line.
 
-In: paths and URLs, options of a store. Out: places. Knows nothing of: what is there.
+In: paths and URLs, options of a store. Out: places. Knows nothing of: the contents of places.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from ... import Place
 from ...plumbing import urls
-from .screen import USAGE, Answer
+from .output import USAGE, Answer
 
-# How long a store may not answer: somebody waits at the terminal.
+# How long a store may take to answer. A user waits at the terminal.
 DEADLINE_SECONDS: Final = 30.0
 
 
 def place_of(where: str, *, anonymous: bool = False, deadline: float = DEADLINE_SECONDS, **given: str | None) -> Place:
-    """The place at a path or URL, with the options of its store that are given."""
+    """The place at a path or URL, with the given options of its store."""
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if anonymous:
         options["skip_signature"] = True
@@ -29,7 +29,7 @@ def place_of(where: str, *, anonymous: bool = False, deadline: float = DEADLINE_
 
 
 def place_like(place: Place, where: str) -> Place:
-    """Another place, at the store of this one if it is at a store."""
+    """Another place. A URL gets the options of `place`."""
     return Place(where) if is_local(where) else Place(where, options=place.options)
 
 
@@ -39,11 +39,11 @@ def place_below(place: Place, name: str) -> Place:
 
 
 def parent_of(place: Place) -> tuple[Place, str]:
-    """The place that contains this one, and its name there: empty for a whole bucket, or a whole disk."""
+    """The place that contains this one, and its name there. The name is empty for a whole bucket or a whole disk."""
     parent, name = urls.place_and_name(place.url, fs=place.fs)
     return replace(place, url=parent), name
 
 
 def is_local(where: str) -> bool:
-    """Whether this is a path, or the `file://` URL of one."""
+    """Whether `where` is a path, or a `file://` URL."""
     return urls.scheme_of(where) in (None, "file")

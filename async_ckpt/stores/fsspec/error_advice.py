@@ -19,7 +19,7 @@ class NoBucketError(OSError):
 
 
 class InheritedError(OSError):
-    """The filesystem of a user cannot be made again in a forked child."""
+    """A user's filesystem could not be copied in a forked child."""
 
 
 REFUSED: Final = frozenset({"PreconditionFailed", "412"})
@@ -57,7 +57,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def codes_of(error: BaseException) -> set[str]:
-    """The class names of an error and its causes, and the codes from the store in them."""
+    """The class names of an error and its causes, and the error codes of the store in them."""
     codes = set()
     for cause in chain(error):
         codes.add(type(cause).__name__)

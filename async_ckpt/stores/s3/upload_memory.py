@@ -1,6 +1,6 @@
 """The segments of one object while they are on loan to its upload.
 
-In: segments in any order. Out: views of them in file order; each lease back once nothing reads its memory any more.
+In: segments in any order. Out: views of them in file order; a lease is released once nothing reads its memory any more.
 Knows nothing of: the store, and how often the object is sent.
 """
 
@@ -18,7 +18,7 @@ from ..watched_calls import WatchedCall
 
 
 class GivenUpError(Exception):
-    """Ends an upload from within: obstore aborts one whose iterator raises, and must never be cancelled."""
+    """Ends an upload from within: obstore aborts an upload whose iterator raises. obstore must never be cancelled."""
 
 
 class Phase(Enum):
@@ -50,11 +50,11 @@ class _LentSegment:
 
 
 class SegmentQueue:
-    """The segments on loan to one upload, and its phase. Its ObjectSink creates and owns it. From any thread.
+    """The segments on loan to one upload, and its phase. Its ObjectSink creates and owns it. Thread-safe.
 
-    A segment stays on loan until the object is finished, so that the object can be sent again if an attempt fails, or
-    until it has been sent and its memory is needed elsewhere; never for less time than a view of it exists. If memory
-    is requested while every segment is in use, the next one that has been sent is released.
+    A segment stays on loan until the object is finished, so that the object can be sent again if an attempt fails. If
+    memory is needed elsewhere, a segment that has been sent is released earlier, but never while a view of it exists.
+    If memory is requested while every segment is in use, the next segment that has been sent is released.
     """
 
     def __init__(self, num_bytes: int, segment_bytes: int, timer: timing.Timekeeper) -> None:
@@ -62,7 +62,7 @@ class SegmentQueue:
         # Under `changed`, like all below:
         self.life = threads.Life(_SUCCESSORS)
         self.lent: dict[int, _LentSegment] = {}
-        self.num_segments = -(-num_bytes // segment_bytes)  # or fewer, once `complete` knows the size
+        self.num_segments = -(-num_bytes // segment_bytes)  # at most; `complete` sets the exact number
         self.num_arrived = 0
         self.next = 0  # the first segment that this attempt has not taken
         self.moved_at = timer.now()  # when the upload last took or dropped a segment
@@ -75,7 +75,7 @@ class SegmentQueue:
         return self.life.now is Phase.GIVEN_UP
 
     def put(self, offset: int, data: memoryview, lease: MemoryLoan) -> bool:
-        """Keep a segment, whose lease the caller has retained. False if no more segments are taken."""
+        """Keep a segment, whose lease the caller has retained. Returns False if no more segments are accepted."""
         with self.changed:
             if self.life.now is not Phase.TAKING:
                 return False
@@ -85,7 +85,7 @@ class SegmentQueue:
             return True
 
     def complete(self, num_bytes: int | None) -> bool:
-        """Note that no more segments come. False if some are missing, of an object of `num_bytes`, if that is new."""
+        """Note that no more segments come, and the size if it was unknown. Returns False if segments are missing."""
         with self.changed:
             if num_bytes is not None:
                 self.num_segments = max(1, -(-num_bytes // self._segment_bytes))
@@ -104,7 +104,7 @@ class SegmentQueue:
             lease.release()
 
     def relieve(self) -> bool:
-        """Release the oldest segment that has been sent. False if there is none; then the next one is released."""
+        """Release the oldest sent segment. If there is none, return False, and release the next segment once sent."""
         with self.changed:
             idle = [number for number in self._idle() if number < self.next]
             self._is_wanted = not idle
@@ -122,7 +122,7 @@ class SegmentQueue:
     # --- for the threads of the upload ------------------------------------------------------------------------
 
     def restart(self) -> bool:
-        """Start again with the first segment. False if segments were released."""
+        """Start again with the first segment. Returns False if segments were released."""
         with self.changed:
             self.next = 0
             return self.retryable
@@ -135,12 +135,12 @@ class SegmentQueue:
                 raise GivenUpError
 
     def is_there(self, call: WatchedCall, number: int) -> bool:
-        """Wait for a segment. False if the object ends before it."""
+        """Wait for a segment. Returns False if the object ends before it."""
         self.wait_until(call, lambda: number in self.lent or number >= self.num_segments)
         return number < self.num_segments
 
     def take(self, call: WatchedCall, number: int) -> memoryview:
-        """A segment as a view; once the view is collected, the upload reads the memory no longer."""
+        """A view of a segment. Once the view is garbage-collected, the upload no longer reads the memory."""
         with call.lent(), self.changed:
             segment = self.lent[number]
             segment.num_views += 1
@@ -150,7 +150,7 @@ class SegmentQueue:
         return view
 
     def _drop(self, call: WatchedCall, number: int) -> None:
-        """Called on one of obstore's threads."""
+        """Note that a view was garbage-collected. Called on one of obstore's threads."""
         call.moved()
         with self.changed:
             self.moved_at = self._timer.now()
@@ -168,11 +168,11 @@ class SegmentQueue:
             segment.lease.release()
 
     def pause(self, seconds: float) -> None:
-        """Sleep, or until the upload is given up."""
+        """Sleep for `seconds`, or until the upload is given up."""
         with self.changed:
             self._timer.wait_for(self.changed, lambda: self.is_given_up, seconds)
 
     def wait_until_released(self, seconds: float) -> None:
-        """Wait until all segments are released: requests that were broken off drop theirs a moment later."""
+        """Wait until all segments are released: aborted requests drop their segments a moment later."""
         with self.changed:
             self.changed.wait_for(lambda: not self.lent, seconds)

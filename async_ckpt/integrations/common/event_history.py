@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import CheckpointError, SaveReport
 from ...plumbing import events, places, runs, timing
-from .frameworks import LOGGED_AS
+from .framework_checks import LOGGED_AS
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""The exit status of a call, whatever comes of it, and the calls for several places.
+"""The exit status of a call, and calls for several places.
 
-In: calls. Out: a status; what is wrong, in one line on stderr. Knows nothing of: arguments, checkpoints.
+In: calls. Out: a status, and one line on stderr if something is wrong. Knows nothing of: arguments, checkpoints.
 
-Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage, or what cannot be compared; 70 a fault
-of the command itself; 74 a storage that does not work; 75 steps that are not moved yet; 130 Ctrl-C.
+Status: 0 success; 1 the answer is no (damaged, different, nothing found); 2 wrong usage, or things that cannot be
+compared; 70 internal error; 74 storage error; 75 steps are left to move; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import typer
 
 from ... import Place
 from ...errors import CheckpointError, NotCommittedError, StorageUnavailableError
-from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
+from .output import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped, print_text
 
 _INTERRUPTED: Final = 130
 _FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
 
 
 def for_each(call: Callable[..., object], *places: Sequence[Place], with_headings: bool = False) -> None:
-    """Make a call for each of several places, or pairs of places, whatever comes of the others. Exits with the gravest
+    """Make a call for each of several places, or pairs of places, even if other calls fail. Exits with the highest
     status.
     """
     targets = [*zip(*places, strict=True)]
@@ -44,7 +44,7 @@ def for_each(call: Callable[..., object], *places: Sequence[Place], with_heading
 
 
 def status_after(call: Callable[[], object]) -> int:
-    """Make a call, say on stderr what is wrong, and return the status."""
+    """Make a call, print its error on stderr, and return the status."""
     try:
         result = call()
         return result if isinstance(result, int) else 0
@@ -59,7 +59,7 @@ def status_after(call: Callable[[], object]) -> int:
             error, NotCommittedError
         )
         return _printed(str(error), STORAGE if is_of_storage else NO)
-    except KeyError as error:  # a name that no checkpoint has; its text would be quoted
+    except KeyError as error:  # a name that no checkpoint has; str(error) would have quotes
         return _printed(str(error.args[0] if error.args else error), NO)
     except (ValueError, TypeError, ImportError) as error:
         return _printed(str(error), USAGE)
