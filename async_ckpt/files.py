@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
 from .core.storage.bulk import Parcel, copy
-from .core.storage.disk import refuse_dangling, sync_folder, told
+from .core.storage.disk import refuse_dangling, sync_folder, user_path_translated
 from .core.storage.interface import Storage
 from .core.storage.local import LocalStorage
 from .core.storage.locks import TEMP_SUFFIX, temp_stem
@@ -259,14 +259,14 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
     if place.is_local:
-        with told(_as_given(place)):
+        with user_path_translated(_as_given(place)):
             return open_local(_as_given(place), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(f'a file in a store is opened with mode "r", "rb", "w" or "wb", not {mode!r}')
     storage, name = place.object()
     if "w" in mode:
         return cast("IO[Any]", UploadFile(storage, name, mode, encoding))
-    with told(place.shown):
+    with user_path_translated(place.shown):
         ranges = io.BufferedReader(ReaderFile(storage.open(name)), BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
 

@@ -22,9 +22,9 @@ Names are imported on first access. They may change in each minor version; publi
   its leaves and dtypes, `wrappers` and `optimizer_parts` look inside wrapped models and optimizers, `another_kind`
   compares a saved state with an optimizer, and `loaders` two data loaders. `guards` delay optimizer steps; `sharded`
   and `boxes` are the geometry of shards; `backends` and `device` handle tensors on devices.
-- Ranks: `worlds` are the ranks that save together; in a `rendezvous`, all of them meet.
-- Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` is what one-off saves share, a
-  `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to further places.
+- Ranks: `worlds` are the ranks that save together; a `rendezvous` is one call that all of them make.
+- Saves: `ledger` waits for saves in progress and reports their progress, `kept_memory` is the memory that one-off saves
+  share, a `WeightsSave` writes a model's weights; `run_movers` runs the movers, which copy steps to further places.
 - Files of other programs: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face; `file_digests`
   records and compares the digests of a framework's files.
 """

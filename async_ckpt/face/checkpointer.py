@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..core.host.loop import ask_for_exception, awaitable
-from ..core.host.operations import observed, tell
+from ..core.host.operations import notify, observed
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.nodes import RunNodes
 from ..core.ranks.peers import Differing, Ranks
@@ -115,8 +115,8 @@ class AsyncCheckpointer(RunReader):
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading do not change the storage. With several places, `restore`
-    starts copies and deletes files that killed writers have left in memory. With several ranks as well, it puts a small
-    file at each place on disk, by which the ranks find out whether they share it.
+    starts copies and deletes files that killed writers have left in memory. With several ranks as well, it writes a
+    small file to each place on disk, so that the ranks find out whether they share it.
     """
 
     _is_preempted = False
@@ -300,7 +300,7 @@ class AsyncCheckpointer(RunReader):
         self._see_own_saves("mark()")
         if self._ranks.world.rank == 0:
             self._roots.mark(step, kind, note)
-            tell("mark", self.roots, {kind or "none": 1})
+            notify("mark", self.roots, {kind or "none": 1})
 
     def should_save(self, step: int) -> bool:
         """Return True if one of the rules of `due=` wants a save of `step`. Call it once at every step.
@@ -326,7 +326,7 @@ class AsyncCheckpointer(RunReader):
         reached = None if self._saver.is_closed else self._policy.reached()
         if reached is not None:
             self._lineage.progressed(reached)
-            self._tell_of_training()
+            self._report_training()
         return is_due
 
     def _is_due(self, number: int) -> bool:
@@ -452,7 +452,7 @@ class AsyncCheckpointer(RunReader):
         abandons the saves and copies that are still under way. Signal handlers are restored.
         Rank 0 waits up to five seconds for ranks that have not made their first call yet.
         """
-        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # after Ctrl-C in the first wait, the second is 0
+        tiers, left, limit = self._lineage.tiers, list[str](), 0.0  # after Ctrl-C, the second limit is 0
         try:
             self._saver.close()
             limit = inf
@@ -473,10 +473,10 @@ class AsyncCheckpointer(RunReader):
     def _end(self) -> None:
         if (reached := self._policy.reached(is_last=True)) is not None:
             self._lineage.note("progress", reached, **self._policy.facts())
-        self._tell_of_training()
+        self._report_training()
         self._ranks.close()
         self._roots.close()
-        for tracking in self._tracked:  # last: nothing else waits for a tracker that hangs
+        for tracking in self._tracked:  # last, so that nothing else waits for a tracker that hangs
             tracking.close()
 
     def __enter__(self) -> Self:
@@ -494,7 +494,7 @@ class AsyncCheckpointer(RunReader):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Wait for the saves, while the event loop goes on, and close."""
+        """Wait for the saves while the event loop runs, and close."""
         saves = [awaitable(save.finished) for save in self._saver.ledger.saves()]
         try:
             for save in saves:
@@ -626,7 +626,7 @@ class AsyncCheckpointer(RunReader):
         """Start the rules of `should_save` from a step whose restore took `seconds`. `knows_all` is True on rank 0."""
         past = Past.of(events_at(self._roots)) if knows_all and self._policy.has_interval else None
         self._policy.restored(step, past, seconds=seconds)
-        self._tell_of_training()
+        self._report_training()
 
     def _warn_of_owner(self, *, is_early: bool = False) -> Sequence[str]:
         """Warn once about each live process that saves to the roots. Sends no request. Returns all current notes.
@@ -647,9 +647,9 @@ class AsyncCheckpointer(RunReader):
     def _stall_seconds(self) -> float:
         return self._saver.ledger.stall_seconds
 
-    def _tell_of_training(self) -> None:
+    def _report_training(self) -> None:
         """Report to listeners how this process has spent its time."""
-        tell("train", self.roots, self._policy.spent().seconds)
+        notify("train", self.roots, self._policy.spent().seconds)
 
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]

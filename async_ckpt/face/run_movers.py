@@ -16,7 +16,7 @@ from typing import Final
 from ..core.host.waits import LIVENESS_SECONDS, wait_for
 from ..core.runs.conflict import Conflict as Conflict
 from ..core.runs.conflict import conflict_at
-from ..core.runs.moving import Moving, Told
+from ..core.runs.moving import Announcement, Moving
 from ..core.runs.naming import JOURNAL
 from ..core.runs.roots import Ahead, Roots, open_roots
 from ..core.runs.run import Run
@@ -41,29 +41,29 @@ class RunMovers:
 
     def __init__(
         self,
-        told: TiersFile,
-        tell: Callable[[], TiersFile | None],
+        tiers_file: TiersFile,
+        read_places: Callable[[], TiersFile | None],
         copy_step: CopyStep,
-        say: Callable[[str, int], None],
+        on_arrival: Callable[[str, int], None],
     ) -> None:
-        """`tell` returns the current places of the run, or None if they are not known now. `say` is called, on any
-        thread, with a place and the newest step there.
+        """`read_places` returns the current places of the run, or None if they are not known now. `on_arrival` is
+        called, on any thread, with a place and the newest step there.
 
         Raises the errors of `open_roots`.
         """
-        self._tell, self._copy_step, self._say = tell, copy_step, say
-        self._open(told)
+        self._read_places, self._copy_step, self._on_arrival = read_places, copy_step, on_arrival
+        self._open(tiers_file)
 
-    def _open(self, told: TiersFile) -> None:
-        self._told, self._looked_at = told, 0.0
-        runs = _roots_of(told).runs
+    def _open(self, tiers_file: TiersFile) -> None:
+        self._tiers_file, self._looked_at = tiers_file, 0.0
+        runs = _roots_of(tiers_file).runs
         lasting = next((number for number, run in enumerate(runs) if not run.is_volatile), 0)
         self._changes = [Changes(run) for run in runs[:-1]]
         self._movers: list[tuple[Mover, _Turn]] = []
         for number in range(1, len(runs)):
             roots = FollowedRoots(runs[: number + 1])
-            pace = None if told.max_bandwidth is None else Pace(told.max_bandwidth)
-            turn = _Turn(roots, self._in_flight, pace, self._say, waits_for_training=number <= lasting)
+            pace = None if tiers_file.max_bandwidth is None else Pace(tiers_file.max_bandwidth)
+            turn = _Turn(roots, self._in_flight, pace, self._on_arrival, waits_for_training=number <= lasting)
             self._movers.append((Mover(roots, self._copy_step, turn), turn))
 
     def _in_flight(self, run: Run) -> Collection[int]:
@@ -71,19 +71,19 @@ class RunMovers:
         return {step for mover, _ in self._movers if (step := mover.copier.step) is not None and mover.run is not run}
 
     def look(self) -> None:
-        """Copy new steps. Raises the errors of `tell`."""
-        told = None
+        """Copy new steps. Raises the errors of `read_places`."""
+        tiers_file = None
         with suppress(StorageUnavailableError):
-            told = self._tell()
-        if told is not None and told != self._told:
+            tiers_file = self._read_places()
+        if tiers_file is not None and tiers_file != self._tiers_file:
             self.stop()
-            self._open(told)
+            self._open(tiers_file)
         changes = [one.are_there() for one in self._changes]  # a list: each must be asked, since asking resets it
         if any(changes) or monotonic() > self._looked_at + _LOOK_SECONDS:
             self._looked_at = monotonic()
             for mover, turn in self._movers:
                 if mover.arrivals.error is not None:
-                    turn.word.leave()  # another process may be able to copy
+                    turn.moving.leave()  # another process may be able to copy
                 mover.worker.wake()
 
     def begin_end(self) -> None:
@@ -105,7 +105,7 @@ class RunMovers:
         for mover, turn in self._movers:
             if mover.worker.is_running:
                 wait_for(mover.worker.ended, _END_SECONDS)
-            turn.word.leave()
+            turn.moving.leave()
 
 
 def _left(arrivals: Arrivals) -> str:
@@ -114,22 +114,22 @@ def _left(arrivals: Arrivals) -> str:
     return arrivals.lag() or ("" if error is None else f"{arrivals.shown} is not known to have all: {error}")
 
 
-def conflicts_of(told: TiersFile) -> list[Conflict]:
+def conflicts_of(tiers_file: TiersFile) -> list[Conflict]:
     """The conflicts at the further places of a run. Raises StorageUnavailableError."""
-    runs = _roots_of(told).runs
+    runs = _roots_of(tiers_file).runs
     found = (conflict_at(Roots(runs[: number + 1])) for number in range(1, len(runs)))
     return [conflict for conflict in found if conflict is not None]
 
 
-def _roots_of(told: TiersFile) -> Roots:
-    return open_roots(told.places, keep=Keep(), naming=told.naming, clock=wall_time)
+def _roots_of(tiers_file: TiersFile) -> Roots:
+    return open_roots(tiers_file.places, keep=Keep(), naming=tiers_file.naming, clock=wall_time)
 
 
 class FollowedRoots(Roots):
     """A root and all nearer ones, for a process that copies steps from the nearer roots to it.
 
-    The process writes to the last root in the name of the start that has made the steps. So it overtakes no other
-    start, and its commits count as if the training had copied the steps.
+    The process writes to the last root in the name of the start that made the steps. So no other start is overtaken,
+    and its commits count as if the training had copied the steps.
     """
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
@@ -181,8 +181,8 @@ class Changes:
 
 
 class _Turn(MovingProcess):
-    """The claim of this process to copy steps to a place. If another process has claimed the place before, it is left
-    to that process.
+    """The claim of this process to copy steps to a place. If another process claimed the place earlier, only that
+    process copies.
     """
 
     def __init__(
@@ -190,14 +190,14 @@ class _Turn(MovingProcess):
         roots: FollowedRoots,
         in_flight: Callable[[Run], Collection[int]],
         pace: Pace | None,
-        say: Callable[[str, int], None],
+        on_arrival: Callable[[str, int], None],
         *,
         waits_for_training: bool,
     ) -> None:
         super().__init__(in_flight)
-        self._roots, self._run, self._pace, self._say = roots, roots.runs[-1], pace, say
+        self._roots, self._run, self._pace, self._on_arrival = roots, roots.runs[-1], pace, on_arrival
         self._waits_for_training = waits_for_training
-        self.word = Moving(self._run.storage)
+        self.moving = Moving(self._run.storage)
 
     def pace(self, *, is_last: bool) -> Pace | None:  # noqa: ARG002
         return self._pace
@@ -205,22 +205,22 @@ class _Turn(MovingProcess):
     def has_ranks(self) -> bool:
         return any(one is not None and one.world_size > 1 for one in self._run.root.known.values())
 
-    def other(self, step: int | None, num_bytes: int) -> Told | None:
+    def other(self, step: int | None, num_bytes: int) -> Announcement | None:
         if self._waits_for_training and self._roots.is_training():
-            return Told("the training")
-        return self.word.say(step, num_bytes)
+            return Announcement("the training")
+        return self.moving.announce(step, num_bytes)
 
     def check(self, step: int, num_bytes: int) -> None:
-        told = None
+        other = None
         with suppress(StorageUnavailableError):  # the copy will raise it
-            told = self.word.say(step, num_bytes)
-        if told is not None:
+            other = self.moving.announce(step, num_bytes)
+        if other is not None:
             where = self._roots.names[-1]
-            raise StorageUnavailableError(f"{where}: {told.by} moves steps there now", path=where)
+            raise StorageUnavailableError(f"{where}: {other.by} moves steps there now", path=where)
 
     def found(self, step: int) -> None:
         with suppress(CheckpointError):  # the process that copied it may have been killed before it wrote the tracker
             self._run.announce(step, in_flight=self.in_flight(self._run))
 
     def arrived(self, step: int) -> None:
-        self._say(self._run.storage.locate(""), step)
+        self._on_arrival(self._run.storage.locate(""), step)

@@ -43,7 +43,7 @@ class ExperimentTracker(Protocol):
 
 
 class Tracking:
-    """Reports the steps of one checkpointer to one tracker. The checkpointer creates and closes it. `_tell` runs on
+    """Reports the steps of one checkpointer to one tracker. The checkpointer creates and closes it. `_report` runs on
     the thread of the listener.
     """
 
@@ -68,7 +68,7 @@ class Tracking:
         self._tracker, self._roots, self._best = tracker, roots, best
         self._is_first_rank, self._timeout = is_first_rank, timeout
         self._has_warned = False
-        self._listening = listen(self._tell)
+        self._listening = listen(self._report)
 
     def close(self) -> None:
         """Wait until the tracker has handled everything, for at most `timeout` seconds. May be called again."""
@@ -82,7 +82,7 @@ class Tracking:
             )
         self._listening.close()
 
-    def _tell(self, ended: Ended) -> None:
+    def _report(self, ended: Ended) -> None:
         if ended.roots != self._roots.names or ended.step is None or ended.outcome != "done":
             return
         try:
@@ -92,14 +92,14 @@ class Tracking:
             if ended.kind == "restore":
                 self._tracker.restored(_reference(run, run.manifest(ended.step), self._roots))
             elif isinstance(ended.report, SaveReport):
-                self._tell_of_commit(run, ended.step, ended.report.as_dict("ckpt/"))
+                self._report_commit(run, ended.step, ended.report.as_dict("ckpt/"))
         except Exception as error:
             if not self._has_warned:
                 _log.warning("%s has failed at step %d: %r. Saves go on; its later errors are not logged",
                              self, ended.step, error)  # fmt: skip
             self._has_warned = True
 
-    def _tell_of_commit(self, run: Run, step: int, numbers: dict[str, float]) -> None:
+    def _report_commit(self, run: Run, step: int, numbers: dict[str, float]) -> None:
         commits = run.view()
         if (manifest := commits.get(step)) is None:  # retention has deleted it while the tracker was slow
             return

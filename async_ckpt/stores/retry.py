@@ -62,7 +62,7 @@ def persist(
         longest = _FIRST_WAIT_SECONDS * 2.0 ** min(state.attempt_number - 1, 16)
         return _RANDOM.uniform(0.0, min(longest, _LONGEST_WAIT_SECONDS))
 
-    def tell(state: RetryCallState) -> None:
+    def report_retry(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None
         on_retry(error)
@@ -71,7 +71,7 @@ def persist(
         retry=tenacity.retry_if_exception(is_transient),
         wait=wait,
         stop=is_over,
-        before_sleep=tell,
+        before_sleep=report_retry,
         sleep=sleep or timer.sleep,
         reraise=True,
     )(call)

@@ -1,8 +1,8 @@
-"""Weights: versions of a model's weights that a training publishes, and that others follow.
+"""Weights: versions of a model's weights, which a training publishes and rollout engines load.
 
 In: states. Out: versions, and replicas of them. Knows nothing of: trainers and engines.
 
-`publishing/` has both sides, and `following/` the sidecar of an engine. `delta.py` is the index of a version, and
-`lent.py` the table of weights in memory. `confined_files.py` writes only below one folder, and `hf_checks.py` refuses
-names that no engine understands.
+`publishing/` contains the publisher and the subscriber, `following/` the sidecar of an engine. `delta.py` defines the
+index of a version, and `lent.py` the table of a version in shared memory. `confined_files.py` accesses files below one
+folder only, and `hf_checks.py` refuses models whose weights no engine can load.
 """

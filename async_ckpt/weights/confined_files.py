@@ -1,12 +1,12 @@
-"""The files below one folder of this machine, reached without following a link.
+"""The files below one folder of this machine, accessed without following links.
 
-In: a folder, and paths below it that use `/`. Out: files opened, locked, written, moved and deleted there, and nowhere
-else.
-Knows nothing of: what is in them.
+In: a folder, and paths below it that use `/`. Out: files opened, locked, written, moved and deleted below that folder
+only.
+Knows nothing of: the content of files.
 
-The folder itself may be a link, or lie behind one. Below it, every folder on the way to a file is opened by itself, and
-a link in its place is an error: its target is not meant to be changed. Windows cannot open folders, so there every
-folder is checked before each call.
+The folder itself may be a link, or be reached through one. Below it, each folder on the path to a file is opened
+separately, and a link in its place is an error, because the target of the link must not change. Windows cannot open
+folders, so every folder is checked there before each call.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TEMP: Final = ".tmp"
 
 
 class _Location(NamedTuple):
-    """A name in an open folder; or a whole path, if folders cannot be opened."""
+    """A name in an open folder, or a whole path if folders cannot be opened."""
 
     name: str
     folder: int | None
 
 
 class ConfinedFolder:
-    """The files below one folder. Errors are of this library, except for FileNotFoundError where a method says so."""
+    """The files below one folder. Methods raise this library's errors, and FileNotFoundError where documented."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class ConfinedFolder:
 
     @contextmanager
     def _locate(self, name: str, *, make: bool = False) -> Iterator[_Location]:
-        """The location of a file, valid within the block. With `make`, the folders on the way are made."""
+        """The location of a file, valid within the block. With `make`, missing parent folders are created."""
         *folders, last = name.split("/")
         if not _OPENS_FOLDERS:
             yield _Location(str(self._path_without_links(folders, make=make) / last), None)
@@ -106,7 +106,7 @@ class ConfinedFolder:
         )
 
     def stat(self, name: str) -> os.stat_result | None:
-        """The status of a file, or of a link itself; None if there is nothing, or a link on the way."""
+        """The status of a file, or of a link itself; None if it does not exist, or its path leads through a link."""
         with disk.translated(self.folder / name):
             try:
                 with self._locate(name) as location:
@@ -115,19 +115,19 @@ class ConfinedFolder:
                 return None
 
     def size(self, name: str) -> int | None:
-        """The size of a regular file; None if there is none of this name."""
+        """The size of a regular file; None if no regular file has this name."""
         status = self.stat(name)
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The sizes of the files below a folder, by their paths from there."""
+        """The sizes of the files below a folder, by their paths relative to it."""
         with disk.translated(self.folder / folder):
             top = self.folder / folder
             paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
             return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(paths)}
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
-        """Open a file, as `os.open` does. With `make`, the folders on the way are made. Raises FileNotFoundError."""
+        """Open a file like `os.open`. With `make`, missing parent folders are created. Raises FileNotFoundError."""
         flags |= disk.O_CLOEXEC | disk.O_BINARY | disk.O_NONBLOCK | _O_NOFOLLOW
         with disk.translated(self.folder / name, passing=(FileNotFoundError,)):
             try:
@@ -146,7 +146,7 @@ class ConfinedFolder:
 
     @contextmanager
     def lock_file(self, name: str) -> Iterator[int]:
-        """A file that is opened to be locked, and unlocked at the end, or if this process dies. The folder is made."""
+        """Open a file for locking. The lock ends with the block, or with this process. Creates the folder."""
         with disk.translated(self.folder):
             os.makedirs(self.folder, exist_ok=True)
         fd = self.open(name, os.O_CREAT | os.O_RDWR, make=True)
@@ -156,7 +156,7 @@ class ConfinedFolder:
             disk.close_quietly(fd)
 
     def try_lock(self, fd: int, *, alone: bool) -> bool:
-        """Lock a file, alone or with others, if that is possible at once. Without locks it always is."""
+        """Lock a file, exclusively (`alone`) or shared, without waiting. Returns True on systems without file locks."""
         try:
             with disk.translated(self.folder, passing=(BlockingIOError,)):
                 if fcntl is not None:
@@ -181,7 +181,7 @@ class ConfinedFolder:
     def put(
         self, name: str, pieces: Iterable[bytes | memoryview], *, num_bytes: int = 0, mode: int | None = None
     ) -> None:
-        """Write a new file. The folders on the way are made. Room for `num_bytes` is allocated first."""
+        """Write a new file, and create missing parent folders. Disk space for `num_bytes` is allocated first."""
         with disk.translated(self.folder / name):
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
             with os.fdopen(fd, "wb") as file:
@@ -193,18 +193,18 @@ class ConfinedFolder:
                     raise OSError(errno.EIO, f"{file.tell():,} bytes came of {num_bytes:,}")
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small file atomically. The folder has no other writer."""
+        """Write a small file atomically. No other process may write it at the same time."""
         self.delete(name + _TEMP)
         self.put(name + _TEMP, [data])
         self.move(name + _TEMP, name)
 
     def move(self, name: str, to: str) -> None:
-        """Rename a file or link, replacing another one. The folders on the way are made."""
+        """Rename a file or link, replacing an existing one. Missing parent folders are created."""
         with disk.translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
-        """Give a file or link a second name. False if the file system has no hard links."""
+        """Create a hard link to a file or link. Returns False if the file system has no hard links."""
         with disk.translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             try:
                 os.link(
@@ -219,7 +219,7 @@ class ConfinedFolder:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete a file or link if there is one, and the folders that this leaves empty."""
+        """Delete a file or link if it exists, and the folders that this leaves empty."""
         with (
             disk.translated(self.folder / name),
             suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
@@ -245,9 +245,9 @@ class ConfinedFolder:
                 shutil.rmtree(location.name, dir_fd=location.folder)
 
     def part(self, name: str, by: str) -> None:
-        """Replace a file that has several names by a copy, so that the other names keep the old file.
+        """Replace a file that has several hard links by a copy, so that the other names keep the old file.
 
-        The copy is made under the name `by`, and then renamed.
+        The copy is written under the name `by`, and then renamed.
         """
         self.delete_all(by)
         try:

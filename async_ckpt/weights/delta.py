@@ -3,16 +3,16 @@
 In: names, checksums. Out: the bytes of an index, and the index back from its bytes.
 Knows nothing of: tensors, storages.
 
-A version is a folder of Hugging Face, `weight_v000120`. An anchor holds all weights. A delta holds one zstd frame
-for each tensor that has changed since its base, as a tensor of bytes under the same name; the metadata of its file
-has the checksum of the tensor's new bytes. The index, `model.safetensors.index.json`, says whether the version is an
-anchor or a delta. It is written last, when the version is whole. The fields that only this library reads are under
-"async_ckpt".
+A version is a Hugging Face folder, `weight_v000120`. An anchor contains all weights. A delta contains one zstd frame
+for each tensor that has changed since its base, stored as a tensor of bytes under the same name. The metadata of the
+file contains the checksum of the tensor's new bytes. The index, `model.safetensors.index.json`, tells whether the
+version is an anchor or a delta. It is written last, when the version is complete. Fields that only this library reads
+are under "async_ckpt".
 
-An index that this library writes contains a digest of itself there: the digest of all its bytes, with zeros in place
-of the digest. It is compared before any other field is believed.
+An index written by this library contains its own digest there, computed over all of its bytes with zeros in place of
+the digest. Readers compare the digest before they trust any other field.
 
-An "xor" frame is the new bytes xor the bytes of the base. An "overwrite" frame is a count, as many positions (all
+An "xor" frame is the new bytes xor the bytes of the base. An "overwrite" frame is a count, that many positions (all
 little-endian, 4 bytes each), and the new byte at each position.
 """
 
@@ -42,14 +42,14 @@ POSITION_BYTES: Final = 4
 MAX_OVERWRITTEN_BYTES: Final = 2**32
 MAX_VERSION: Final = 10**18 - 1
 OUR_CHECKSUMS: Final = "xxh3-128"
-# The checksums that deltas of other writers may have, and the number of digits of each.
+# The checksum formats that deltas may have, also those of other writers, and the number of digits of each.
 CHECKSUM_DIGITS: Final = {OUR_CHECKSUMS: 32, "adler32": 8, "blake3": 64}
 _DIGITS: Final = re.compile(r"[0-9a-f]+")
 _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"
 # An anchor has none of these fields, a delta has all.
 _OF_DELTAS: Final = ("base_version", "delta_encoding", "compression_format")
-# The values that can be applied.
+# The values that this library can apply.
 _KNOWN: Final = {
     "delta_encoding": ENCODINGS,
     "compression_format": (_COMPRESSION,),
@@ -57,7 +57,7 @@ _KNOWN: Final = {
 }
 _DIGEST: Final = "digest"
 _BLANK: Final = "0" * CHECKSUM_DIGITS[OUR_CHECKSUMS]
-# The fields that earlier releases wrote, without a digest: an index without one may have no others.
+# The fields that earlier releases wrote. They wrote no digest, so an index without one may have only these fields.
 _UNSEALED: Final = frozenset({"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"})
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
@@ -69,13 +69,13 @@ def folder_of(version: int) -> str:
 
 
 def version_of(folder: str) -> int | None:
-    """The version in a folder of this name; None if it is not the folder of a version."""
+    """The version that a folder's name stands for; None if it is not the name of a version's folder."""
     match = _FOLDER.fullmatch(folder)
     return None if match is None else int(match[1])
 
 
 def stays_inside(file: object) -> bool:
-    """Whether this is the path of a file below a folder, outside `.weight_sync`, where receivers keep their marker."""
+    """Whether a path stays below its folder, and outside `.weight_sync`, where receivers keep their marker."""
     if not isinstance(file, str) or not file or "\0" in file or "\\" in file or file[1:2] == ":":
         return False
     parts = file.split("/")
@@ -100,7 +100,7 @@ class _Adler32:
 
 
 def new_hash(checksum_format: str) -> Any:
-    """A new hash of this format, with the methods of those in `hashlib`."""
+    """A new hash of this format, with the methods of a hash in `hashlib`."""
     if checksum_format == OUR_CHECKSUMS:
         return xxhash.xxh3_128()
     return _Adler32() if checksum_format == "adler32" else import_module("blake3").blake3()
@@ -136,7 +136,7 @@ class SliceOf(NamedTuple):
 
     @classmethod
     def parsed(cls, value: Any) -> SliceOf:
-        """The slice from its JSON. Raises ValueError if it is not one, or does not lie in its tensor."""
+        """Parse a slice from JSON. Raises ValueError if it is malformed, or not inside its tensor."""
         one = cls(*fields.row(value, (fields.text, fields.text, _counts, _counts, _counts)))
         boxes = zip(one.global_shape, one.offsets, one.sizes, strict=True)
         if not len(one.global_shape) == len(one.offsets) == len(one.sizes) or any(at + n > end for end, at, n in boxes):
@@ -150,7 +150,7 @@ def _counts(value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeltaFields:
-    """The fields of an index that only a delta has: which weights it changes, and how its frames are read."""
+    """The index fields of a delta: which weights it changes, and how its frames are decoded."""
 
     base: int
     encoding: Encoding
@@ -160,7 +160,7 @@ class DeltaFields:
 
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """The slices that one rank publishes, and the name of the call of all ranks. Empty for a whole model."""
+    """The slices that one rank publishes, and the name of the collective call. Empty for a whole model."""
 
     start: str = ""
     of_tensors: Mapping[str, SliceOf] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class RankSlices:
 
 @dataclass(frozen=True, slots=True)
 class VersionIndex:
-    """The index of a version. Strings and mappings are empty where its writer left them out."""
+    """The index of a version. Strings and mappings that its writer left out are empty."""
 
     version: int
     files: Mapping[str, str]  # the file of each tensor, by name
@@ -176,17 +176,17 @@ class VersionIndex:
     identity: str = ""  # of all weights of this version
     structure: str = ""
     checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors of an anchor
-    digests: Mapping[str, str] = field(default_factory=dict)  # of other files, and of a delta's frames
+    digests: Mapping[str, str] = field(default_factory=dict)  # of an anchor's small files, or of a delta's files
     heads: Mapping[str, str] = field(default_factory=dict)  # of the headers of an anchor's files
     slices: RankSlices = RankSlices()
-    adapter: Mapping[str, str] = field(default_factory=dict)  # of an adapter: fields of its config, as JSON
-    attempt: str = ""  # the folder inside the version's that has the files; empty on a disk
-    is_sealed: bool = False  # it contains a digest of itself, as every Publisher's does
-    stamp: str = field(default="", compare=False)  # the storage's version of the file that this was read from
+    adapter: Mapping[str, str] = field(default_factory=dict)  # the config fields of an adapter, as JSON
+    attempt: str = ""  # the subfolder of the version's folder with its files; empty on a disk
+    is_sealed: bool = False  # it contains its own digest, as every index of a Publisher does
+    stamp: str = field(default="", compare=False)  # the storage's version of the index file
 
     @property
     def prefix(self) -> str:
-        """The part of the file names between the version's folder and the names in `files`."""
+        """The path from the version's folder to the names in `files`."""
         return f"{self.attempt}/" if self.attempt else ""
 
     @property
@@ -208,7 +208,7 @@ class VersionIndex:
         return sorted(set(self.files.values()))
 
     def metadata(self) -> dict[str, Any]:
-        """The "metadata" of the index, with zeros for the digest that `seal` puts in."""
+        """The "metadata" of the index, with zeros in place of the digest, which `seal` inserts."""
         ours: dict[str, Any] = {_DIGEST: _BLANK, "identity": self.identity, "structure": self.structure}
         ours["digests"] = dict(self.digests)
         if self.attempt:
@@ -229,13 +229,13 @@ class VersionIndex:
 
 
 def dump_delta(index: VersionIndex) -> bytes:
-    """The bytes of a delta's index. An anchor's is a Hugging Face index with more metadata."""
+    """The bytes of a delta's index. An anchor's index is a Hugging Face index with additional metadata."""
     table = {"metadata": index.metadata(), "weight_map": index.weight_map}
     return seal((json.dumps(table, indent=2, sort_keys=True) + "\n").encode())
 
 
 def seal(data: bytes) -> bytes:
-    """The bytes of an index, with their digest in the place that `metadata` has left for it."""
+    """The bytes of an index with their digest, in the place that `metadata` has left for it."""
     place = f'"{_DIGEST}": "{_BLANK}"'.encode()
     if data.count(place) != 1:
         raise ValueError("an index must have one place for its digest")
@@ -243,7 +243,7 @@ def seal(data: bytes) -> bytes:
 
 
 def _is_sealed(data: bytes, ours: Mapping[str, Any]) -> bool:
-    """Whether an index has a digest of itself. Raises ValueError if its bytes do not match."""
+    """Whether an index contains its own digest. Raises ValueError if the digest does not match."""
     if _DIGEST not in ours:
         return False
     digest = ours[_DIGEST]
@@ -258,7 +258,7 @@ def _is_sealed(data: bytes, ours: Mapping[str, Any]) -> bool:
 
 
 def parse(data: bytes, version: int) -> VersionIndex:
-    """The index of this version. Raises ValueError if a field is wrong or contradicts another one."""
+    """Parse the index of a version. Raises ValueError if a field is wrong or contradicts another field."""
     table, metadata = _tables(data)
     ours = _table(metadata.get(_OURS, {}), _OURS)
     is_sealed = _is_sealed(data, ours)
@@ -271,7 +271,7 @@ def parse(data: bytes, version: int) -> VersionIndex:
 
 
 def weight_map_in(data: bytes) -> dict[str, str]:
-    """The file of each tensor, from the index of any Hugging Face folder. Raises ValueError, also for a delta's."""
+    """The file of each tensor, by the index of any Hugging Face folder. Raises ValueError, also for a delta's index."""
     table, metadata = _tables(data)
     if any(key in metadata for key in _OF_DELTAS):
         raise ValueError("it is the index of a delta")
@@ -285,7 +285,7 @@ def _weight_map(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tables(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON of an index, and its metadata."""
+    """The JSON object of an index, and its metadata."""
     try:
         table = _table(json.loads(data), "it")
         return table, _table(table.get("metadata") or {}, "metadata")
@@ -378,7 +378,7 @@ def _checksums(value: Any, name: str) -> dict[str, str]:
 
 
 def number_of(value: Any, key: str = "version") -> int:
-    """The number of a version, written as an integer or as digits. Raises ValueError."""
+    """A version number, which may be an integer or a string of digits. Raises ValueError."""
     if type(value) is int and 0 <= value <= MAX_VERSION:
         return value
     if isinstance(value, str) and _NUMBER.fullmatch(value):
@@ -393,5 +393,5 @@ def _without(file: str, prefix: str) -> str:
 
 
 def is_attempt(name: str) -> bool:
-    """Whether a folder of this name holds the files of one attempt at a version."""
+    """Whether this is the name of a folder with the files of one attempt."""
     return _ATTEMPT.fullmatch(name) is not None

@@ -1,10 +1,9 @@
-"""Models whose weights other programs would not understand, though each tensor has a name.
+"""Refuses models whose weights in memory are not what an engine would load.
 
-In: a model, and its weights as they would be written. Out: nothing, or an error that names the model's method.
-Knows nothing of: files, versions. Imports neither transformers nor PEFT; their models are inspected.
+In: a model, and its weights as they would be written. Out: nothing, or an error that names the method of the model.
+Knows nothing of: files, versions. Imports neither transformers nor PEFT: it inspects attributes of their models.
 
-What an engine loads must be what is in memory. Most quantisers of transformers pack weights anew for their kernels, and
-then the state dict is not that of the checkpoint.
+Most quantisers of transformers repack weights for their kernels, so the state dict differs from the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from ..errors import UnsupportedStateError
 from ..plumbing import captured, hf_weights
 
 _MAPPING: Final = "publish a mapping of the names and tensors that the engine loads"
-# The methods that have in memory what their checkpoints have, under the same names.
+# The quantisation methods whose state dict has the same names and values as their checkpoints.
 _SAME_IN_MEMORY: Final = frozenset({"fp8", "compressed-tensors", "bitsandbytes"})
-# Weights of these dtypes mean nothing without scales, for which methods have these names beside a `weight`.
+# Weights of these dtypes need scales. Depending on the method, the scale of a `weight` has one of these names.
 _NEEDS_SCALE: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _SCALES: Final = ("{0}_scale_inv", "{0}_scale", "{1}.scale", "{1}.qscale_weight")
-# Initial weights that PEFT takes out of those of the base, which it changes in memory.
+# Initialisations of adapters by which PEFT changes the base weights in memory.
 _CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga")
 
 
 def refuse_unreadable(given: Any, weights: hf_weights.Weights) -> None:
-    """Raises UnsupportedStateError for a model, or one in a snapshot, that no engine would load as it is in memory."""
+    """Raises UnsupportedStateError for a model, or one in a snapshot, that an engine would load with other weights."""
     live = captured.module_of(given) if isinstance(given, captured.SnapshotView) else given
     if not isinstance(live, torch.nn.Module):
         return  # the names of a mapping are the user's
@@ -77,7 +76,7 @@ def _is_serializable(quantiser: Any) -> bool:
 
 
 def _without_scale(weights: hf_weights.Weights) -> str | None:
-    """The first weight of FP8, by its name in checkpoints, without a scale beside it."""
+    """The checkpoint name of the first FP8 weight without a scale; None if each has one."""
     published = weights.described()
     for name, tensor in published.items():
         scales = (scale.format(name, name.rpartition(".")[0]) for scale in _SCALES)

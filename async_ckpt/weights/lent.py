@@ -1,10 +1,10 @@
-"""The table of a version that is lent to other processes in memory: where its tensors lie, and their checksums.
+"""The table of a version that is lent to other processes in memory: where its tensors are, and their checksums.
 
-In: names, places, checksums. Out: the bytes of a table, and the table back from its bytes.
+In: names, positions, checksums. Out: the bytes of a table, and the table parsed from them.
 Knows nothing of: memory, processes.
 
-The bytes are two lengths, of the JSON and of all, the JSON, and the small files one behind the other. The memory that
-they lie in may be longer.
+A table begins with two lengths: that of its JSON, and that of the whole table. The JSON follows, then the small files,
+one after the other. The memory that holds a table may be longer than the table.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HEAD_BYTES: Final = 2 * _LENGTH_BYTES
 
 
 def loan_of_rank(token: str, rank: int) -> str:
-    """The name by which a rank lends its slices, if rank 0 lends its own by the token of the publisher."""
+    """The name under which a rank lends its slices. Rank 0 lends them under the token of the publisher itself."""
     return f"{token}.{rank}" if rank else token
 
 
 class LentTensor(NamedTuple):
-    """Where one tensor lies: in which of the buffers that come with the table, and from which byte on."""
+    """The position of one tensor: the index of its buffer among those that come with the table, and its first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class LentTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LentVersion:
-    """A version whose bytes lie in the memory of its publisher, with the small files beside its weights."""
+    """A version in the memory of its publisher, with the small files published beside its weights."""
 
     version: int
     identity: str
@@ -55,7 +55,7 @@ class LentVersion:
 
     @property
     def slices_of_tensors(self) -> Mapping[str, SliceOf]:
-        """The slice that each tensor holds; in a whole model, all of its tensor."""
+        """The slice that each tensor contains. In a whole model, each slice is a whole tensor."""
         if self.slices.start:
             return self.slices.of_tensors
         return {n: SliceOf(n, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for n, t in self.tensors.items()}
@@ -79,14 +79,14 @@ def dump_lent(lent: LentVersion) -> bytes:
 
 
 def table_bytes(data: memoryview) -> int:
-    """The length of the table that these bytes begin with."""
+    """The length of the table at the beginning of these bytes."""
     return int.from_bytes(data[_LENGTH_BYTES:_HEAD_BYTES], "little")
 
 
 def parse_lent(data: memoryview, sizes: list[int]) -> LentVersion:
-    """The table back from its bytes. `sizes` are those of the buffers in bytes.
+    """Parse a table. `sizes` are the sizes of the buffers in bytes.
 
-    Raises ValueError for a table that is not one, or that tells of bytes outside of the buffers.
+    Raises ValueError if the table is malformed, or refers to bytes outside of the buffers.
     """
     begin = _HEAD_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
@@ -133,7 +133,7 @@ def _lies_inside(tensor: LentTensor, sizes: list[int]) -> bool:
 
 
 def _are_slices(lent: LentVersion) -> bool:
-    """Whether each tensor is the slice that the table says."""
+    """Whether each tensor has the dtype and the size of its slice."""
     slices = lent.slices_of_tensors
     return lent.tensors.keys() == slices.keys() and all(
         (tensor.dtype, prod(tensor.shape)) == (slices[name].dtype, prod(slices[name].sizes))

@@ -127,7 +127,7 @@ class Operation:
             listening.put(ended)
 
 
-def tell(kind: Literal["train", "mark"], roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
+def notify(kind: Literal["train", "mark"], roots: tuple[str, ...], parts: Mapping[str, float]) -> None:
     """Queue the uses of a training's time so far, or a mark, for the listeners with `hears_all`. Returns at once."""
     named, now, context = _named(roots), wall_time(), copy_context()
     begin = now - sum(parts.values()) if kind == "train" else now

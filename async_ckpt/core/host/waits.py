@@ -52,7 +52,7 @@ ABORT_SECONDS: Final = 10.0
 # debugger, or for a call that holds the GIL for longer.
 SILENCE_SECONDS: Final = float(os.environ.get("ASYNC_CKPT_SILENCE_SECONDS") or 120.0)
 # How long to wait for the first save, export or publication of another rank.
-MEETING_SECONDS: Final = 600.0
+PEER_CALL_SECONDS: Final = 600.0
 # The time between two keep-alives of a working rank: much less than other ranks wait for its answer.
 SIGN_SECONDS: Final = 60.0
 # How long to wait for the receipts or parts of other ranks, once rank 0's own archive is durable.

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ...errors import PeerFailedError
-from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait, wait_for
+from ..host.waits import ENDS_THE_CALL, PEER_CALL_SECONDS, SIGN_SECONDS, Wait, wait_for
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..timing import TIMEKEEPER, monotonic
@@ -42,8 +42,8 @@ def wait_for_rank_0(
 
     def goes_on() -> None:
         check()
-        if monotonic() - begin > MEETING_SECONDS:
-            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}{advice}", rank=0)
+        if monotonic() - begin > PEER_CALL_SECONDS:
+            raise PeerFailedError(f"waited {PEER_CALL_SECONDS:.0f} s for {what}{advice}", rank=0)
         if why := start.lost_rank_0(begin):
             raise PeerFailedError(f"waited for {what}, but {why}; start all ranks again", rank=0)
 
@@ -272,7 +272,7 @@ class Meeting:
             missing = [key.rpartition("/")[2] for key in self._missing(keys)]
             who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
             return PeerFailedError(
-                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advised}",
+                f"waited {PEER_CALL_SECONDS:.0f} s for {what}{who}. {self.advised}",
                 rank=int(missing[0]) if missing and len(keys) > 1 else 0,
             )
 
@@ -290,7 +290,7 @@ class Meeting:
         def go_on(seconds: float) -> None:
             nonlocal begin, looked
             wait.goes_on(lambda: f"{what}; {self.advice}")
-            if monotonic() - begin > MEETING_SECONDS:
+            if monotonic() - begin > PEER_CALL_SECONDS:
                 raise late()
             if monotonic() - looked > _LOOK_AROUND_SECONDS:
                 looked = monotonic()

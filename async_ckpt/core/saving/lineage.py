@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CheckpointError, ClosedError, NotUnchangedError
 from ..host.loop import get_loop
-from ..host.operations import tell
+from ..host.operations import notify
 from ..ranks.calls import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
@@ -136,7 +136,7 @@ class Lineage:
         """Note an event, which is written with the next save, and report a mark to listeners. Only rank 0 does this."""
         if self._ranks.world.rank == 0:
             if kind == "mark":
-                tell("mark", self._ledger.roots, {facts["mark"]: 1})
+                notify("mark", self._ledger.roots, {facts["mark"]: 1})
             for run in self.roots.runs:
                 run.events.note(kind, step, **facts)
 

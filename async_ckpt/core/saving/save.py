@@ -78,7 +78,7 @@ class Save(ABC):
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(step, path, staged, progress)
 
-    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
+    def reported_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
         """The kind of the save, and the roots, as reported to listeners. `roots` are those of the checkpointer."""
         return "save", roots
 
@@ -111,7 +111,7 @@ class Save(ABC):
     async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most tell nobody
         """Report the error to people. Nobody waits for this."""
 
-    async def tell(self, turn: Future[None] | None) -> SaveReport:
+    async def run_to_end(self, turn: Future[None] | None) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
         try:
             return await self.run(turn)

@@ -24,7 +24,7 @@ from ..host.process import in_forked_child
 from ..host.threads import running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, wait_for
 from ..ranks.peers import Ranks
-from ..runs.moving import Moving, Told
+from ..runs.moving import Announcement, Moving
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.interface import Storage
@@ -362,8 +362,8 @@ class _Training(MovingProcess):
     def has_ranks(self) -> bool:
         return not self._ranks.is_alone
 
-    def other(self, step: int | None, num_bytes: int) -> Told | None:  # noqa: ARG002
-        return self._moving.other() if self._moving and self._run.root.is_told_of_mover else None
+    def other(self, step: int | None, num_bytes: int) -> Announcement | None:  # noqa: ARG002
+        return self._moving.other() if self._moving and self._run.root.has_mover_file else None
 
     def arrived(self, step: int) -> None:
         self._ranks.calls.announce_copy(self._number, step)

@@ -111,7 +111,7 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
 
 
 @contextmanager
-def told(path: str) -> Iterator[None]:
+def user_path_translated(path: str) -> Iterator[None]:
     """Translate OSErrors of the block, about a path from a user, into errors of this library and of the same kind."""
     try:
         yield

@@ -64,10 +64,10 @@ class WrapOptions(NamedTuple):
     """The options of one wrapped function."""
 
     name: str  # for messages
-    streams: bool  # it writes to an open file
-    suffix: str  # that it adds to a path
+    streams: bool  # the function writes to an open file
+    suffix: str  # the suffix that the function adds to a path
     scratch: str | os.PathLike[str] | None
-    whole_folder: bool  # an existing folder is replaced with all that is in it
+    whole_folder: bool  # replace an existing folder, including files that were not written again
 
 
 class BoundCall(NamedTuple):

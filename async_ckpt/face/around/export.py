@@ -64,7 +64,7 @@ def export_hf(
     Args:
         state_or_model: a module, a flat mapping of names to tensors, or a snapshot of either. The names of a mapping
             are written unchanged, so it must be the state dict of the plain model; names that look wrapped cause a
-            warning. A module knows its config and its tied weights; a mapping does not.
+            warning. A module has its config and a list of its tied weights; a mapping has neither.
         destination: the path or URL of a folder.
         config_folder: a local folder. Its files (config, tokenizer, generation config, chat templates) are copied
             beside the weights, except weights and other subfolders. They take precedence over the model's own config.
@@ -92,12 +92,12 @@ def export_hf(
         weights = weights_of(state_or_model, config_files)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans)
         if not weights.is_spread:
-            others.say_whole()
+            others.announce_whole()
             request = request._replace(check=others.check_whole)
             return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
         if Weights.looks_whole(state_or_model):
-            others.say_whole()
+            others.announce_whole()
         else:
             others.fail(error)
         raise

@@ -223,7 +223,7 @@ def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensor
 
 
 def _configs_of(model: Any) -> dict[str, bytes]:
-    """The files that `save_pretrained` writes beside the weights, for a model that knows its config."""
+    """The files that `save_pretrained` writes beside the weights, for a model that has a config."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):

@@ -205,7 +205,7 @@ def _fill(memory: HostBuffer, plan: SegmentPlan, state: _MergedState) -> None:
 
 
 def _overlay(view: memoryview, offset: int, text: bytes, at: int) -> None:
-    """Copy into a segment its part of `text`. Byte `at` of the file is the start of `text`, `offset` the segment's."""
+    """Copy the overlapping part of `text` into a segment. They begin at `at` and `offset` of the file."""
     begin, end = max(at, offset), min(at + len(text), offset + len(view))
     if begin < end:
         view[begin - offset : end - offset] = text[begin - at : end - at]

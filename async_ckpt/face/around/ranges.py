@@ -1,9 +1,9 @@
-"""Byte ranges of whole tensors, read from archives in any of which their slices may be.
+"""Reads byte ranges of whole tensors, whose slices may be in several archives.
 
 In: files, and byte ranges of their tensors in row-major order. Out: host memory with these bytes.
 Knows nothing of: the use of the bytes.
 
-By such ranges, a file of full tensors is written from front to back from the archives of many ranks, with only the
+With these ranges, a file of full tensors is written from front to back out of the archives of many ranks, with only the
 current part in memory.
 """
 

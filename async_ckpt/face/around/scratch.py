@@ -189,7 +189,7 @@ def take_away(parent: Path, name: str) -> None:
             gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{FOLDER_SUFFIX}"
             with suppress(FileNotFoundError):
                 os.rename(parent / folder, gone)
-                shutil.rmtree(gone, ignore_errors=True)  # a rest has no lock, and is swept later
+                shutil.rmtree(gone, ignore_errors=True)  # remaining files have no lock, and are swept later
 
 
 def _folder_of(lock: Path) -> Path:

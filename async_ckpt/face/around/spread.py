@@ -3,8 +3,8 @@
 In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 
 Each rank copies its slices to the host and writes them in the background to an archive beside the destination (in a
-store: inside it). When the archives of all ranks are there, rank 0 reads full tensors from them by ranges, writes them
-one after the other, and notifies the other ranks. The ranks meet as in any call (`core.ranks.rendezvous`).
+store: inside it). When the archives of all ranks are complete, rank 0 reads full tensors from them by ranges, writes
+them one after the other, and notifies the other ranks, as in any collective call (`core.ranks.rendezvous`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ADVICE: Final = "call export_hf on every rank, with the same destination"
 class OtherRanks:
     """The other ranks that may export to the same destination. Each call of `export_hf` creates one.
 
-    A rank with whole weights exports alone, and cannot know whether others wait for it. So it puts a note into the
+    A rank with whole weights exports alone, and cannot know whether other ranks wait for it. So it writes a note to the
     ranks' store that its weights are whole, and ranks with sharded weights keep a note there while they export.
     """
 
@@ -68,8 +68,8 @@ class OtherRanks:
 
     def call(self) -> RankCall:
         """Join the call of all ranks with sharded weights."""
-        self._set("spread")
-        self._ask(partial(self._forget, "whole", f"{self._own.split()[0]} "))
+        self._put_note("spread")
+        self._call_store(partial(self._delete_note, "whole", f"{self._own.split()[0]} "))
         return self._channel.call(path=self.path)
 
     @property
@@ -83,22 +83,22 @@ class OtherRanks:
 
     def end(self) -> None:
         """End the call: delete this rank's note, and the note about whole weights that it has seen."""
-        self._ask(partial(self._forget, "spread", self._own))
+        self._call_store(partial(self._delete_note, "spread", self._own))
         if self._whole:
-            self._ask(partial(self._forget, "whole", self._whole))
+            self._call_store(partial(self._delete_note, "whole", self._whole))
 
-    def say_whole(self) -> None:
-        self._set("whole")
+    def announce_whole(self) -> None:
+        self._put_note("whole")
 
     def check_whole(self) -> None:
         """On a rank with whole weights, raise UnsupportedStateError if others export sharded weights. Blocks."""
         start = self._start
-        # At the first export, the token may not have arrived yet. If rank 0 has begun nothing, no token comes, and no
-        # rank is exporting sharded weights.
+        # At the first export, the token may not have arrived yet. If rank 0 has not begun a collective call, no token
+        # arrives, and no rank is exporting sharded weights.
         if start is None or not wait_for(start.token, _LOOK_SECONDS) or start.token.exception():
             return
-        said = start.connection.ask(partial(self._said, "spread"))
-        if wait_for(said, _LOOK_SECONDS) and not said.exception() and said.result():
+        note = start.connection.ask(partial(self._note_about, "spread"))
+        if wait_for(note, _LOOK_SECONDS) and not note.exception() and note.result():
             error = UnsupportedStateError(
                 "none of this rank's weights is sharded, but other ranks export sharded weights to the same folder; "
                 "nothing was written: make DTensors of this rank's weights, if need be on a mesh of this "
@@ -127,7 +127,7 @@ class OtherRanks:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
                 with contextlib.suppress(RuntimeError):
-                    self._whole = await awaitable(self._start.connection.ask(partial(self._said, "whole")))
+                    self._whole = await awaitable(self._start.connection.ask(partial(self._note_about, "whole")))
 
     # --- on the store's thread, once the token is known -------------------------------------------------------
 
@@ -135,18 +135,18 @@ class OtherRanks:
         assert self._start is not None
         return f"{self._start.prefix}/exports/{what}/{self.path}"
 
-    def _set(self, what: str) -> None:
-        self._ask(lambda store: store.set(self._key(what), self._own))
+    def _put_note(self, what: str) -> None:
+        self._call_store(lambda store: store.set(self._key(what), self._own))
 
-    def _said(self, what: str, store: Any) -> str:
+    def _note_about(self, what: str, store: Any) -> str:
         return store.get(self._key(what)).decode() if store.check([self._key(what)]) else ""
 
-    def _forget(self, what: str, begin: str, store: Any) -> None:
+    def _delete_note(self, what: str, begin: str, store: Any) -> None:
         """Delete the note about `what` if it starts with `begin`."""
-        if self._said(what, store).startswith(begin):
+        if self._note_about(what, store).startswith(begin):
             store.delete_key(self._key(what))
 
-    def _ask(self, call: Any) -> None:
+    def _call_store(self, call: Any) -> None:
         """Call the store once the start has its token. Does not wait."""
         start = self._start
         if start is not None:
@@ -219,7 +219,7 @@ class SpreadExport(Export):
         self._tied = frozenset(weights.tied)
         super().__init__(request, weights, after=[part.staging_completion])
         self._files: list[str] = []  # on rank 0, the archives of all ranks
-        self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged archives
+        self._numbers: dict[str, int] = {}  # by name, the number of each tensor to write, in the merged archives
         self._read: Part | None = None
         self._whole: Tensors = {}  # full tensors, if the published form differs from that in memory
 

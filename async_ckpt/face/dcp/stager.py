@@ -3,9 +3,8 @@
 In: a state dict, with or without DTensors and ShardedTensors. Out: a copy of it with its tensors in host memory.
 Knows nothing of: the use of the copy.
 
-The copy is made like that of `snapshot`: ordered after the training stream, by several threads, to memory that is
-reused once no tensor of the previous copy is referenced. So no save sees the bytes of another, for any number of saves
-under way.
+The copy is made as in `snapshot`: ordered after the training stream, by several threads, to memory that is reused once
+no tensor of the previous copy is referenced. So no save sees the bytes of another save, however many are under way.
 """
 
 from __future__ import annotations

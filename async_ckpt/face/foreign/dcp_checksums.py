@@ -85,7 +85,7 @@ def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
 
 
 class RecordCheck:
-    """The comparison of one record that is read in pieces. Created by the finder of the record; used by any thread.
+    """The comparison of one record that is read in pieces. Created when the record is located; used by any thread.
 
     Failed reads may have left pieces of other lengths, but each of these pieces is correct.
     """

@@ -54,7 +54,7 @@ def with_items(
 ) -> T:
     """The result of `use` for the items of a checkpoint, in its order. Without `trust`, nothing is unpickled.
 
-    `from_ranks` has the rank whose value to take for each entry that was saved per rank, by name.
+    `from_ranks` maps the name of each entry that was saved per rank to the rank whose value to take.
 
     Raises:
         UntrustedObjectError: a file of torch.save contains more than weights, and `trust` was not given.
@@ -82,7 +82,7 @@ def with_state(
     """The result of `use` for a checkpoint as one state, as `load` returns it.
 
     Tensors of a local file are views of it. Other tensors are first written to files of the same size in the folder
-    `scratch`, and are views of these. Raises as `with_items`, and UntrustedObjectError for objects in an archive.
+    `scratch`, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
     """
     with torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:

@@ -222,8 +222,8 @@ def _rank_of(path: str) -> int | None:
 
 
 def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths. A list without tensors is one leaf, and so is an empty dict below the top.
-    Values that were saved per rank are below their name, as "rank 3".
+    """The leaves of a tree with their paths. A list without tensors is one leaf, as is an empty dict below the top
+    level. Values that were saved per rank are below their name, as "rank 3".
     """
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):

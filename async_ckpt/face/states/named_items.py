@@ -218,8 +218,8 @@ def _add_module(
     own = {name: attributes.pop(name) for name in ("_parameters", "_buffers", "_modules")}
     tensors = own["_parameters"] | own["_buffers"]
     items += [(f"{prefix}{name}", tensor) for name, tensor in tensors.items() if tensor is not None]
-    # A class with its own way of pickling does not restore its attributes from `__dict__`, such as a traced program:
-    # comparing them would be pointless.
+    # A class with its own way of pickling, such as a traced program, does not restore its attributes from `__dict__`,
+    # so these are not compared.
     is_plain = type(module).__reduce__ is object.__reduce__ and type(module).__reduce_ex__ is object.__reduce_ex__
     missing = [name for name, tensor in tensors.items() if tensor is None]
     beside[prefix] = (type(module), missing, attributes) if is_plain else (missing, module.__reduce_ex__(4))

@@ -146,7 +146,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             handle = self._begin_archive(folder, rests) if self._layout == "archive" else self._begin(folder, files)
 
         try:
-            folder.enter(self._meet_after_last(partial(self._make, folder))[0])
+            folder.enter(self._synchronize_after_last(partial(self._make, folder))[0])
             files: dict[str, Any] = {}
             rests: list[bytes] = []
             if self._layout == "archive":
@@ -236,7 +236,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
         checkpoints.wait()  # the last line of a script
         """
-        self._meet_after_last()
+        self._synchronize_after_last()
 
     def reports(self) -> list[SaveReport]:
         """The reports of this rank's parts of the saves that have ended since the last call.
@@ -305,7 +305,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> list[Any]:
+    def _synchronize_after_last(self, then: Callable[[], Any] = lambda: None) -> list[Any]:
         """Wait for the previous save on all ranks, and then call `then`. An error of any rank is raised on all."""
         with self._removing_last():
             return self._saves.meet(then)

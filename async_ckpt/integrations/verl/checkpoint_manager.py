@@ -132,7 +132,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 stacklevel=2,
             )
             is_async = False
-        self._meet_after_last(partial(self._begin_folder, folder))
+        self._synchronize_after_last(partial(self._begin_folder, folder))
         self.previous_global_step = global_step
         handles: list[SaveHandle] = []
         try:
@@ -190,7 +190,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         manager.wait()  # the last line of a script
         """
-        self._meet_after_last()
+        self._synchronize_after_last()
 
     close = wait
 
@@ -331,7 +331,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     # --- waits ------------------------------------------------------------------------------------------------
 
-    def _meet_after_last(self, then: Callable[[], object] = lambda: None) -> None:
+    def _synchronize_after_last(self, then: Callable[[], object] = lambda: None) -> None:
         """Wait for the previous save on all ranks, and then call `then`. An error of any rank is raised on all."""
         pending, self._pending = self._pending, None
         if pending is not None:

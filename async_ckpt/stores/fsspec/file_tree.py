@@ -178,7 +178,7 @@ class FileTree:
         """Replace a file on a filesystem that refuses to rename onto an existing name."""
         aside = _temp_name(to)
         self._rename(to, aside)
-        self._known.say(
+        self._known.log_once(
             self._shown,
             "no file can be renamed to a name that exists, so the old file is renamed first; if the process is killed "
             "between the two, a file that was being replaced, such as a tracker or a manifest, is missing",

@@ -132,7 +132,7 @@ class FsspecStorage(Storage):
             if self._place.creates_exclusively():
                 self._place.put(name, data, create=True)
                 return
-            self._say_lack("create-only puts, so two writers could commit the same step")
+            self._log_lack("create-only puts, so two writers could commit the same step")
             with turn(self._url):
                 if self.exists(path):
                     raise FileExistsError(f"{self.locate(path)} exists already")
@@ -152,7 +152,7 @@ class FsspecStorage(Storage):
                 if not self._has_content(name, data):
                     raise
                 return
-            self._say_lack("puts that replace one version only, so two writers could overwrite each other")
+            self._log_lack("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
                 try:
                     current = self._place.read(name)[1]
@@ -261,15 +261,15 @@ class FsspecStorage(Storage):
                 before = self._place.now() - store_facts.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
-            self._say_lack(
+            self._log_lack(
                 "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
                 f"(AbortIncompleteMultipartUpload): {error}"
             )
             return []
 
-    def _say_lack(self, lack: str) -> None:
+    def _log_lack(self, lack: str) -> None:
         if not self._place.alone:
-            self._known.say(self._url, f"it has no {lack}")
+            self._known.log_once(self._url, f"it has no {lack}")
 
     @contextmanager
     def _translate_errors(

@@ -25,12 +25,12 @@ class ClientFacts:
         self.identity = identity
         self.serves_runs = self.serves_files = False  # what was proved
         self.ignores_ranges = False  # a part of an object cannot be read
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def say(self, shown: str, fact: str) -> None:
+    def log_once(self, shown: str, fact: str) -> None:
         """Log a fact about the place, unless it was logged before."""
-        if (shown, fact) not in self._said:
-            self._said.add((shown, fact))
+        if (shown, fact) not in self._logged:
+            self._logged.add((shown, fact))
             _log.warning("%s: %s", shown, fact)
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
     try:
         storage.delete(name)
     except StorageUnavailableError as error:
-        known.say(
+        known.log_once(
             storage.locate(""),
             f"{name} of {len(_NEW)} bytes stays there, since these credentials may not delete ({error}); nor will old "
             "steps and leftovers of killed processes be deleted",

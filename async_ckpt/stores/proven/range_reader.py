@@ -72,7 +72,7 @@ class RangeReader(Reader):
                     self._fetch(offset, target)
                     return
                 except NoRangesError:
-                    self._known.say(self._root, _NO_RANGES)
+                    self._known.log_once(self._root, _NO_RANGES)
                     self._known.ignores_ranges = True
             self._read_copy(offset, target)
         except ReplacedError as error:

@@ -32,7 +32,7 @@ _MANY_READERS: Final = 128
 # The most keys that a page of a listing has in S3.
 PAGE_KEYS: Final = 1000
 # Pages come one after another. A page that answers for fewer objects is no better than a request for each object.
-_LEAST_TOLD: Final = 4
+_LEAST_DECIDED: Final = 4
 _MOST_PAGES: Final = 32
 
 
@@ -165,12 +165,12 @@ class Client:
                     break
                 raise
             found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
-            told = found | _left_out(page, missing)
-            missing -= told
+            decided = found | _left_out(page, missing)
+            missing -= decided
             there |= {path_of[key] for key in found}
             last = next(reversed(page), "")
             is_through = len(page) < PAGE_KEYS or last >= final or last == after
-            if is_through or len(told) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(told):
+            if is_through or len(decided) < _LEAST_DECIDED or len(missing) > _MOST_PAGES * len(decided):
                 break
             after = last
         return there, [path_of[key] for key in sorted(missing)]

@@ -121,7 +121,7 @@ class ObjectStorage(Storage):
             if self._has_conditions():
                 if (new_version := self._conditions.replace(path, data, version)) is not None:
                     return new_version
-                self._client.known.say(
+                self._client.known.log_once(
                     self.url,
                     "the store refuses every put that is to replace one version only, so two writers could overwrite "
                     "each other; use only one writer",
@@ -281,7 +281,7 @@ class ObjectStorage(Storage):
         """Whether the store obeys the conditions of a put. Tested at the first call."""
         has = self._conditions.are_obeyed()
         if not has:
-            self._client.known.say(
+            self._client.known.log_once(
                 self.url,
                 "the store has no conditional puts, so it cannot keep two writers from committing the same step; use "
                 "only one writer",

@@ -98,7 +98,7 @@ def copy_place(
             is_whole = not (name or which)
             outcomes = copy_checkpoints(root, target, ones, advance, overwrite=overwrite, is_whole=is_whole)
         rows = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in ones]
-        _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
+        _print_copies(rows, source, target, timing.monotonic() - begin, as_json=as_json)
         return
     found = runs_at(source)
     _refuse_inside(source, found[0].run.storage, target)
@@ -108,12 +108,12 @@ def copy_place(
     rows = [
         row for one, steps in chosen for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not which)
     ]
-    _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
+    _print_copies(rows, source, target, timing.monotonic() - begin, as_json=as_json)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
 
 
-def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
+def _print_copies(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
         document = {"source": source.shown, "target": target.shown, "steps": rows}

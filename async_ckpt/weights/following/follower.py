@@ -2,8 +2,8 @@
 
 In: a root with versions, a folder, an engine. Out: an engine that has the newest of them. Knows nothing of: HTTP.
 
-The engine is told when the folder has a version that it has not taken. Its yes counts if it then says that it has that
-version. After a no, or none in time, it may have anything: it is told again, later each time, and always of the newest.
+The sidecar has the engine load each version in the folder. A success counts only if the engine then reports that
+version. After an error or a timeout it may have any weights, so the newest version is loaded, after growing pauses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...errors import CheckpointError, StorageUnavailableError
 from ...plumbing import places, waits
 from ...plumbing import timing as clock
 from ..publishing.subscriber import Subscriber
-from .health import Event, Health, Say
+from .health import Event, Health, LogEvent
 from .rollout_engines import Engine, Loading, engine_of
 from .shared_folder import Held, Record, SharedFolder, Stop
 from .web import EngineError
 
-# The time between two questions which version the engine has: it may have been started again.
+# The time between two checks which version the engine has, since it may have been started again.
 _CHECK_SECONDS: Final = 10.0
 # The longest time between two attempts that fail.
 _MAX_RETRY_SECONDS: Final = 30.0
@@ -50,28 +50,28 @@ def follow(
 
         async_ckpt.follow("s3://bucket/weights", "/dev/shm/model", SGLang("http://127.0.0.1:30000"))
 
-    What the engine has taken is remembered in the folder: a sidecar that starts again tells it nothing twice. Several
-    sidecars of a host may share a folder, each for its own engine: nobody pulls while an engine loads. Events go to the
-    logger `async_ckpt`.
+    The version that the engine has loaded is recorded in the folder, so a restarted sidecar does not notify the engine
+    again. Several sidecars of a host may share a folder, each for its own engine: none pulls while an engine loads.
+    Events are sent to the logger `async_ckpt`.
 
     Args:
         root: where the versions are, as for a `Subscriber`; or a `Subscriber`, which stays open.
         into: a folder on this machine, as for `Subscriber.pull`.
         engine: a `SGLang`, `VLLM`, `Post` or `Program` of `async_ckpt.following`, or a function that gets the folder
-            and the version, and returns when they are loaded. Without one, the folder is only kept up to date.
-        once: end when the engine has taken the newest version.
-        status: a JSON file that is written anew at each look at the root, and before a pull or a load: the version that
-            the engine has, its age, the newest one, what is being done, and errors.
-        poll_seconds: the time between two looks at the root.
-        patience_seconds: how long the root may have no version or be out of reach.
-        stop: a function that says whether to end. It is asked five times a second, between versions.
+            and the version, and returns when they are loaded. Without an engine, the folder is only kept up to date.
+        once: end when the engine has loaded the newest version.
+        status: a JSON file that is rewritten at each poll of the root, and before a pull or a load: the version that
+            the engine has, its age, the newest version, the running operation, and errors.
+        poll_seconds: the time between two polls of the root.
+        patience_seconds: how long the root may have no version or be unreachable.
+        stop: a function that returns whether to end. It is called five times a second, between versions.
 
-    Returns the version that the engine has taken last.
+    Returns the last version that the engine has loaded.
 
-    Raises StorageUnavailableError when the root was gone for longer than `patience_seconds`; DestinationBusyError if
-    another sidecar has this folder and engine; ValueError if the folder and the root lie inside each other;
-    FileExistsError and NotADirectoryError for a folder that versions cannot be pulled into; OSError if the status
-    cannot be written at the beginning. All other errors are reported, and tried again.
+    Raises StorageUnavailableError if the root was unreachable or without versions for longer than `patience_seconds`;
+    DestinationBusyError if another sidecar uses this folder for this engine; ValueError if the folder and the root are
+    inside each other; FileExistsError and NotADirectoryError for a folder that versions cannot be pulled into; OSError
+    if the status file cannot be written at the beginning. After any other error, the sidecar reports it and retries.
     """
     subscriber = root if isinstance(root, Subscriber) else Subscriber(root)
     try:
@@ -92,7 +92,7 @@ def follow(
 
 
 def _apart_from(root: str, folder: Path) -> Path:
-    """The folder. Raises ValueError if it lies inside the root, or the root inside it."""
+    """The folder. Raises ValueError if it is inside the root, or the root inside it."""
     if places.place_of(root).is_local:
         real, of_root = Path(os.path.realpath(folder)), Path(os.path.realpath(places.local_place(root)))
         if real.is_relative_to(of_root) or of_root.is_relative_to(real):
@@ -105,7 +105,7 @@ def _log_event(event: Event) -> None:
 
 
 class _Retries:
-    """When something that failed is due again: for another subject at once, for the same ever later."""
+    """When to retry after a failure: at once for another subject, after growing pauses for the same subject."""
 
     def __init__(self) -> None:
         self._subject: Hashable = None
@@ -124,14 +124,14 @@ class _Retries:
 
 
 class Sidecar:
-    """One sidecar, run by one thread. It says its events to `say`. Raises as `follow` does for its arguments."""
+    """One sidecar, run by one thread. Reports events to `log`. Raises the errors of `follow` for wrong arguments."""
 
     def __init__(
         self,
         subscriber: Subscriber,
         into: str | os.PathLike[str],
         engine: Engine,
-        say: Say,
+        log: LogEvent,
         *,
         status: str | os.PathLike[str] | None,
         poll_seconds: float,
@@ -146,18 +146,18 @@ class Sidecar:
         self._subscriber, self._engine = subscriber, engine
         self._folder = SharedFolder(path, engine.name, engine.address)
         facts = {"root": subscriber.root, "folder": str(self._folder.path), "engine": engine.name, "pid": os.getpid()}
-        self._health = Health(facts, None if status is None else places.local_place(status).absolute(), say)
-        self._seen_at = clock.TIMEKEEPER.now()  # when the root had a version, or its beginning
-        self._pulled: tuple[int, str] | None = None  # the version of the root that the folder was brought to
-        self._held: Held | None = None  # the version that the folder was found to have after that
+        self._health = Health(facts, None if status is None else places.local_place(status).absolute(), log)
+        self._seen_at = clock.TIMEKEEPER.now()  # when the root had a version, or the start of this sidecar
+        self._pulled: tuple[int, str] | None = None  # the version at the root that the folder was brought to
+        self._held: Held | None = None  # the version that the folder had after that pull
         self._pulls, self._loads = _Retries(), _Retries()
         self._next_check = self._seen_at
 
     def run(self, *, once: bool) -> int | None:
-        """Follow until the end, and return the version that the engine has taken last. Raises as `follow` does."""
+        """Follow until the end, and return the last version that the engine has loaded. Raises as `follow` does."""
         with self._folder.claimed():
-            told = self._folder.record.told
-            self._health.has(None if told is None else told.version)
+            loaded = self._folder.record.loaded
+            self._health.has(None if loaded is None else loaded.version)
             while not self._stop():
                 is_current = self._round()
                 self._health.beat()
@@ -165,13 +165,13 @@ class Sidecar:
                     break
                 self._sleep(self._poll_seconds)
         self._health.ended()
-        told = self._folder.record.told
-        return None if told is None else told.version
+        loaded = self._folder.record.loaded
+        return None if loaded is None else loaded.version
 
     def _round(self) -> bool:
-        """Look at the root, pull and tell as far as that is due. Whether the engine has the newest version then."""
+        """Poll the root, then pull and load if that is due. Returns whether the engine has the newest version."""
         newest = self._newest()
-        # An engine may still load for a sidecar that was killed. If it is told the same again, it answers after that.
+        # The engine may still be loading for a killed sidecar. It answers a repeated request after that load.
         is_loading = self._folder.record.loading is not None
         wanted = None if is_loading or newest == self._pulled else newest
         if wanted is not None and not self._found(wanted) and self._pulls.is_due(wanted):
@@ -179,13 +179,13 @@ class Sidecar:
         if not is_loading:
             self._check()
         held = self._held
-        is_news = held not in (None, self._folder.record.told) and self._loads.is_due(held)
+        is_news = held not in (None, self._folder.record.loaded) and self._loads.is_due(held)
         if is_loading or (is_news and self._answers(held)):
             self._load()
-        return newest is not None and newest == self._pulled and self._held == self._folder.record.told
+        return newest is not None and newest == self._pulled and self._held == self._folder.record.loaded
 
     def _newest(self) -> tuple[int, str] | None:
-        """The newest version of the root; None if it has none. Raises StorageUnavailableError after too long."""
+        """The newest version at the root, or None. Raises StorageUnavailableError after `patience_seconds` without."""
         newest, error = None, None
         try:
             newest = self._subscriber.newest()
@@ -208,19 +208,19 @@ class Sidecar:
         return newest
 
     def _found(self, newest: tuple[int, str]) -> bool:
-        """Whether another sidecar has brought the folder to this version. Engines may be loading it."""
+        """Whether another sidecar has brought the folder to this version. If so, no pull is needed."""
         if not self._folder.has(*newest):
             return False
         self._pulled, self._held = newest, Held(*newest)
         return True
 
     def _pull(self, wanted: tuple[int, str]) -> None:
-        """Bring the folder to the newest version, when no engine loads from it."""
+        """Bring the folder to the newest version while no engine loads from it."""
         newest = None
         try:
-            # Another sidecar may be pulling it, and its engine load it then.
+            # Another sidecar may be pulling this version, whose engine then loads it.
             with self._folder.pulling(lambda: self._stop() or self._found(wanted)) as may:
-                newest = self._subscriber.newest() if may else None  # it may have taken long
+                newest = self._subscriber.newest() if may else None  # again, since the wait may have been long
                 if newest is None:
                     return
                 with self._health.doing("pull", newest[0]):
@@ -237,7 +237,7 @@ class Sidecar:
             self._seen_at = clock.TIMEKEEPER.now()
 
     def _load(self) -> None:
-        """Have the engine load what is in the folder, and note that it has."""
+        """Have the engine load the version in the folder, and record the result."""
         with self._folder.loading(self._stop) as lock:
             if lock is None:
                 return
@@ -250,20 +250,20 @@ class Sidecar:
             try:
                 self._folder.note_loading(held, self._engine.answer_seconds)
                 with self._health.doing("load", held.version):
-                    self._tell(Loading(self._folder.path, held.version, lock), begin + self._engine.answer_seconds)
+                    self._request(Loading(self._folder.path, held.version, lock), begin + self._engine.answer_seconds)
             except (EngineError, CheckpointError, OSError) as error:
                 self._note(Record())
                 self._fail(held, error)
             else:
                 self._note(Record(held))
                 self._health.works("engine")
-                self._health.told(held.version, clock.TIMEKEEPER.now() - begin)
+                self._health.loaded(held.version, clock.TIMEKEEPER.now() - begin)
                 self._loads.succeeded()
                 self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
         self._seen_at = clock.TIMEKEEPER.now()
 
     def _answers(self, subject: Held | None) -> bool:
-        """Whether the engine answers, which is found out before the folder is locked for it."""
+        """Whether the engine answers. Called before the folder is locked for a load."""
         try:
             self._engine.version()
         except EngineError as error:
@@ -271,14 +271,14 @@ class Sidecar:
             return False
         return True
 
-    def _tell(self, loading: Loading, deadline: float) -> None:
-        """Have the engine load a version. Raises EngineError if it does not, or then says that it has another one."""
+    def _request(self, loading: Loading, deadline: float) -> None:
+        """Have the engine load a version. Raises EngineError if it fails, or reports another version afterwards."""
         self._engine.take(loading, deadline)
-        said = self._engine.version()
-        if said not in (None, str(loading.version)):
+        reported = self._engine.version()
+        if reported not in (None, str(loading.version)):
             raise EngineError(
                 f"{self._engine.name} answered that it has loaded version {loading.version}, but says that it has "
-                f"{said!r:.100}"
+                f"{reported!r:.100}"
             )
 
     def _fail(self, held: Held | None, error: Exception) -> None:
@@ -287,7 +287,7 @@ class Sidecar:
         self._loads.failed(held)
 
     def _note(self, record: Record) -> None:
-        """Record what the engine has. If that fails, this process knows it, and the next one tells the engine again."""
+        """Record the version that the engine has. If that fails, a later sidecar has the engine load it again."""
         try:
             self._folder.note(record)
             self._health.works("record")
@@ -295,19 +295,19 @@ class Sidecar:
             self._health.failed("record", error)
 
     def _check(self) -> None:
-        """Ask the engine now and then whether it still has what it has taken."""
-        told = self._folder.record.told
-        if told is None or clock.TIMEKEEPER.now() < self._next_check:
+        """Check every 10 s that the engine still has the version that it has loaded."""
+        loaded = self._folder.record.loaded
+        if loaded is None or clock.TIMEKEEPER.now() < self._next_check:
             return
         self._next_check = clock.TIMEKEEPER.now() + _CHECK_SECONDS
         try:
-            said = self._engine.version()
+            reported = self._engine.version()
         except EngineError as error:
             self._health.failed("engine", error)
             return
         self._health.works("engine")
-        if said not in (None, str(told.version)):
-            self._health.lost(told.version, said)
+        if reported not in (None, str(loaded.version)):
+            self._health.lost(loaded.version, reported)
             self._note(Record())
 
     def _sleep(self, seconds: float) -> None:

@@ -1,9 +1,9 @@
-"""How each kind of engine is told to load a version, and asked which one it has.
+"""The requests by which each kind of engine loads a version, and reports which version it has.
 
 In: a folder with a version. Out: an engine that has loaded it, or EngineError. Knows nothing of: roots, pulls, locks.
 
-The requests are those of SGLang 0.5.23 and vLLM 0.33.0. Both say which version they have, so their yes is not the last
-word: see `Sidecar`.
+The requests are those of SGLang 0.5.23 and vLLM 0.33.0. Both also report their version, which a `Sidecar` checks after
+each load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol
 from ...plumbing import hf_weights, timing
 from .web import EngineError, HttpClient, Reply, refusal
 
-# The time for an answer that takes an engine no work.
+# The time for the answer to a request that needs no work.
 _PROBE_SECONDS: Final = 5.0
 # The time that an engine has by default to load a version.
 ANSWER_SECONDS: Final = 600.0
@@ -37,10 +37,10 @@ class Loading(NamedTuple):
 
 
 class Engine(Protocol):
-    """An engine, as a sidecar needs it.
+    """The interface of an engine for a sidecar.
 
-    `name` tells it apart from other engines of the folder. `answer_seconds` is the time that it has to load a version.
-    `address` is its host and port, if it is a server: where nobody listens any more, nobody loads.
+    `name` distinguishes it from other engines of the folder. `answer_seconds` is its time to load a version. `address`
+    is the host and port of a server. If no process listens there any more, the engine is not loading.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Engine(Protocol):
     address: tuple[str, int] | None = None
 
     def take(self, loading: Loading, deadline: float) -> None:
-        """Have it load a version, and return when it has. Raises EngineError."""
+        """Have the engine load a version, and return when it has done so. Raises EngineError."""
 
     def version(self) -> str | None:
-        """The version that it says it has; None if it has no way to say. Raises EngineError if it does not answer."""
+        """The version that the engine reports; None if it cannot report any. Raises EngineError without an answer."""
         return None
 
 
-class Untold(Engine):
-    """An engine that looks at the folder by itself, and is told nothing. The engines below derive from it."""
+class BaseEngine(Engine):
+    """The base class of the engines below. By itself it stands for an engine that watches the folder."""
 
     def __init__(self, name: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
         is_number = isinstance(answer_seconds, int | float) and not isinstance(answer_seconds, bool)
@@ -65,14 +65,14 @@ class Untold(Engine):
         self.name, self.answer_seconds = name, float(answer_seconds)
 
     def take(self, loading: Loading, deadline: float) -> None:
-        """Tell nobody."""
+        """Do nothing."""
 
 
-class _EngineServer(Untold):
-    """A server that is told by requests."""
+class _EngineServer(BaseEngine):
+    """An engine that is a server, and loads versions by requests."""
 
     _kind: ClassVar[str]
-    # What to do if it does not know the path of a request.
+    # The advice in the error for status 404.
     _advice: ClassVar[str] = ""
 
     def __init__(self, url: str, *, answer_seconds: float = ANSWER_SECONDS, key: str | None = None) -> None:
@@ -84,7 +84,7 @@ class _EngineServer(Untold):
         return refusal(f"{self._client.url}{path}", reply, self._advice if reply.status == 404 else advice)
 
     def _post(self, path: str, body: Mapping[str, object] | None, deadline: float, advice: str = "") -> Reply:
-        """Raises EngineError for a reply that is not a yes."""
+        """Send a request. Raises EngineError for any status but 2xx."""
         reply = self._client.post(path, body, deadline=deadline)
         if not reply.is_fine:
             raise self._refusal(path, reply, advice)
@@ -92,12 +92,12 @@ class _EngineServer(Untold):
 
 
 class _FolderServer(_EngineServer, ABC):
-    """A server that loads the weights of a whole model from a folder when it is told to."""
+    """A server that loads the weights of a whole model from a folder, on request."""
 
-    # How it loads an adapter, which it keeps beside the weights of its model.
+    # The requests by which it loads an adapter, which this class does not support.
     _adapters: ClassVar[str]
-    # Where it says which version it has.
-    _said_at: ClassVar[str]
+    # The path at which it reports its version.
+    _version_path: ClassVar[str]
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _FolderServer(_EngineServer, ABC):
         self._abort_requests = abort_requests
 
     def take(self, loading: Loading, deadline: float) -> None:
-        # The server would look for the weights of a model there.
+        # The server would expect the weights of a model in this folder.
         if (loading.folder / hf_weights.ADAPTER_CONFIG).exists():
             raise EngineError(
                 f"{loading.folder} has an adapter, and {self._kind} takes only whole models; run the sidecar with "
@@ -121,43 +121,43 @@ class _FolderServer(_EngineServer, ABC):
 
     @abstractmethod
     def _load(self, loading: Loading, deadline: float) -> None:
-        """Have it load a version of a whole model, and return when it has. Raises EngineError."""
+        """Have the server load a version of a whole model, and return when it has done so. Raises EngineError."""
 
     def version(self) -> str | None:
-        """The version that it says it has. Raises EngineError if it says none."""
-        reply = self._client.get(self._said_at, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
+        """The version that the server reports. Raises EngineError if it reports none."""
+        reply = self._client.get(self._version_path, deadline=timing.TIMEKEEPER.now() + _PROBE_SECONDS)
         if not reply.is_fine:
-            raise self._refusal(self._said_at, reply)
+            raise self._refusal(self._version_path, reply)
         version = reply.fields().get("weight_version")
         if not isinstance(version, str):
             raise EngineError(
-                f"{self._client.url}{self._said_at} names no weight_version, so its loaded version is unknown; "
+                f"{self._client.url}{self._version_path} names no weight_version, so its loaded version is unknown; "
                 f"{self._advice}"
             )
         return version
 
 
 class SGLang(_FolderServer):
-    """A server of SGLang, told by `/update_weights_from_disk`. It waits for requests under way, or aborts them.
+    """An SGLang server, which loads by `/update_weights_from_disk`, after running requests have ended or were aborted.
 
     Args:
-        url: of the server, such as "http://127.0.0.1:30000".
-        abort_requests: abort requests under way rather than wait for them.
-        answer_seconds: the time that it has for all of that.
+        url: the URL of the server, such as "http://127.0.0.1:30000".
+        abort_requests: abort running requests instead of waiting for them.
+        answer_seconds: the time that the server has to finish or abort requests, and to load.
         key: its `--admin-api-key`, or its `--api-key`.
 
-    Raises ValueError for a URL that is none.
+    Raises ValueError for an invalid URL.
     """
 
     _kind = "sglang"
     _adapters = "/unload_lora_adapter and /load_lora_adapter"
-    _said_at = "/model_info"
+    _version_path = "/model_info"
     _advice = "use a SGLang that has it, such as 0.5.23"
 
     def _load(self, loading: Loading, deadline: float) -> None:
         body = {
             "model_path": str(loading.folder),
-            "load_format": "auto",  # the server's own may be "dummy"
+            "load_format": "auto",  # the server's default may be "dummy"
             "weight_version": str(loading.version),
             "flush_cache": True,
             "abort_all_requests": self._abort_requests,
@@ -168,23 +168,23 @@ class SGLang(_FolderServer):
 
 
 class VLLM(_FolderServer):
-    """A server of vLLM that was started with `VLLM_SERVER_DEV_MODE=1`.
+    """A vLLM server that was started with `VLLM_SERVER_DEV_MODE=1`.
 
-    It is paused, loads the folder by `reload_weights`, is given the number of the version, and resumes. If it cannot
-    load the version, it stays paused, since its weights may be a mixture, until it has loaded one.
+    The server is paused, loads the folder by `reload_weights`, gets the number of the version, and resumes. If it
+    cannot load the version, its weights may be a mixture, so it stays paused until it has loaded one.
 
     Args:
-        url: of the server, such as "http://127.0.0.1:8000".
-        abort_requests: abort requests under way rather than wait for them. New ones get a 503 in both cases.
-        answer_seconds: the time that it has for all of that.
+        url: the URL of the server, such as "http://127.0.0.1:8000".
+        abort_requests: abort running requests instead of waiting for them. New requests get a 503 in both cases.
+        answer_seconds: the time that the server has to finish or abort requests, and to load.
         key: its `--api-key`.
 
-    Raises ValueError for a URL that is none.
+    Raises ValueError for an invalid URL.
     """
 
     _kind = "vllm"
     _adapters = "/v1/load_lora_adapter with load_inplace"
-    _said_at = "/weight_info"
+    _version_path = "/weight_info"
     _advice = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
     def _load(self, loading: Loading, deadline: float) -> None:
@@ -196,9 +196,9 @@ class VLLM(_FolderServer):
 
 
 class Post(_EngineServer):
-    """Any server that takes a POST of `{"version": 120, "folder": "/local/model"}`, and answers 2xx when it has it.
+    """Any server that accepts a POST of `{"version": 120, "folder": "/local/model"}`, and answers 2xx after loading.
 
-    Raises ValueError for a URL that is none.
+    Raises ValueError for an invalid URL.
     """
 
     _kind = "post"
@@ -207,15 +207,15 @@ class Post(_EngineServer):
         self._post("", {"version": loading.version, "folder": str(loading.folder)}, deadline)
 
 
-class Program(Untold):
-    """A program that is run for each version, and has an engine load it before it ends with status 0.
+class Program(BaseEngine):
+    """A program that is run for each version. It has an engine load the version, and then ends with status 0.
 
-    It gets `ASYNC_CKPT_VERSION` and `ASYNC_CKPT_FOLDER` in its environment; what it prints goes to stderr. If it is
-    still at work after `answer_seconds`, it is killed, with the processes of its group.
+    Its environment has `ASYNC_CKPT_VERSION` and `ASYNC_CKPT_FOLDER`, and its output is written to stderr. If it still
+    runs after `answer_seconds`, it is killed, with the processes of its group.
 
     Args:
-        command: the program and its arguments: a list, or a text that is split as a shell does. No shell runs it.
-        answer_seconds: the time that it has.
+        command: the program and its arguments: a list, or a text that is split like in a shell. No shell runs it.
+        answer_seconds: the time that the program has.
 
     Raises ValueError if there is no such program.
     """
@@ -228,7 +228,7 @@ class Program(Untold):
 
     def take(self, loading: Loading, deadline: float) -> None:
         facts = {"ASYNC_CKPT_VERSION": str(loading.version), "ASYNC_CKPT_FOLDER": str(loading.folder)}
-        # If this process is killed, the folder stays locked until the program ends.
+        # The program inherits the lock: if this process is killed, the folder stays locked until the program ends.
         shared = (loading.lock,) if os.name == "posix" else ()
         try:
             child = subprocess.Popen(  # the words of --exec, without a shell  # nosec B603
@@ -263,8 +263,8 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-class Function(Untold):
-    """A function of the user, called with the folder and the version. Any exception of it is a no."""
+class Function(BaseEngine):
+    """A function of the user, called with the folder and the version. Any exception means that the load failed."""
 
     def __init__(self, function: Callable[[Path, int], object]) -> None:
         super().__init__(f"function {getattr(function, '__qualname__', type(function).__qualname__)}")
@@ -278,9 +278,9 @@ class Function(Untold):
 
 
 def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
-    """The engine that a user means. Raises TypeError."""
+    """The engine for an argument of `follow`. Raises TypeError."""
     if engine is None:
-        return Untold()
+        return BaseEngine()
     if hasattr(engine, "take"):
         return engine  # type: ignore[return-value]
     if callable(engine):

@@ -1,10 +1,10 @@
-"""Requests to an engine over HTTP, each with one deadline for all of it.
+"""HTTP requests to an engine, each with one deadline for connection, request and reply.
 
 In: a URL, a path, a JSON body, a deadline. Out: the status and the text of the reply. Knows nothing of: versions.
 
-`http.client` limits each read by itself, so an engine that sends a byte now and then would be waited for without end:
-a thread shuts the socket down at the deadline. Proxies of the environment are not used, and redirects are not followed:
-an engine is near.
+The timeout of `http.client` applies to each read separately, so an engine that sends a byte now and then would block
+forever. Therefore a thread shuts the socket down at the deadline. Proxies of the environment are not used, and
+redirects are not followed, since an engine is near.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ...plumbing import threads, timing
 
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20
-# The time for a connection that is only to show whether somebody listens.
-_KNOCK_SECONDS: Final = 1.0
-# A request whose deadline has passed fails by this limit.
+# The time for a connection that only tests whether a process listens.
+_CONNECT_SECONDS: Final = 1.0
+# The timeout of a request whose deadline has already passed.
 _LEAST_SECONDS: Final = 0.001
-# So much of a reply is quoted in an error.
+# The number of characters of a reply that an error quotes.
 _QUOTED: Final = 300
 
 
 class EngineError(Exception):
-    """An engine has not taken a version: it refused, did not answer in time, or says that it has another one."""
+    """An engine has not loaded a version: it refused, did not answer in time, or reports another version."""
 
 
 class Reply(NamedTuple):
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
         return 200 <= self.status < 300
 
     def fields(self) -> dict[str, Any]:
-        """The body as a JSON object; empty if it is none."""
+        """The body as a JSON object; empty if it is not one."""
         try:
             value = json_fields.parsed(self.text)
         except ValueError:
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
 
 class HttpClient:
-    """The requests to one engine. `key` is sent as a bearer token, and shown nowhere."""
+    """Sends requests to one engine. `key` is sent as a bearer token, and never shown."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         if not isinstance(url, str):
@@ -75,13 +75,13 @@ class HttpClient:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def get(self, path: str, *, deadline: float) -> Reply:
-        return self._ask("GET", path, None, deadline)
+        return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Mapping[str, Any] | None, *, deadline: float) -> Reply:
-        return self._ask("POST", path, body, deadline)
+        return self._request("POST", path, body, deadline)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
-        """The reply to a request. Raises EngineError if there is none before the deadline."""
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> Reply:
+        """The reply to a request. Raises EngineError if it does not arrive before the deadline."""
         headers = {**self._headers, "Connection": "close"}
         data = b""
         if body is not None:
@@ -95,7 +95,7 @@ class HttpClient:
                 connection.request(method, f"{self._path}{path}{self._query}" or "/", data, headers)
                 with connection.getresponse() as response:
                     reply = Reply(response.status, response.read(_MAX_REPLY_BYTES).decode(errors="replace"))
-        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: there is no thread left
+        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: no thread can be started
             failed = error
         finally:
             connection.close()
@@ -107,9 +107,9 @@ class HttpClient:
 
 
 def nobody_listens(address: tuple[str, int]) -> bool:
-    """Whether the machine at this address is up, and nobody listens there."""
+    """Whether the machine at this address is up, and refuses connections to the port."""
     try:
-        socket.create_connection(address, _KNOCK_SECONDS).close()
+        socket.create_connection(address, _CONNECT_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -118,7 +118,7 @@ def nobody_listens(address: tuple[str, int]) -> bool:
 
 
 def refusal(where: str, reply: Reply, advice: str = "") -> EngineError:
-    """The error for a reply that is not a yes."""
+    """The error for a reply with any status but 2xx, or one that reports a failure."""
     fields = reply.fields()
     reason = (
         fields.get("message") or fields.get("error") or fields.get("detail") or reply.text.strip() or "no reason given"
@@ -129,13 +129,13 @@ def refusal(where: str, reply: Reply, advice: str = "") -> EngineError:
 
 @contextmanager
 def _shut_down_at(deadline: float, connected: socket.socket) -> Iterator[None]:
-    """A block in which every operation of a socket ends at the deadline, whatever the other side sends until then."""
+    """A block in which every operation of a socket ends at the deadline, whatever the other side sends."""
     is_over = threading.Event()
 
     def watch() -> None:
         if not is_over.wait(deadline - timing.TIMEKEEPER.now()):
             with suppress(OSError):
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not SSLSocket's, which breaks a read under way
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not SSLSocket's, which breaks a running read
 
     threads.start_thread("deadline", watch, daemon=True)
     try:

@@ -1,4 +1,4 @@
-"""The base model of a root whose first version is a delta: a folder of Hugging Face on this machine.
+"""The base model of a root whose first version is a delta: a Hugging Face folder on this machine.
 
 In: a folder. Out: its weights as an anchor. Knows nothing of: versions, replicas.
 """
@@ -19,9 +19,9 @@ from .version_files import VersionSource
 
 
 class BaseModel:
-    """The weights of a folder, as an anchor with a number below those of all versions.
+    """The weights in a folder, as an anchor that is older than all versions.
 
-    Made by a `Subscriber` that was given `base`, and used in its pulls.
+    A `Subscriber` with a `base` creates it, and uses it in its pulls.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class BaseModel:
             raise NotAFolderError(f"base {folder} is not a folder; give the one with the model")
         self.folder = folder
         self._storage = LocalStorage(folder)
-        self._index: VersionIndex | None = None  # the last one that was made
+        self._index: VersionIndex | None = None  # the last one that was returned
 
     def index(self, number: int) -> VersionIndex:
         """The index of an anchor with this number and the folder's tensors. Raises CorruptCheckpointError."""
@@ -54,13 +54,13 @@ class BaseModel:
         """A checksum that changes when one of the files is replaced or written."""
         lines = []
         for file in files:
-            with suppress(OSError):  # reading the file raises it again
+            with suppress(OSError):  # reading the file will raise it again
                 status = os.stat(self.folder / file)
                 lines.append(f"{file} {status.st_dev} {status.st_ino} {status.st_mtime_ns} {status.st_size}")
         return checksum("\n".join(lines).encode())
 
     def is_source_of(self, index: VersionIndex) -> bool:
-        """Whether this index was made of this folder."""
+        """Whether `self.index` has returned this index."""
         return index is self._index
 
     def source(self, index: VersionIndex) -> VersionSource:
@@ -68,7 +68,7 @@ class BaseModel:
 
 
 class _BaseModelSource(VersionSource):
-    """The files of a model that was not published. Small files are read when they are listed."""
+    """The files of a model that was not published. Listing the small files also reads them."""
 
     def __init__(self, storage: LocalStorage, index: VersionIndex) -> None:
         super().__init__(storage, index)

@@ -1,6 +1,6 @@
 """The weights that the next delta is computed against, and the rules for when a version is a delta.
 
-In: the weights of published versions. Out: the bytes to compare new weights with, if there are any.
+In: the weights of published versions. Out: the bytes to compare new weights with, or None.
 Knows nothing of: how versions are written, who owns a root.
 """
 
@@ -25,12 +25,12 @@ _log: Final = logging.getLogger("async_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class DeltaPolicy:
-    """The user's rules for deltas: their encoding, and how many versions there are from anchor to anchor."""
+    """The user's rules for deltas."""
 
     encoding: Encoding | None  # None publishes anchors only
-    anchor_every: int
+    anchor_every: int  # one of this many versions is an anchor
     follows: bool  # deltas are against the newest durable version, not an acknowledged one
-    max_bytes: int | None  # of host memory for the base
+    max_bytes: int | None  # the most host memory for the base
 
     @property
     def has_deltas(self) -> bool:
@@ -40,12 +40,12 @@ class DeltaPolicy:
 class DeltaBase:
     """The weights, in host memory, that the next delta is computed against.
 
-    Made and owned by a `VersionSeries`. Only the publication whose turn it is uses it, on helper threads.
+    Owned by a `VersionSeries`. Only the publication whose turn it is uses it, on helper threads.
     """
 
     def __init__(self, policy: DeltaPolicy) -> None:
         self.policy = policy
-        # Half of the CPUs: encoding reads memory beside the training, and slows it down.
+        # Half of the CPUs, since encoding competes with the training for memory bandwidth.
         self.crew = threads.Crew("encode", max(1, limits.num_cpus() // 2), background=True)
         self._replica = MemoryReplica(self._allocate)
         self._num_since_anchor = 0
@@ -59,7 +59,7 @@ class DeltaBase:
             ) from None
 
     def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the memory for these weights, before anything is written. Raises MemoryError."""
+        """Allocate the memory for these weights, before anything is written. Raises MemoryError."""
         if self.policy.has_deltas:
             self._replica.lay_out(
                 {
@@ -77,7 +77,7 @@ class DeltaBase:
             if acknowledged is None or acknowledged >= version:
                 return None
             try:
-                # The bytes that are in the storage: readers have those, whatever was meant to be written.
+                # Read from the storage, since readers have these bytes even if others were meant to be written.
                 update_replica(replica, versions, acknowledged, self.crew)
             except CheckpointError as error:
                 _log.warning("version %d was acknowledged but cannot be read: %s", acknowledged, error)
@@ -88,7 +88,7 @@ class DeltaBase:
         return replica
 
     def update(self, index: VersionIndex, state: WeightsState, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights of a version that has become durable, unless acknowledged ones are the base."""
+        """Copy the weights of a version that has become durable, unless the base is an acknowledged version."""
         self._num_since_anchor = 0 if index.is_anchor else self._num_since_anchor + 1
         replica = self._replica
         if not self.policy.has_deltas or (not self.policy.follows and replica.state is not None):
@@ -100,6 +100,6 @@ class DeltaBase:
         replica.note(state)
 
     def close(self) -> None:
-        """Stop the threads, and give the memory back."""
+        """Stop the threads, and free the memory."""
         self.crew.stop()
         self._replica = MemoryReplica(self._allocate)

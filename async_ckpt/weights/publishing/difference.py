@@ -3,8 +3,8 @@
 In: a tensor and the bytes that it had. Out: a frame; and from a frame the new bytes, in place of the old ones.
 Knows nothing of: names, versions, where frames come from.
 
-Tensors are processed in pieces that fit the processor's cache, so that memory is read once. Bytes are compared, never
-values: a NaN is equal to itself, and differs from another NaN.
+Tensors are processed in pieces that fit the processor's cache, so that memory is read once. Bytes are compared, not
+values, so a NaN is equal to itself, and differs from a NaN with other bits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..delta import (
 )
 
 _PIECE_BYTES: Final = spec.MIB
-# Positions at a time: as indices they take eight times the memory of the bytes there.
+# The number of positions processed at once: as int64 indices they need eight times the memory of the bytes there.
 _NUM_AT_ONCE: Final = 2**18
-# The level of the format's other writers.
+# The level that other writers of this format use.
 _LEVEL: Final = 1
-# An xor is mostly zeros, between single items that match nothing: a small hash table, which stays in the first-level
-# cache, finds as many matches, all of them near. Frames are a fifth smaller, and a quarter faster to make.
+# An xor is mostly zeros, between single items without matches. A small hash table, which stays in the first-level
+# cache, finds as many matches, and all of them are near. Frames are a fifth smaller, and a quarter faster to compute.
 _XOR_PARAMETERS: Final = {"window_log": 17, "hash_log": 10}
 
 
@@ -40,7 +40,7 @@ class WrongBaseError(ValueError):
 
 
 def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> str:
-    """The checksum of a tensor's bytes, in the order of a dense tensor."""
+    """The checksum of a tensor's bytes in dense order."""
     digest = new_hash(checksum_format)
     for _, block in device.dense_blocks(tensor, 0, tensor.nbytes):
         digest.update(hf_shards.view_of(block))
@@ -48,7 +48,7 @@ def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> s
 
 
 def encode(new: torch.Tensor, base: torch.Tensor, encoding: Encoding) -> tuple[bytes, str] | None:
-    """A frame, and the checksum of the new bytes; None if nothing has changed. `base` is dense, of dtype uint8.
+    """A frame, and the checksum of the new bytes; None if no byte has changed. `base` is dense, of dtype uint8.
 
     Raises ValueError for a tensor that is too large for the encoding.
     """
@@ -72,8 +72,8 @@ def apply(
 ) -> Callable[[], None]:
     """Turn the base's bytes into the new ones, in place. Returns a function that restores the old ones.
 
-    Raises WrongBaseError if the result does not have the wanted checksum, or if the frame is damaged; the region is
-    then as it was before.
+    Raises WrongBaseError if the result does not have the wanted checksum, or if the frame is damaged. The region then
+    has its old bytes.
     """
     return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted, checksum_format)
 
@@ -133,7 +133,7 @@ def _xor_again(data: memoryview, region: torch.Tensor) -> None:
 
 
 def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
-    """The bytes in a frame, in pieces; each is overwritten by the next."""
+    """The decompressed bytes of a frame, in pieces. Each piece is overwritten by the next."""
     library: Any = compressed.zstandard_package()
     scratch = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
     view = hf_shards.view_of(scratch)
@@ -152,13 +152,13 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
 
 
 def overwritten_bytes(new: torch.Tensor, base: torch.Tensor) -> int:
-    """The size of an overwrite frame before compression; 0 if nothing has changed."""
+    """The size of an overwrite frame before compression; 0 if no byte has changed."""
     count = sum(int(torch.count_nonzero(piece != base[at : at + len(piece)])) for at, piece in _pieces(new))
     return COUNT_BYTES + (POSITION_BYTES + 1) * count if count else 0
 
 
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    """Compress positions as they are found: they may take eight times the changed bytes. Values are kept until then."""
+    """Compress positions as they are found: they may need eight times the memory of the values, which are kept."""
     num_bytes = overwritten_bytes(new, base)
     count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
     compressor = compressed.zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
@@ -177,7 +177,7 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
 
 def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str) -> Callable[[], None]:
     positions, values = _overwritten(data, len(region))
-    # All old values are read before the first one changes: a damaged frame may have a position twice.
+    # All old values are read before the first change, because a damaged frame may contain a position twice.
     old = [region[indices] for indices, _ in _changes(positions, values)]
     for indices, new in _changes(positions, values):
         region[indices] = new
@@ -195,14 +195,14 @@ def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str, checks
 
 
 def _changes(positions: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Positions as indices, and the values there, so many at a time that the indices are small."""
+    """Positions as indices, and their values, in batches that limit the memory of the indices."""
     for at in range(0, len(positions), _NUM_AT_ONCE):
         indices = positions[at : at + _NUM_AT_ONCE].to(torch.int64) & (MAX_OVERWRITTEN_BYTES - 1)
         yield indices, values[at : at + _NUM_AT_ONCE]
 
 
 def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions in a frame, and their values. Raises WrongBaseError if they do not fit a tensor of this size."""
+    """The positions and values in a frame. Raises WrongBaseError if they do not fit a tensor of `num_bytes`."""
     plain, size = torch.empty(COUNT_BYTES, dtype=torch.uint8), 0
     count: int | None = None
     for piece in _unpacked(data):

@@ -3,10 +3,10 @@
 In: a folder. Out: small JSON files in its `.weight_sync`, and their content, with every field checked for its type.
 Knows nothing of: versions, tensors.
 
-`state.json` is the marker of the version in the folder; it is deleted before the weights change. Receivers of other
-programs write a marker of that name, too. `files.json` lists the files that versions have put there; all other files
-are the user's. Nothing is synced: after a reboot, or if a file of weights has changed since it was noted, all bytes are
-compared with their checksums first.
+`state.json` is the marker of the version in the folder. It is deleted before the weights change. Receivers of other
+programs also write a marker of this name. `files.json` lists the files that versions have installed; all other files
+are the user's. The notes are not synced: after a reboot, or if a file of weights has changed since it was recorded, all
+bytes are compared with their checksums first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .version_files import WeightsState
 
 FOLDER: Final = ".weight_sync"
 LOCK: Final = f"{FOLDER}/lock"
-# The files of a new version are written to the one, and the old ones moved to the other until all are replaced.
+# The files of a new version are written to NEW. Old files are moved to OLD until all are replaced.
 NEW: Final = f"{FOLDER}/new"
 OLD: Final = f"{FOLDER}/old"
 # The file of weights in a model without an index.
@@ -36,7 +36,7 @@ _UNREADABLE: Final = (FileNotFoundError, StorageUnavailableError, ValueError, Ke
 
 
 class InstalledFiles(NamedTuple):
-    """The files that versions have put into a folder, by size; which of them hold weights, and their structure."""
+    """The sizes of the files that versions have installed, the names of those with weights, and their structure."""
 
     sizes: Mapping[str, int]
     weights: tuple[str, ...]
@@ -46,7 +46,7 @@ class InstalledFiles(NamedTuple):
 class Marker(NamedTuple):
     """The content of `state.json`. A marker of another receiver has only the version.
 
-    `stamps` has the stamp of each file of weights when it was noted.
+    `stamps` are those of the files of weights at the time of the note.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Notes:
         self._files = files
 
     def marker(self) -> Marker | None:
-        """The marker; None if there is none, or it cannot be read."""
+        """The marker; None if it does not exist or cannot be read."""
         try:
             fields = json_fields.table(json.loads(self._files.read(_STATE)))
             version = number_of(fields["version"])
@@ -77,7 +77,7 @@ class Notes:
             return None
 
     def note(self, state: WeightsState | None, boot: str = "", stamps: Mapping[str, str] | None = None) -> None:
-        """Mark the folder as holding these weights, in this boot of the machine; None removes the marker."""
+        """Write the marker for these weights, with the boot of the machine. None deletes the marker."""
         if state is None:
             self._files.delete(_STATE)
             return
@@ -88,10 +88,10 @@ class Notes:
         self._files.replace(_STATE, json.dumps(fields).encode())
 
     def files(self) -> InstalledFiles:
-        """The files that versions have put there; none if the note cannot be read."""
+        """The files that versions have installed; empty if the note cannot be read."""
         try:
             noted = json_fields.table(json.loads(self._files.read(_FILES)))
-            if not isinstance(noted.get("files"), dict):  # earlier releases noted only the sizes
+            if not isinstance(noted.get("files"), dict):  # earlier releases recorded only the sizes
                 weights = [name for name in noted if name.endswith(".safetensors")]
                 noted = {"files": noted, "weights": weights, "structure": ""}
             sizes = {_inside(name): size for name, size in json_fields.entries(noted["files"], json_fields.count)}
@@ -120,7 +120,7 @@ class Notes:
         return InstalledFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
 
 
-# Of any file system: a longer name is that of no file.
+# No file system allows longer names.
 _NAME_BYTES: Final = 255
 
 

@@ -1,11 +1,11 @@
 """Weights in a folder that engines load, and to which versions are applied.
 
-In: the indices of versions, and a storage with their files. Out: a folder of Hugging Face with the newest of them.
+In: the indices of versions, and a storage with their files. Out: a Hugging Face folder with one of these versions.
 Knows nothing of: which versions exist.
 
-A delta is applied in place, by memory maps. The files of an anchor are written to a folder inside, on the same disk,
-and renamed into place once all of them are complete and compared. Only files that the notes list as put there by
-versions are touched, and never the bytes of a file that has another hard or symbolic link.
+A delta is applied in place, through memory maps. The files of an anchor are written to an inner folder on the same
+disk, and renamed into place after all of them are complete and compared. Only files that the notes list as installed by
+versions are changed. A file with another hard link is copied first, and the target of a symbolic link is never changed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .version_files import Anchor, VersionSource, WeightsState, header_in
 _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.
 _OF_DISKS: Final = frozenset({"lost+found"})
-# Files that are loaded instead of a model's.
+# Files that engines load instead of the files of a version.
 _DECOYS: Final = frozenset({SINGLE, INDEX, hf_weights.ADAPTER_CONFIG})
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _log: Final = logging.getLogger("async_ckpt")
 
 
 class FolderReplica:
-    """A folder of Hugging Face on this machine that versions are applied to. Its notes say which version it holds.
+    """A Hugging Face folder on this machine that versions are applied to. Its notes record the version in it.
 
-    A `Subscriber` makes one for each pull; one caller at a time uses it, inside `locked`, which keeps other
-    processes away.
+    A `Subscriber` creates one for each pull. One caller at a time uses it, inside `locked`, which excludes other
+    processes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,9 +53,9 @@ class FolderReplica:
         self._files = ConfinedFolder(folder)
         self._notes = Notes(self._files)
         self.state: WeightsState | None = None
-        self._installed = InstalledFiles({}, (), "")  # the files that versions have put there
+        self._installed = InstalledFiles({}, (), "")  # the files that versions have installed
         with disk.translated(folder):
-            # In this order: another process that pulls here may make the folder at this moment.
+            # In this order, because another process that pulls here may create the folder at this moment.
             exists, is_folder = os.path.lexists(folder), folder.is_dir()
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
         if exists and not is_folder:
@@ -71,14 +71,14 @@ class FolderReplica:
             while not self._files.try_lock(fd, alone=True):
                 wait.goes_on(lambda: f"another pull into {self.folder}")
                 threading.Event().wait(_POLL_SECONDS)
-            with suppress(StorageUnavailableError):  # leftovers that could not be removed the last time
+            with suppress(StorageUnavailableError):  # leftovers that the previous pull could not remove
                 self._clear()
             self._installed = self._installed_files()
             self.state = self._known_state()
             yield
 
     def _known_state(self) -> WeightsState | None:
-        """The state that the marker describes; None if there is no marker, or the files do not match it."""
+        """The state in the marker; None if there is no marker, or the files do not match it."""
         marker = self._notes.marker()
         try:
             if marker is None:
@@ -107,7 +107,7 @@ class FolderReplica:
         return {name: checksum(data) for name, data in self._bytes(None).items()}
 
     def _has_all_files(self) -> bool:
-        """Whether all files still exist, and those with weights have their size. The user may have changed a config."""
+        """Whether all files still exist, and files of weights have their size. The user may have changed a config."""
         installed = self._installed
         return bool(installed.sizes) and all(
             self._files.size(name) == size if name in installed.weights else self._files.stat(name) is not None
@@ -115,7 +115,7 @@ class FolderReplica:
         )
 
     def _installed_files(self) -> InstalledFiles:
-        """The files that versions have put there; or, if another receiver has filled the folder, its weights."""
+        """The files that versions have installed; if another receiver has filled the folder, its weights too."""
         marker, files = self._notes.marker(), self._notes.files()
         if files.weights and (marker is None or marker.state is not None):
             return files
@@ -123,7 +123,7 @@ class FolderReplica:
         return InstalledFiles({**files.sizes, **foreign.sizes}, foreign.weights, "")
 
     def _structure(self) -> str:
-        """The structure of the weights here, or before a pull that was killed; empty if it cannot be read."""
+        """The structure of the weights here, or of those before a killed pull; empty if it cannot be read."""
         if self._installed.structure:
             return self._installed.structure
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -144,7 +144,7 @@ class FolderReplica:
         return num_bytes + anchor.num_bytes
 
     def _refuse_other_model(self, anchor: Anchor) -> None:
-        """Raises StateMismatchError for another model. If this one is unknown, a Publisher's version is accepted."""
+        """Raises StateMismatchError for another model. If the model here is unknown, accepts a Publisher's version."""
         state = self.state
         if state is not None and state.structure != anchor.structure:
             raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
@@ -158,7 +158,7 @@ class FolderReplica:
         identity: str,
         other_files: Mapping[str, bytes],
     ) -> None:
-        """Replace the weights and files by these, which are an adapter's if its config is among them."""
+        """Replace the weights and files here. They are an adapter's if the config of an adapter is among the files."""
         structure = structure_of((n, leaf_names.dtype_name(t.dtype), t.shape) for n, t in tensors.items())
         if self.state is not None and self.state.structure != structure:
             raise other_model(f"version {version}", tensors.keys() - self.state.checksums.keys())
@@ -168,7 +168,7 @@ class FolderReplica:
         checksums: dict[str, str] = {}
 
         def pieces(shard: hf_shards.Shard) -> Iterator[memoryview]:
-            """The bytes of a file, of which one tensor at a time is in memory."""
+            """The bytes of a file, with one tensor at a time in memory."""
             yield memoryview(shard.head)
             for name in shard.tensors:
                 whole = tensors[name].whole()
@@ -203,7 +203,7 @@ class FolderReplica:
             self._files.delete_all(inner)
 
     def _take_over(self, weights: Collection[str], state: WeightsState) -> None:
-        """Move the new files into place, each atomically. After an error the files of the version before are back."""
+        """Move the new files into place, each atomically. After an error, the previous version's files are restored."""
         old_state, old = self.state, self._installed
         sizes = self._files.sizes(NEW)
         self._refuse_decoys(sizes.keys() | old.sizes.keys())
@@ -225,18 +225,18 @@ class FolderReplica:
             undo.pop_all()
 
     def _install(self, files: InstalledFiles, state: WeightsState | None) -> None:
-        """Note which files of versions are here from now on, and which weights."""
+        """Record which files versions have installed, and which weights are here."""
         self._notes.record_files(files)
         self._installed = files
         self.note(state)
 
     def _set_aside(self, name: str) -> None:
-        """Keep a file until its replacement is in place. With hard links, it stays visible meanwhile."""
+        """Keep a file in OLD until its replacement is in place. If hard links work, it also stays visible."""
         if not self._files.link(name, f"{OLD}/{name}"):
             self._files.move(name, f"{OLD}/{name}")
 
     def _refuse_decoys(self, ours: Collection[str]) -> None:
-        """Raise StorageUnavailableError for a user's file that loads instead of a version; warn of other weights."""
+        """Raise StorageUnavailableError for a user's file that engines would load; warn of other files of weights."""
         for name in _DECOYS - {*ours} if hf_weights.ADAPTER_FILE not in ours else ():
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
@@ -255,10 +255,10 @@ class FolderReplica:
             )
 
     def _copy_others(self, source: VersionSource) -> int:
-        """Copy config, tokenizer and the like, and write an index if there are several files of weights."""
+        """Copy config, tokenizer and other small files, and write an index if there are several files of weights."""
         num_bytes = 0
         for name in source.other_files():
-            if source.index.is_sealed or not hf_weights.is_left_out(name):  # no weights, which deltas would not change
+            if source.index.is_sealed or not hf_weights.is_left_out(name):  # files of weights would miss the deltas
                 data = source.read(name)
                 self._files.put(f"{NEW}/{name}", [data])
                 num_bytes += len(data)
@@ -302,7 +302,7 @@ class FolderReplica:
         try:
             yield regions
         finally:
-            regions.clear()  # which unmaps the files
+            regions.clear()  # unmaps the files
 
     def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
         """Raises DamagedReplicaError."""
@@ -315,9 +315,9 @@ class FolderReplica:
         return checksums
 
     def _bytes(self, names: Collection[str] | None) -> dict[str, memoryview]:
-        """The bytes of these tensors, writable; with None, of all tensors, read-only. Raises DamagedReplicaError.
+        """The bytes of the named tensors, writable; with None, those of all tensors, read-only.
 
-        They are mapped to memory as long as one of them is referenced.
+        A file stays mapped as long as one of its tensors is referenced. Raises DamagedReplicaError.
         """
         parts: dict[str, memoryview] = {}
         for file in self._installed.weights:
@@ -350,7 +350,7 @@ class FolderReplica:
         return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
 
     def _header(self, file: str) -> tuple[safetensors.HeaderTable, int]:
-        """The header of a file, and where its tensors begin. Raises ValueError if it is not a safetensors file."""
+        """The header of a file, and the offset of its tensors. Raises ValueError if it is not a safetensors file."""
         with os.fdopen(self._files.open(file, os.O_RDONLY), "rb") as opened:
             head = opened.read(8)
             head += opened.read(min(int.from_bytes(head, "little"), safetensors.MAX_HEADER_BYTES))
@@ -361,7 +361,7 @@ class FolderReplica:
         self.state = state
 
     def _stamps(self) -> dict[str, str]:
-        """A text for each file of weights that changes when the file is replaced or written."""
+        """For each file of weights, a text that changes when the file is replaced or written."""
         stamps = {}
         for file in self._installed.weights:
             status = self._files.stat(file)
@@ -371,7 +371,7 @@ class FolderReplica:
 
 
 def boot_id() -> str:
-    """The id of the machine's current boot; empty if unknown. Files written since are there, synced or not."""
+    """The id of the machine's current boot; empty if unknown. Files written since this boot exist, even unsynced."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

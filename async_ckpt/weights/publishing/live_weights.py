@@ -3,8 +3,8 @@
 In: the indices of versions, and a storage with their files. Out: the bytes of each tensor in the newest of them.
 Knows nothing of: which versions exist, modules.
 
-A delta is applied in place, and undone if one tensor does not have its checksum afterwards. `update_replica` does
-all of it.
+A delta is applied in place, and undone if a tensor does not have its checksum afterwards. `update_replica` is the entry
+point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class PullResult(NamedTuple):
-    """The version that was built on, and the numbers of versions applied and bytes read."""
+    """The version that the pull began with (None for an anchor), and the numbers of versions applied and bytes read."""
 
     base: int | None
     num_versions: int
@@ -41,33 +41,33 @@ class PullResult(NamedTuple):
 class DamagedReplicaError(CorruptCheckpointError):
     """The weights here are not those in the notes, so the next chain must begin with an anchor.
 
-    With `perhaps`, the delta may be damaged instead: it has no digest by which to tell.
+    With `perhaps`, the delta may be damaged instead, which cannot be told because it has no digest.
     """
 
     perhaps: bool = False
 
 
 class Replica(Protocol):
-    """Weights that versions are applied to. One caller at a time."""
+    """Weights that versions are applied to. Used by one caller at a time."""
 
     @property
     def state(self) -> WeightsState | None:
-        """The state of the weights; None if they are not known to be whole."""
+        """The state of the weights; None if they may be incomplete."""
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
-        """The checksums of the named tensors that are here, computed from their bytes."""
+        """The checksums of the named tensors, as far as they exist here, computed from their bytes."""
 
     def seed(self, anchor: Anchor) -> int:
         """Replace the weights by those of an anchor. Returns the number of bytes read.
 
-        Raises StateMismatchError if they are of another model.
+        Raises StateMismatchError if the anchor is of another model.
         """
 
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The bytes of the named tensors that are here, writable in place."""
+        """The bytes of the named tensors, as far as they exist here, writable in place."""
 
     def note(self, state: WeightsState | None) -> None:
-        """Note that the weights are now in this state; None means that they are about to change."""
+        """Record that the weights are now in this state; None means that they are about to change."""
 
 
 def update_replica(
@@ -82,7 +82,7 @@ def update_replica(
     """Bring a replica to the version `target`.
 
     `before_apply` is called with each chain before it is applied, and `before_seed` with an anchor before it is read;
-    both may raise. After an error the replica has the last version that was applied as a whole. Raises
+    both may raise. After an error the replica has the last version that was applied completely. Raises
     NotCommittedError, CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
     """
     return _Update(replica, versions, target, crew, before_apply, before_seed).run()
@@ -110,7 +110,7 @@ class _Update(NamedTuple):
             chain = self._restarted(chain, error)
             num_bytes = self._apply(chain)
         state = self.replica.state
-        if not chain and state is not None:  # already here, but perhaps noted by another receiver
+        if not chain and state is not None:  # already here, but perhaps marked by another receiver
             index = self.versions.read_or_base(self.target, fresh=False)
             known = replace(state, stamp="" if index.identity else index.stamp, is_marked=False)
             if known != state:
@@ -119,7 +119,7 @@ class _Update(NamedTuple):
         return PullResult(built_on, len(chain), num_bytes)
 
     def _restarted(self, chain: Sequence[VersionIndex], error: DamagedReplicaError) -> list[VersionIndex]:
-        """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
+        """The chain from an anchor on, after `chain` failed. Raises `error` if no other chain can be tried."""
         if error.perhaps and chain[0].is_anchor:
             raise error
         state = self.replica.state
@@ -133,7 +133,7 @@ class _Update(NamedTuple):
         return restarted
 
     def _apply(self, chain: Sequence[VersionIndex]) -> int:
-        """Apply versions in their order. Returns the number of bytes read."""
+        """Apply versions in order. Returns the number of bytes read."""
         self.before_apply(chain)
         num_bytes = 0
         for index in chain:
@@ -146,16 +146,16 @@ class _Update(NamedTuple):
                 num_bytes += _apply_delta(self.replica, source, self.crew)
         return num_bytes
 
-    # A Publisher's delta names its base by the digest of the weights. Deltas of other programs name a number alone.
-    # Under the same number there may be other weights, of a training that was started again; and a folder that another
-    # receiver has marked may hold half of the next version. So the held weights are compared with the checksums in the
-    # deltas that lead to the number, of all tensors that these change, and with the anchor or the base model at their
-    # beginning.
+    # A Publisher's delta identifies its base by the digest of the weights. Deltas of other programs only give a number.
+    # A training that was started again may have published other weights under the same number, and a folder that
+    # another receiver has marked may contain half of the next version. So the held weights are compared with the
+    # checksums in the deltas that led to that number, and tensors that no delta changed with those of the anchor or the
+    # base model before them.
 
     def _begins_at(self, state: WeightsState, chain: Sequence[VersionIndex]) -> bool:
-        """Whether a chain begins at the held weights; true if there is nothing to compare them with.
+        """Whether a chain begins at the held weights. True if there is nothing to compare them with.
 
-        Its first index names its base; if the chain is empty, the target's index names the weights.
+        The weights are identified by the first index of the chain, or by the target's index if the chain is empty.
         """
         first = chain[0] if chain else self.versions.read_or_base(self.target, fresh=False)
         is_named = first.delta is None or first.delta.base_identity if chain else first.identity
@@ -163,15 +163,15 @@ class _Update(NamedTuple):
             return True
         try:
             if state.stamp and self.versions.read_or_base(state.version).stamp == state.stamp:
-                return True  # it became the version by this very index
+                return True  # the weights were made by applying this very index
             return self._was_made(state)
         except NotCommittedError:
-            return True  # the deltas that led here were deleted, or began with a model that is unknown
+            return True  # the deltas that led here were deleted, or began with an unknown model
         except CorruptCheckpointError:
-            return not state.is_marked  # weights that we noted ourselves were compared when they were applied
+            return not state.is_marked  # weights in our own notes were compared when they were applied
 
     def _was_made(self, state: WeightsState) -> bool:
-        """Whether the tensors of a state are those that the deltas up to its version make."""
+        """Whether the tensors of a state have the checksums in the deltas, and in their anchor, up to its version."""
         unchecked, number = set(state.checksums), state.version
         while unchecked:
             index = self.versions.read_or_base(number)
@@ -192,7 +192,7 @@ class _Update(NamedTuple):
 
 
 def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) -> int:
-    """Apply one delta. All of it is read and parsed before anything is changed."""
+    """Apply one delta. The whole delta is read and parsed before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
     assert index.delta is not None
@@ -209,7 +209,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) ->
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
             raise DamagedReplicaError("some tensors of the weights here are missing", path=source.path)
-        replica.note(None)  # if this process dies now, nobody takes the mixture for weights
+        replica.note(None)  # if this process dies now, the mixture does not count as a version
         undo: list[Callable[[], None]] = []
         by_size = sorted(frames, key=lambda name: -len(regions[name]))
         try:
@@ -234,13 +234,13 @@ def _apply_frame(
         undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
     except WrongBaseError as error:
         corrupt = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        # A file with a digest is what was published, so the weights here must be wrong.
+        # If the file has a digest, it was compared, so the weights here must be wrong.
         perhaps = frame.file not in source.index.digests
         raise DamagedReplicaError(str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps) from error
 
 
 def other_model(version: str, names: Collection[str]) -> StateMismatchError:
-    """The error for a version of another model than the weights here."""
+    """The error for a version whose model differs from the one here."""
     example = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
         f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
@@ -252,14 +252,14 @@ def other_model(version: str, names: Collection[str]) -> StateMismatchError:
 
 
 def regions_in(sizes: Mapping[str, int], allocate: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Regions of these sizes in one new buffer, each aligned. `allocate` returns a uint8 tensor of the size given."""
+    """Aligned regions of these sizes in one new buffer. `allocate` returns a uint8 tensor of a given size."""
     begins = [*accumulate((spec.align_up(size, _ALIGNMENT) for size in sizes.values()), initial=0)]
     memory = allocate(begins[-1])
     return {name: memory[at : at + size] for (name, size), at in zip(sizes.items(), begins[:-1], strict=True)}
 
 
 def copy_all(tensors: Mapping[str, torch.Tensor], regions: Mapping[str, torch.Tensor], crew: threads.Crew) -> None:
-    """Copy the bytes of tensors to the regions of their names."""
+    """Copy the bytes of each tensor to the region of the same name."""
 
     def copy(name: str) -> None:
         for at, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
@@ -269,7 +269,7 @@ def copy_all(tensors: Mapping[str, torch.Tensor], regions: Mapping[str, torch.Te
 
 
 class MemoryReplica:
-    """Weights in host memory, made by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
+    """Weights in host memory, created by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
 
     `allocate` is as for `regions_in`.
     """
@@ -281,10 +281,10 @@ class MemoryReplica:
         self._regions: dict[str, torch.Tensor] = {}
 
     def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
-        """Allocate memory for these tensors, unless they fit what is allocated."""
+        """Allocate memory for these tensors, unless the present memory is laid out for them."""
         sizes = {name: location.num_bytes for name, location in tensors.items()}
         if sizes != {name: len(region) for name, region in self._regions.items()}:
-            self.state, self._regions = None, {}  # what is held goes first
+            self.state, self._regions = None, {}  # free the old memory first
             self._regions = regions_in(sizes, self._allocate)
         self.tensors = dict(tensors)
 
@@ -311,7 +311,7 @@ class MemoryReplica:
         return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of one tensor."""
+        """A view of one tensor, with its dtype and shape."""
         location = self.tensors[name]
         return self._regions[name].view(leaf_names.dtype_named(location.dtype)).view(location.shape)
 

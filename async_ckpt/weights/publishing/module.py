@@ -1,4 +1,4 @@
-"""Filling a module, or its adapter, with the weights of a version: whether they fit, and then all of them or none.
+"""Fills a module, or its adapter, with the weights of a version: with all of them, or with none if they do not fit.
 
 In: a module, and the tensors of a version by name. Out: the module with their bytes.
 Knows nothing of: where the tensors come from.
@@ -26,7 +26,7 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 def refuse_misfit(module: torch.nn.Module, given: Kinds, adapter: Mapping[str, str], source: str) -> None:
     """Check that the version and the module have the same tensors.
 
-    `given` are the dtypes and shapes of the version's tensors, by name; `adapter` has the settings of an adapter.
+    `given` are the dtypes and shapes of the version's tensors, by name. `adapter` are the settings of its adapter.
     Raises StateMismatchError, and UnsupportedStateError for a module that cannot be filled in place.
     """
     live = _live(module, adapter, source)
@@ -72,7 +72,7 @@ def fill(
     source: str,
     crew: threads.Crew,
 ) -> None:
-    """Copy the new bytes to the module, tied tensors once. Raises as `refuse_misfit`, before anything is copied."""
+    """Copy the new bytes to the module, tied tensors once. Before that, raises the errors of `refuse_misfit`."""
     refuse_misfit(module, {n: (leaf_names.dtype_name(t.dtype), t.shape) for n, t in tensors.items()}, adapter, source)
     live = _live(module, adapter, source)
     copied = dict(tensors)
@@ -92,13 +92,13 @@ def fill(
 
 
 def _copy(live: torch.Tensor, tensor: PiecedTensor) -> None:
-    # A tensor made in inference mode can be changed only there.
+    # A tensor created in inference mode can only be changed in inference mode.
     with torch.no_grad(), torch.inference_mode(live.is_inference()):
         tensor.copy_to(live.detach())
 
 
 def _are_equal(tensors: Sequence[PiecedTensor]) -> bool:
-    """Whether these have the same bytes, by the checksums of their pieces if these are known."""
+    """Whether these tensors have the same bytes, judged by the checksums of their pieces if known."""
     known = {tuple((piece.box, piece.checksum) for piece in tensor.pieces) for tensor in tensors}
     if len(known) == 1 and all(checksum for _, checksum in next(iter(known))):
         return True
@@ -108,7 +108,7 @@ def _are_equal(tensors: Sequence[PiecedTensor]) -> bool:
 def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> Mapping[str, torch.Tensor]:
     """The tensors of the module by the names of the version: all of them, or those of the active adapter.
 
-    Raises StateMismatchError if one of module and version is an adapter, or both are with other settings.
+    Raises StateMismatchError if only one of module and version is an adapter, or if the settings of both differ.
     """
     has_adapter = bool(getattr(wrappers.plain_model(module), "peft_config", None))
     if has_adapter is not bool(adapter):
@@ -163,7 +163,7 @@ def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None
 
 
 def _why_not(tensor: Any) -> str | None:
-    """The reason why a tensor of a module cannot be filled; None if it can."""
+    """The reason why a tensor of a module cannot be filled, or None."""
     if sharded.is_sharded(tensor):
         return f"it is sharded, and only plain tensors are filled; {_ADVICE} into the model"
     return capture.why_not(tensor) or (

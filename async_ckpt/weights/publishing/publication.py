@@ -1,9 +1,9 @@
-"""One version on its way: from weights in host memory to a durable folder.
+"""The publication of one version: from weights in host memory to a durable folder.
 
-In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: readers, checkpoints.
+In: weights on the host. Out: the folder of a version, durable and complete. Knows nothing of: readers, checkpoints.
 
-One publication at a time has the `VersionSeries`, which says whether the version may be added, and what a delta is
-against.
+One publication at a time uses the `VersionSeries`, which decides whether the version may be added, and which version a
+delta is computed against.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from .series import VersionSeries
 from .version_files import WeightsState
 from .versions import UNFINISHED_VERSION
 
-# Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
-# encoded.
+# Encoded frames are collected in memory up to _FILE_BYTES, then written as a file. Tensors are encoded in batches of
+# _ENCODED_AT_ONCE_BYTES.
 _FILE_BYTES: Final = 256 * spec.MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * spec.MIB
-# Most of the threads wait for the disk, which many small writes keep busier than a few large ones.
+# Most of these threads wait for the disk, which many small writes keep busier than a few large writes.
 _NUM_WRITERS: Final = 8
 _WRITE_BYTES: Final = 4 * spec.MIB
 _PART_BYTES: Final = 8 * spec.MIB
 
 
 class Publication(WeightsSave):
-    """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
+    """The save of one version, created by `Publisher.publish` on the caller's thread, and run on the library's loop.
 
-    Its blocking methods run on helper threads, and only while it is this publication's turn.
+    Its blocking methods run on helper threads, and only when it is this publication's turn.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Publication(WeightsSave):
         optimizers: guards.Optimizers,
         spans: clock.Spans,
     ) -> None:
-        """`weights` have the small files to publish beside them; they are copied unless they are `held`.
+        """`weights` include the small files to publish. The weights are copied unless a snapshot holds them (`held`).
 
-        `slices` are those of a model that is spread over ranks, and `call` is of all ranks, for such a model.
+        For a model that is spread over ranks, `slices` are this rank's slices, and `call` is the call of all ranks.
         """
-        # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
+        # A store cannot rename folders, so each attempt has its own: files of two publishers never have the same name.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         path = series.storage.locate(folder_of(version))
         super().__init__(path, weights, held=held, optimizers=optimizers, spans=spans)
@@ -106,10 +106,10 @@ class Publication(WeightsSave):
         self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
-        self.readable: Future[None] = threads.running_future()  # resolves once it is lent or durable, or has failed
+        self.readable: Future[None] = threads.running_future()  # resolves when lent, durable or failed
         self.readable_of_all: Future[None] = threads.running_future()  # the same, on all ranks
 
-    def told_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
+    def reported_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
         return "publish", (self._series.versions.root,)
 
     @property
@@ -118,11 +118,11 @@ class Publication(WeightsSave):
 
     def begin(self) -> SaveHandle:
         handle = super().begin()
-        loops.get_loop().begin(self._meet())
+        loops.get_loop().begin(self._wait_for_ranks())
         return handle
 
-    async def _meet(self) -> None:
-        """Learn when all ranks have published the version, and tell them that this one has."""
+    async def _wait_for_ranks(self) -> None:
+        """Wait until all ranks have published the version, after notifying them that this rank has."""
         try:
             await loops.awaitable(self.readable)
             if self._call is not None and await self._call.all_done([], self._check_failed):
@@ -134,7 +134,7 @@ class Publication(WeightsSave):
             self.readable_of_all.set_exception(error)
 
     def _check_failed(self) -> None:
-        """Raises ClosedError once this publication has failed, and nothing is waited for any more."""
+        """Raises ClosedError, to end a wait, once this publication has failed."""
         if self.has_failed:
             raise ClosedError(f"{self.path} was not published")
 
@@ -143,7 +143,7 @@ class Publication(WeightsSave):
             await loops.off_loop(self._write_version)
         except StorageUnavailableError:
             if self._scratch is not None and not self._scratch.is_there:
-                await loops.off_loop(self._series.ownership.check)  # which says who has taken it away
+                await loops.off_loop(self._series.ownership.check)  # raises if another publisher has removed it
             raise
 
     def failed(self, error: BaseException) -> None:
@@ -152,7 +152,7 @@ class Publication(WeightsSave):
                 self._series.versions.discard(self.version, self._attempt)
         self._release_weights()
         self._series.is_clean = False
-        # A publisher that has lost its root lends nothing more.
+        # A publisher that has lost its root lends no versions any more.
         if self._series.offer is not None and (self._lent is not None or isinstance(error, ClosedError)):
             self._series.offer.withdraw()
         if not self.readable.done():
@@ -163,7 +163,7 @@ class Publication(WeightsSave):
         self._series.base.crew.stop()
 
     async def tidy(self) -> None:
-        """Old versions go, too: on a disk, each has a hidden name while it is being deleted."""
+        """Delete old versions, too. On a disk, each has a hidden name while it is being deleted."""
         await super().tidy()
         await loops.off_loop(self._series.retain)
 
@@ -201,14 +201,14 @@ class Publication(WeightsSave):
             self.readable.set_result(None)
 
     def _begin_folder(self) -> tuple[Storage, str]:
-        """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
+        """The storage and the prefix for the files: a scratch folder at the root of a disk, an attempt in a store."""
         storage = self._series.storage
         if storage.remote:
             self._series.delete_replaced()
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = scratches.Scratch(root, UNFINISHED_VERSION)
-        self._series.ownership.check()  # whoever takes the root from now on takes the folder away
+        self._series.ownership.check()  # a publisher that takes the root from now on removes the folder
         return LocalStorage(self._scratch.folder), ""
 
     def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, WeightsState, bytes]:
@@ -234,7 +234,7 @@ class Publication(WeightsSave):
         return index, state, seal(hf_shards.index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[hf_shards.Shard], place: Storage, prefix: str) -> dict[str, str]:
-        """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
+        """Write the files, several parts at once, and compute the checksums of the tensors at the same time."""
         parcels = [bulk.Parcel(partial(hf_shards.ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
         checksums = dict(self._lent or {})
 
@@ -290,7 +290,7 @@ class Publication(WeightsSave):
         return index, state, dump_delta(index)
 
     def _index(self, state: WeightsState, files: Mapping[str, str], **fields: Any) -> VersionIndex:
-        """The index of the version, with the file of each tensor, and the fields of an anchor or a delta."""
+        """The index of the version, with the file of each tensor. `fields` are those of an anchor or of a delta."""
         return VersionIndex(
             self.version,
             files,
@@ -304,13 +304,13 @@ class Publication(WeightsSave):
 
     @property
     def rank_slices(self) -> RankSlices:
-        """The slices of this rank, with the name of the call of all ranks. Waits for the name, and may raise."""
+        """The slices of this rank, with the name of the call of all ranks. Waits for that name, and may raise."""
         if self._call is None:
             return RankSlices()
         return RankSlices(self._series.name_of(self._call, self._check), self._slices)
 
     def _exceeds_weights(self, base: MemoryReplica) -> bool:
-        """Whether positions and values may take more bytes than the weights themselves."""
+        """Whether a delta of positions and values may need more bytes than the weights themselves."""
         if self._series.base.policy.encoding != "overwrite":
             return False
         sizes: list[int] = []  # appended to by several threads
@@ -323,7 +323,7 @@ class Publication(WeightsSave):
         return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
-        """The frames of each file, with the checksums of the new bytes, by name."""
+        """For each file, its frames and the checksums of the new bytes, by tensor name."""
         pending: dict[str, tuple[bytes, str]] = {}
         for names in _batches(self._weights.tensors):
             encoded = self._encoded(names, base)
@@ -373,7 +373,7 @@ class Publication(WeightsSave):
             self._rename(self._scratch, Path(storage.locate(self._folder)))
         try:
             series.ownership.check()
-        except ClosedError:  # after losing the root meanwhile, this version must not count
+        except ClosedError:  # this publisher has lost the root meanwhile, so the version must not exist
             series.versions.withdraw(self.version, data, self._attempt)
             raise
         self._num_bytes += len(data)
@@ -385,7 +385,7 @@ class Publication(WeightsSave):
         series.base.crew.stop()
 
     def _rename(self, scratch: scratches.Scratch, target: Path) -> None:
-        """Put the folder in its place. Raises ClosedError if another publisher has the root."""
+        """Rename the folder into place. Raises ClosedError if another publisher owns the root."""
         try:
             with disk.translated(target):
                 if not scratch.is_there:
@@ -402,7 +402,7 @@ class Publication(WeightsSave):
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """The names of all tensors, in batches that are large enough for several threads."""
+    """The names of all tensors, in batches that are large enough to keep several threads busy."""
     batch: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""`Publisher`: the weights of one instant as a version that rollout engines read, whole or as a difference.
+"""`Publisher`: publishes the weights of one instant as a version, whole or as a difference, for rollout engines.
 
 In: a model, its state dict, or a snapshot. Out: versions at a root, each with a handle.
 Knows nothing of: readers, checkpoints.
@@ -41,7 +41,7 @@ from .of_ranks.root_versions import RootVersions
 from .publication import Publication
 from .series import VersionSeries
 
-# By root: the number of this publisher of spread models there, the same on each rank.
+# By root: counts the publishers of spread models there, which are created in the same order on each rank.
 _publisher_numbers: Final[process.OnceInProcess[str, Iterator[int]]] = process.OnceInProcess(
     lambda _: itertools.count()
 )
@@ -56,37 +56,37 @@ class Publisher:
                 ckpt.save(snap, step=step)
                 publisher.publish(snap["model"], version=step, config_folder="base-model")
 
-    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all
-    of the weights; otherwise a delta, with the difference between each changed tensor and its bytes in an earlier
-    version. It becomes visible when all of it is durable. A new publisher begins with an anchor, even at a root that
-    another one has used. One root has one model, and one publisher at a time: the newest.
+    A version is a Hugging Face folder `weight_v000120`. One of `anchor_every` versions is an anchor, which contains all
+    weights. The others are deltas: the differences between each changed tensor and its bytes in an earlier version. A
+    version becomes visible when all of its files are durable. A new publisher begins with an anchor, also at a root
+    that another publisher has used. A root is for one model, and for one publisher at a time: the newest.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks make a publisher and call `publish`
-    alike, with the model itself. Each publishes what it holds, none waits for another, and a version is whole when
-    all have published it; only a `Subscriber` reads it. Under DDP, rank 0 publishes alone.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks create a publisher and call `publish`
+    with the model itself. Each rank publishes its slices without waiting for other ranks. A version is complete when
+    all ranks have published it, and only a `Subscriber` reads it. Under DDP, only rank 0 publishes.
 
     Args:
-        root: the place to publish to: a folder, URL or Place. A folder must be one that all readers see.
+        root: the place to publish to: a folder, URL or Place. All readers must have access to it.
         anchor_every: one of this many versions is an anchor. A new reader reads the newest anchor and the deltas
             after it.
         encoding: how a delta encodes the difference: "xor", or "overwrite" (positions and values, which can be applied
-            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
-            the package zstandard.
-        keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
+            twice). None publishes anchors only. Deltas need a second copy of the weights in host memory, and the
+            package zstandard.
+        keep: how many of the newest versions to keep, with all versions that they are built on. None keeps all.
         acknowledged: a function that returns the newest version that every reader has applied, or None. `publish` calls
-            it. Deltas are then against that version, so a reader needs no other version to apply them. Without it they
-            are against the newest durable version.
-        on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
-            visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
-            that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
+            it. Deltas are then against that version, so a reader needs no other version to apply them. Without this
+            function they are against the newest durable version.
+        on_rollback: "retire" deletes all versions with the same or a higher number than a new one, just before the new
+            one becomes visible. So a training that continues from an earlier checkpoint can publish the same numbers
+            again, and readers return to them. By default such a version raises StepExistsError or StepBehindError.
         host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
             open or still being read; by default half of the free memory.
         local: whether to lend the newest version, in memory, to every `Subscriber` of the same host and user, which
-            then has it before it is durable. This keeps the weights once more in host memory, and at most twice more
-            while readers are slow. Ranks of a spread model each lend what they hold; readers on the host of all of
-            them put it together.
+            then can pull it before it is durable. This needs another copy of the weights in host memory, and up to two
+            more while readers are slow. Each rank of a spread model lends its slices, and readers on the same host as
+            all ranks join them.
 
-    Raises ValueError for `local` on a system that has no memory for it, which is any but Linux.
+    Raises ValueError for `local` on systems other than Linux.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class Publisher:
         *,
         guard: Any = None,
     ) -> SaveHandle:
-        """Publish the weights as a version. Returns a handle at once; the weights may change then.
+        """Publish the weights as a version. Returns a handle at once, and the weights may change from then on.
 
             handle = publisher.publish(model, version=step)
 
-        Names are those of `export_hf`. A snapshot is not copied again. Versions are published in the order of the
-        calls. `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
+        Names are as in `export_hf`. A snapshot is not copied again. Versions are published in the order of the calls.
+        `handle.result()` is the report; its `step` is the version, and its `num_bytes` is the number of bytes written.
 
         Args:
             state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
@@ -156,15 +156,15 @@ class Publisher:
             config_folder: as for `export_hf`; its files are in anchors only.
             guard: as for `save`.
 
-        Of a model with a LoRA adapter, the adapter is published, in the files that PEFT writes. Of a quantised model,
-        weights and scales are as in its checkpoints.
+        If the model has a LoRA adapter, only the adapter is published, in the files that PEFT writes. The weights and
+        scales of a quantised model are published as in its checkpoints.
 
-        Raises UnsupportedStateError for a model that cannot be published, such as one of several active adapters, or
-        one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
+        Raises UnsupportedStateError for a model that cannot be published, such as a model with several active adapters,
+        or one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
         raises StepExistsError or StepBehindError for a version that is not newer, StateMismatchError for another model
         or adapter than before, ClosedError if another publisher has taken the root, PeerFailedError if rank 0 has not
-        made the same call or has failed in it, MemoryError, StorageFullError and StorageUnavailableError. The versions
-        published before stay as they were then, and the next delta is against them.
+        made the same call or has failed in it, MemoryError, StorageFullError and StorageUnavailableError. After a
+        failure the earlier versions are unchanged, and the next delta is against one of them.
         """
         self._refuse_if_forked()
         if self._is_closed:
@@ -208,7 +208,7 @@ class Publisher:
                 spans=spans,
             )
             handle = publication.begin()
-        except BaseException as error:  # the other ranks learn of it
+        except BaseException as error:  # reported to the other ranks
             if call is not None:
                 call.fail(error)
             elif not hf_weights.Weights.looks_whole(state_or_snapshot):
@@ -223,13 +223,13 @@ class Publisher:
 
     @cached_property
     def _channel(self) -> rendezvous.Channel:
-        """The calls of all ranks that publish one model here; each rank makes its publishers in the same order."""
+        """The channel for the calls of all ranks. Each rank must create its publishers in the same order."""
         root = self._root.locate("")
         key = hashlib.blake2b(f"{root}/{next(_publisher_numbers(root))}".encode(), digest_size=8).hexdigest()
         return rendezvous.Channel(f"publish/{key}", _ADVICE)
 
     def _get_series(self, *, spread: bool) -> VersionSeries:
-        """The series of versions; the first publication makes it, on whichever thread."""
+        """The series of versions, created by the first publication on any thread."""
         with self._lock:
             if self._series is None:
                 self._series = self._new_series(channel=self._channel if spread else None, offer=self._offer)
@@ -239,13 +239,12 @@ class Publisher:
         """Wait until a `Subscriber` can pull a version of this publisher.
 
             publisher.publish(model, version=step)
-            publisher.wait_readable(step)  # then tell the engines
+            publisher.wait_readable(step)  # then notify the engines
 
-        With `local=True` that is when the version lies in memory, and perhaps not yet at the root; otherwise when it is
-        durable. If the model is spread over ranks, that is when it is so on all of them, for which they have half an
-        hour if there is no timeout. `timeout` is in seconds. Raises TimeoutError, the error of a version that has
-        failed, PeerFailedError if it has failed on another rank, and NotCommittedError for one that was never
-        published.
+        With `local=True`, a version can be pulled as soon as it is lent in memory, and otherwise when it is durable. If
+        the model is spread over ranks, this waits until that is true on all ranks, for half an hour by default.
+        `timeout` is in seconds. Raises TimeoutError, the error of a version that has failed, PeerFailedError if it has
+        failed on another rank, and NotCommittedError for a version that was never published.
         """
         self._refuse_if_forked()
         found = next((one for one in reversed(self._pending) if one.version == version), None)
@@ -278,11 +277,11 @@ class Publisher:
         return [*RootVersions(self._place).sizes()]
 
     def close(self) -> None:
-        """Wait for the publications under way, and give the memory back. May be called again.
+        """Wait for running publications, and free the memory. May be called again.
 
         publisher.close()  # leaving the `with` block does it
 
-        Errors are in the handles.
+        Errors are raised by the handles only.
         """
         if os.getpid() != self._pid:
             return  # it belongs to the parent process
@@ -315,7 +314,7 @@ class Publisher:
 
 
 def _config_files(folder: Path) -> dict[str, bytes]:
-    """The small files to publish with the weights. Raises ValueError for a name that not every place can have."""
+    """The small files to publish with the weights. Raises ValueError for a name that some places cannot store."""
     files = hf_weights.files_of(folder)
     for name in files:
         if not stays_inside(name) or not name.isprintable():

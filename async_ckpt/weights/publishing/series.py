@@ -1,10 +1,10 @@
-"""The state that one publication leaves to the next: the versions at the root, its owner, and the base of deltas.
+"""The state kept between publications: the versions at the root, its owner, and the base of deltas.
 
 In: the number and the structure of a new version. Out: whether it may be added, and the deletion of versions that it
 replaces or makes unnecessary.
 Knows nothing of: how versions are written.
 
-Nothing here changes before the change that it records is durable.
+A change is recorded here only after it is durable.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WHOM: Final = "rank 0 to publish; all ranks publish a sharded model, at the sam
 class VersionSeries:
     """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in its folder.
 
-    Made by a `Publisher` at its first publication, and closed by it. Only the publication whose turn it is uses it,
-    on helper threads.
+    A `Publisher` creates it at its first publication, and closes it. Only the publication whose turn it is uses it, on
+    helper threads.
     """
 
     def __init__(
@@ -49,33 +49,33 @@ class VersionSeries:
         channel: rendezvous.Channel | None = None,
         offer: MemoryOffer | None = None,
     ) -> None:
-        """Begin a series at the root `place`; `channel` is of the ranks of a spread model.
+        """Begin a series at the root `place`. `channel` connects the ranks of a spread model.
 
-        Versions are lent in memory, too, if there is an `offer`.
+        With an `offer`, versions are also lent in memory.
         """
         self.channel, self.offer = channel, offer
         rank, self.num_ranks = (0, 0) if channel is None else (channel.world.rank, channel.world.size)
-        self._is_first = not rank  # which deletes versions of other worlds, too
-        self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
+        self._is_first = not rank  # rank 0 also deletes versions of other worlds
+        self.is_clean = False  # no unfinished attempts are left, of this publisher or of earlier ones
         self._keep, self._retires, self._root = keep, retires, RootVersions(place)
         self.versions = self._root.of_rank(rank, self.num_ranks)
         self.storage = self.versions.storage
-        # Rank 0 knows the token of the channel without waiting. As the token at the root it leads readers to all ranks.
+        # Rank 0 has the channel's token without waiting. It is also the root's, by which readers find all ranks' loans.
         of_all = None
         if channel is not None and self._is_first:
             of_all = Ownership(self._root.storage, token=channel.token(lambda: None, _WHOM))
         self.ownership = Ownership(self.storage, also=of_all)
         self.base = DeltaBase(deltas)
-        self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
-        self._newest_other: int | None = None  # in other series at the root; None before it was looked up
-        self._version = 0  # the last one that was checked
-        self._replaced: list[Versions] = []  # the series in which it replaces versions
+        self._newest: VersionIndex | None = None  # number, structure and adapter of the newest version added
+        self._newest_other: int | None = None  # the newest version of other worlds; None if not looked up yet
+        self._version = 0  # the last version that was checked
+        self._replaced: list[Versions] = []  # where that version replaces versions
         self._has_replaced = False  # versions were deleted, and the new one is not durable yet
 
     def prepare(self, version: int, structure: str, adapter: Mapping[str, str], check: Callable[[], None]) -> None:
         """Check that a version may be added, and take the root for it.
 
-        It sends requests to the storage; `check` may end a wait by raising.
+        Sends requests to the storage. `check` may end a wait by raising.
         """
         root = self.versions.root
         self.storage.prove(for_run=True)
@@ -86,7 +86,7 @@ class VersionSeries:
         before = self._newest or self._newest_published(existing)
         if before is not None:
             _refuse_other_model(root, before, structure, adapter)
-        if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
+        if not self.ownership.is_taken:  # only now, since a refused publisher must not take the root
             self.ownership.take()
             self.storage.sweep_uploads()
         if not self.is_clean:
@@ -100,18 +100,18 @@ class VersionSeries:
             )
 
     def loan_name(self, check: Callable[[], None]) -> str:
-        """The name by which versions are lent; ranks other than 0 wait for rank 0."""
+        """The name under which versions are lent. Ranks other than 0 wait for rank 0."""
         if self.channel is None:
             return self.ownership.token
         return loan_of_rank(self.channel.token(check, _WHOM), self.channel.world.rank)
 
     def name_of(self, call: rendezvous.RankCall, check: Callable[[], None]) -> str:
-        """The name that all ranks give to the version of one call. Waits for rank 0, and raises PeerFailedError."""
+        """The common name of one call on all ranks. Waits for rank 0, and raises PeerFailedError."""
         assert self.channel is not None
         return f"{self.channel.token(check, _WHOM)}-{call.wait_named(check)}"
 
     def _newest_published(self, existing: list[int]) -> VersionIndex | None:
-        """The newest index that can be read; None if there is none."""
+        """The newest index that can be read; None if no index can."""
         for number in reversed(existing):
             try:
                 return self.versions.read(number)
@@ -120,16 +120,16 @@ class VersionSeries:
         return None
 
     def published(self, index: VersionIndex) -> None:
-        """Take note of a version that has become durable."""
+        """Record that a version has become durable."""
         self._newest = VersionIndex(index.version, {}, structure=index.structure, adapter=index.adapter)
         if self._has_replaced:
             self._has_replaced = False
             mark_replaced(self._root.storage)
 
-    # --- versions that a new one replaces, when a training goes on from an earlier checkpoint ----------------------
+    # --- versions that a new one replaces, when a training continues from an earlier checkpoint -------------------
 
     def _find_replaced(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
-        """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
+        """Find where a new version replaces others. Raises StepExistsError or StepBehindError if it may not."""
         if self._newest_other is None:
             self._newest_other = self._root.newest_of_other_worlds(self.num_ranks)
         self._version, self._replaced = version, []
@@ -157,9 +157,9 @@ class VersionSeries:
         )
 
     def _newest_of_all(self, above: list[int], check: Callable[[], None]) -> int:
-        """The newest version that a reader can have, now or once all ranks have published it.
+        """The newest version that a reader can pull, now or after all ranks have published it.
 
-        A version that some ranks never published, because they were killed, does not count.
+        A version that killed ranks never published does not count.
         """
         whole = self._root.sizes()
         if self.channel is None:
@@ -169,9 +169,9 @@ class VersionSeries:
         return max([-1, *whole, *alive])
 
     def delete_replaced(self) -> None:
-        """Delete the versions that the checked one replaces, and have readers look again, now and once it is durable.
+        """Delete the versions that the checked one replaces, which exist only with on_rollback="retire".
 
-        There are some only under on_rollback="retire"; otherwise they are an error.
+        Readers are notified by marks at the root, now and when the new version is durable.
         """
         for versions in self._replaced if self._is_first else self._replaced[:1]:
             numbers = [number for number in versions.numbers() if number >= self._version]
@@ -184,10 +184,10 @@ class VersionSeries:
     # --- retention ------------------------------------------------------------------------------------------------
 
     def retain(self) -> None:
-        """Delete the versions that are not among the newest, and that none of these needs."""
+        """Delete the versions that are not among the newest, and that the newest are not built on."""
         if self._keep is None:
             return
-        # Other ranks may still fail to publish a version of this rank, so only whole versions are counted.
+        # Other ranks may still fail to publish a version of this rank, so only complete versions are counted.
         counted = [*self._root.sizes()]
         if not counted:
             return
@@ -200,7 +200,7 @@ class VersionSeries:
 
 
 def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter: Mapping[str, str]) -> None:
-    """Raises StateMismatchError for weights that readers cannot apply to those of a version, or not use like them."""
+    """Raises StateMismatchError for weights of another structure, or of an adapter with another config, than before."""
     if before.structure not in ("", structure):
         raise StateMismatchError(
             f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
@@ -217,9 +217,9 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
 
 
 def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:
-    """Delete the versions before `oldest` that no newer version needs. Returns the versions that are left.
+    """Delete the versions before `oldest` that no newer version is built on. Returns the remaining versions.
 
-    Raises ClosedError if another publisher takes the root meanwhile: it may publish the same numbers again.
+    Raises ClosedError if another publisher takes the root meanwhile, since it may publish the same numbers again.
     """
     existing = versions.numbers()
     needed = versions.needed_by([number for number in existing if number >= oldest])

@@ -1,6 +1,6 @@
-"""`Subscriber`: the weights of a version, in a folder that engines load or in a module.
+"""`Subscriber`: pulls the weights of a version into a folder that engines load, or into a module.
 
-In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: publishers, engines.
+In: a root with versions. Out: a folder or a module with one of them. Knows nothing of: publishers, engines.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Subscriber:
 
     It needs only the files: a process that starts late, or was killed, has the newest weights after one `pull`.
     It writes nothing at the root. If the publisher lends its newest version to processes of this host and user
-    (`local=True`), the version is taken from there, and otherwise from the root.
+    (`local=True`), a pull reads the version from that memory, and otherwise from the root.
 
     Args:
         root: where the versions are: a path, a URL or a Place.
-        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that
-            is not published there, such as slime's. A pull that finds no anchor begins with this model. It must not
-            change.
+        base: a Hugging Face folder on this machine, for a root whose first version is a delta against a model that
+            is not published there, such as slime's. A pull that finds no anchor begins with this model. The folder must
+            not change.
 
     Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
@@ -69,14 +69,14 @@ class Subscriber:
         model = None if base is None else BaseModel(places.local_place(base).absolute())
         self._root = RootVersions(place, model)
         self._versions = self._root.of_rank(0, 0)  # of a whole model
-        self._sizes: dict[int, int] = {}  # of the world that has published it, by version; 0 for a whole model
-        self._held: list[MemoryReplica] = []  # the slices of each rank of the world that was pulled from last
-        self._read: set[int] = set()  # the versions that the pull under way reads
+        self._sizes: dict[int, int] = {}  # by version, of the world that published it; 0 for a whole model
+        self._held: list[MemoryReplica] = []  # the slices of each rank, from the last pull of a spread model
+        self._read: set[int] = set()  # the versions that the running pull reads
         self._crew = new_crew()
         self._closed = threading.Event()
         # Host memory of each module that was pulled into; used by one `pull` at a time.
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
-        self._memory = PublisherMemory()  # of a publisher; one `pull` at a time borrows from it
+        self._memory = PublisherMemory()  # one `pull` at a time borrows from it
         self._pulling = threading.Lock()
         self._pid = os.getpid()
 
@@ -89,29 +89,29 @@ class Subscriber:
         return self._versions.root
 
     def versions(self) -> list[int]:
-        """The versions that are whole, ascending.
+        """The complete versions, ascending.
 
         subscriber.versions()  # [100, 101, 102]
         """
         self._refuse_if_closed()
         numbers = self._numbers()
         lent = self._lent(numbers)
-        # A version that is lent is the publisher's newest; those above it are about to be replaced.
+        # A lent version is the publisher's newest. Versions with higher numbers are about to be replaced.
         return numbers if lent is None else [*(number for number in numbers if number < lent[0]), lent[0]]
 
     def _lent(self, numbers: list[int]) -> tuple[int, str] | None:
-        """The version that is the newest because it is lent in memory, with its identity; None if there is none.
+        """The lent version and its identity, if it is the newest; None if no version is lent.
 
-        `numbers` are those at the root, which has just been listed.
+        `numbers` are the versions in a listing of the root that was just made.
         """
         lent = self._memory.newest(self._versions.owner_token(), max(numbers, default=None))
         if lent is None and self._pulling.acquire(blocking=False):
-            self._memory.drop()  # of a publisher that has ended
+            self._memory.drop()  # the publisher has ended
             self._pulling.release()
         return lent
 
     def _numbers(self) -> list[int]:
-        """The versions that are whole: one listing, one of each world of ranks, and a request for each new version."""
+        """The complete versions. Lists the root and each world of ranks, and sends a request for each new version."""
         names = self._versions.storage.names("")
         if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
             raise NotAFolderError(f"{self._versions.root} is a file; give the folder with the versions")
@@ -130,7 +130,7 @@ class Subscriber:
 
             subscriber.newest()  # (102, '1f0e…')
 
-        The identity differs if a version is published again with other weights. It is empty if the version cannot be
+        The identity changes if a version is published again with other weights. It is empty if the version cannot be
         read. The root is listed once, and once more for each world of ranks that has published there.
         """
         self._refuse_if_closed()
@@ -144,27 +144,27 @@ class Subscriber:
         return numbers[-1], self._identity(numbers[-1])
 
     def pull(self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None = None) -> PullReport:
-        """Bring a folder or a module to a version, and return what that took.
+        """Bring a folder or a module to a version, and return a report.
 
             report = subscriber.pull("/local/model")
             model = AutoModelForCausalLM.from_pretrained("/local/model")
 
-        If the target holds an earlier version, only the deltas after that are read, and applied in place, in their
-        order. Otherwise the pull begins with the newest anchor up to the version. Every tensor is compared with its
-        checksum. After an error, even at the last tensor, the target has its weights of before, or those of a version
-        on the way. If a pull into a folder was killed, or its weights were damaged, the next one begins with an
-        anchor.
+        If the target has an earlier version, only the deltas after that version are read, and applied in place, in
+        order. Otherwise the pull begins with the newest anchor up to the wanted version. Every tensor is compared with
+        its checksum. After an error, even at the last tensor, the target has its previous weights, or those of a
+        version between them and the wanted one. If a pull into a folder was killed, or its weights were damaged, the
+        next pull begins with an anchor.
 
         Args:
             into: a folder on this machine that is new, empty, or filled by an earlier pull. Pulls of several
-                processes into it take turns. Files that you put there later stay. Or a module: its parameters and
-                buffers get the new bytes once all of them are read and compared, which takes the size of the weights
-                in host memory.
+                processes into it take turns. Files that you add later stay. Or a module: its parameters and
+                buffers get the new bytes after all of them are read and compared, which needs host memory of the size
+                of the weights.
             version: by default the newest.
 
-        The folder is an ordinary one of Hugging Face. Do not use its files by memory maps during a pull: they change.
+        The folder is an ordinary Hugging Face folder. Do not map its files to memory during a pull: they change.
 
-        Raises NotCommittedError if there is no such version, or if one on the way to it is missing;
+        Raises NotCommittedError if there is no such version, or if a version that it is built on is missing;
         CorruptCheckpointError for damaged files; StateMismatchError for another model; UnsupportedStateError for a
         module with tensors that cannot be filled in place; FileExistsError for a folder with other files;
         MemoryError, StorageUnavailableError and StorageFullError.
@@ -180,7 +180,7 @@ class Subscriber:
         if not self._pulling.acquire(blocking=False):
             raise UsageError("another pull of this Subscriber is under way; use one for each thread")
         try:
-            # Independent of the caller's mode: our tensors are plain ones on the host.
+            # Independent of the caller's mode and default device: our tensors are plain host tensors.
             with torch.inference_mode(False), torch.device("cpu"):
                 lent = self._pull_lent(into, number)
                 target, result = lent or self._pull_newest(into, number)
@@ -192,7 +192,7 @@ class Subscriber:
         )
 
     def _pull_lent(self, into: _Into, number: int | None) -> tuple[int, PullResult] | None:
-        """Take a version from the memory of its publisher; None if it is not there."""
+        """Pull a version from the memory of its publisher; None if it is not lent."""
         with self._memory.borrowed(self._versions.owner_token(fresh=True), number) as found:
             if found is None:
                 return None
@@ -203,7 +203,7 @@ class Subscriber:
                 return None
 
     def _take(self, into: _Into, version: BorrowedVersion | VersionOfRanks) -> PullResult:
-        """Read a version, and replace the weights of the target by it, whatever it had."""
+        """Read a version, and replace the weights of the target by it, whatever version the target has."""
         if isinstance(into, torch.nn.Module):
             source = self._describe(version.number)
             refuse_misfit(into, version.kinds, version.adapter, source)
@@ -220,7 +220,7 @@ class Subscriber:
         return result._replace(num_bytes=result.num_bytes + sum(map(len, files.values())))
 
     def _pull_newest(self, into: _Into, number: int | None) -> tuple[int, PullResult]:
-        """Pull a version, and start again if versions that it read were replaced meanwhile."""
+        """Pull a version from the root, and start again if versions that it read were replaced meanwhile."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
             size = self._sizes.get(target, 0)
@@ -259,17 +259,17 @@ class Subscriber:
         return result
 
     def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
-        """Note which versions of the root this pull reads; the base model is not one of them."""
+        """Record which versions at the root this pull reads. The base model is not one of them."""
         self._read |= {index.version for index in chain if not self._versions.is_base(index)}
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
-        """Yield the newest version, and each newer one as it comes, until `close`.
+        """Yield the newest version, and then each newer version when it is published, until `close`.
 
             for version in subscriber.watch():
                 subscriber.pull(model, version)
 
-        Versions that are older than the newest when it looks are left out. After a rollback it yields a lower one.
-        One poll lists the root once, and once more for each world of ranks that has published there.
+        If several versions were published between two polls, only the newest is yielded. After a rollback it yields a
+        lower number. Each poll lists the root once, and once more for each world of ranks that has published there.
 
         Args:
             poll_seconds: the time between two polls.
@@ -282,7 +282,7 @@ class Subscriber:
     def _watch(self, poll_seconds: float) -> Iterator[int]:
         seen: tuple[int, str] | None = None
         while not self._closed.is_set():
-            # A lower number, or the same with other weights, counts as well: the training went back to a checkpoint.
+            # A lower number, or the same number with other weights, counts as well: the training was rolled back.
             current = self._newest()
             if current is not None and current != seen:
                 seen = current
@@ -291,14 +291,14 @@ class Subscriber:
                 self._closed.wait(poll_seconds)
 
     def _identity(self, version: int) -> str:
-        """The identity of a version's weights, from the cache if the version is known; empty if it cannot be read."""
+        """The identity of a version's weights, from the cache if possible; empty if the version cannot be read."""
         try:
             return self._root.identity(version)
         except CheckpointError:
             return ""
 
     def close(self) -> None:
-        """End every `watch`, and give the memory back. May be called again, from any thread.
+        """End every `watch`, and free the memory. May be called again, from any thread.
 
         subscriber.close()
         """

@@ -1,6 +1,6 @@
-"""The soundness of all versions at a root, of whole models and of ranks.
+"""Checks whether the versions at a root are sound, both of whole models and of ranks.
 
-In: a root. Out: for each version whether it can be had, with the error if it cannot; and a report on all that is there.
+In: a root. Out: for each version, whether it can be restored, or its error; and a report on the whole root.
 Knows nothing of: engines.
 """
 
@@ -28,10 +28,10 @@ from .versions import Versions
 
 
 def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = None) -> VerifyReport:
-    """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
+    """Verify the versions at a root, and also a run or checkpoint at the same place.
 
-    Raises CorruptCheckpointError after all of it was read, FormatVersionError, and NotCommittedError if nothing there
-    is whole.
+    Raises CorruptCheckpointError after everything was read, FormatVersionError, and NotCommittedError if nothing there
+    is complete.
     """
     reports: list[VerifyReport] = []
     errors: list[CheckpointError] = []
@@ -49,7 +49,7 @@ def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = 
         except Exception as error:
             if not errors:
                 raise
-            errors[0].add_note(str(error))  # what was found before is not lost
+            errors[0].add_note(str(error))  # raised below, since it was found first
     if errors:
         first, *others = sorted(errors, key=lambda error: not isinstance(error, CorruptCheckpointError))
         for other in others:
@@ -73,7 +73,7 @@ def verify_root(path: places.Anywhere, *, base: str | os.PathLike[str] | None = 
 
 
 def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None) -> VerifyReport:
-    """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
+    """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is complete."""
     begin, root = timing.monotonic(), place.storage().locate("")
     checked = check_versions(place, base=None if base is None else places.local_place(base))
     if checked.damaged:
@@ -91,15 +91,15 @@ def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None) -> Ve
 
 
 def has_versions(names: Iterable[str]) -> bool:
-    """Whether these names at a root are those of versions, or of the ranks that publish some."""
+    """Whether the names at a root include versions, or folders of ranks that publish versions."""
     listed = list(names)
     return any(version_of(name) is not None for name in listed) or len(worlds_in(listed)) > 1
 
 
 class VersionCheck(NamedTuple):
-    """A version that was checked, at the root of all or in the folder of a rank, and its error if it is not sound.
+    """A checked version, at the root or in the folder of a rank, with its error if it is not sound.
 
-    `kind` is "anchor", "delta" or, if its index cannot be read, "damaged". `num_bytes` are those of its files.
+    `kind` is "anchor", "delta" or, if the index cannot be read, "damaged". `num_bytes` is the total size of its files.
     """
 
     version: int
@@ -110,8 +110,8 @@ class VersionCheck(NamedTuple):
 
 
 class CheckedVersions(NamedTuple):
-    """All versions at a root that were checked, and their numbers, ascending: sound and damaged ones, and those that
-    not all ranks have published, which do not exist for readers.
+    """The checked versions at a root, and the numbers, ascending, of sound, damaged and partial versions. Readers do
+    not see a partial version, which not all ranks have published.
     """
 
     checks: list[VersionCheck]
@@ -128,13 +128,13 @@ class CheckedVersions(NamedTuple):
 def check_versions(
     place: Place, *, base: Path | None = None, on_check: Callable[[VersionCheck], None] = lambda _: None
 ) -> CheckedVersions:
-    """Check all versions at a root, and those of the ranks that publish slices there. `on_check` is called with each.
+    """Check all versions at a root, including those in the folders of ranks. `on_check` is called after each check.
 
-    Each is applied to a temporary folder, in ascending order, so that every checksum is compared and each delta is
-    applied once. A version that is built on a damaged one cannot be had either, up to the next anchor. The folder
-    gets as many bytes as the model has, and for anchors twice as many.
+    The versions are applied to a temporary folder, in ascending order, so that every checksum is compared and each
+    delta is applied once. A damaged version makes all versions up to the next anchor damaged. The folder needs as many
+    bytes as the model has, and twice as many while an anchor is written.
 
-    `base` is the folder of a base model that is not published. Raises NotCommittedError if no version is whole,
+    `base` is the folder of a base model that is not published. Raises NotCommittedError if no version is complete,
     StorageUnavailableError and StorageFullError.
     """
     whole = RootVersions(place).sizes().keys()
@@ -149,7 +149,7 @@ def check_versions(
     if not (existing or damaged):
         root = place.storage().locate("")
         raise NotCommittedError(f"{root}: no version there is sound", path=root, step=None)
-    incomplete = found - existing - damaged - RootVersions(place).sizes().keys()  # some are completed meanwhile
+    incomplete = found - existing - damaged - RootVersions(place).sizes().keys()  # other ranks may have completed some
     numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, incomplete))
     return CheckedVersions(checks, *numbers)
 
@@ -165,7 +165,7 @@ def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[Ve
         for version, size in root.sizes(names).items():
             try:
                 if size:
-                    VersionOfRanks(root, version, size)  # which raises
+                    VersionOfRanks(root, version, size)  # raises
             except (CorruptCheckpointError, NotCommittedError) as error:
                 yield VersionCheck(version, "", "damaged", 0, error)
     finally:
@@ -189,7 +189,7 @@ def _checks_at(folder: str, versions: Versions, scratch: Path, crew: threads.Cre
                 update_replica(replica, versions, number, crew)
         except (CorruptCheckpointError, NotCommittedError) as caught:
             if number not in versions.numbers():
-                continue  # retention was faster
+                continue  # retention has deleted it meanwhile
             error = caught
             damaged.add(number)
         yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)

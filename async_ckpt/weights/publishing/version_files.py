@@ -1,7 +1,7 @@
 """The files of one version: the locations of its tensors, and their bytes.
 
-In: the index of a version, and a storage with its files. Out: tensors, frames, small files, each compared with its
-checksum.
+In: the index of a version, and a storage with its files. Out: tensors, frames and small files, compared with their
+checksums.
 Knows nothing of: other versions, replicas.
 """
 
@@ -34,10 +34,10 @@ _CHUNK_BYTES: Final = 4 * spec.MIB
 
 @dataclass(frozen=True, slots=True)
 class WeightsState:
-    """The state of held weights: which version they are; `checksums` are of all tensors, by name.
+    """The state of held weights: their version, and the checksums of all tensors by name.
 
-    `stamp` is the stamp of another program's index, by which the weights became the version; empty for a
-    Publisher's. If `is_marked`, another receiver has marked the weights as the version, and nothing else is known.
+    `stamp` is the stamp of the index by which they became the version, if another program wrote it; else empty.
+    If `is_marked`, another receiver has marked the weights as the version, and nothing else is known.
     """
 
     version: int
@@ -85,7 +85,7 @@ class VersionSource:
 
     @property
     def stamp(self) -> str:
-        """The stamp of its index, if nothing in the index identifies the weights; else empty."""
+        """The stamp of the index, if the index does not identify the weights; else empty."""
         return "" if self.index.identity else self.index.stamp
 
     def open(self, file: str) -> Reader:
@@ -103,9 +103,9 @@ class VersionSource:
             raise self.corrupt(file, f"it was cut off while it was read ({error})") from error
 
     def other_files(self) -> list[str]:
-        """Config, tokenizer and the like."""
+        """Config, tokenizer and other small files."""
         known = {*self.index.tensor_files, INDEX}
-        # Other writers do not list them in the index.
+        # Other writers do not list small files in the index.
         names = self.index.digests or self.storage.sizes(f"{self.folder}/{self.index.prefix}".rstrip("/"))
         return [name for name in names if name not in known and stays_inside(name)]
 
@@ -124,14 +124,14 @@ class VersionSource:
         return data.toreadonly()
 
     def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.HeaderTable, int]:
-        """The header of a file, and where its tensors begin. `data` is at least the header."""
+        """The header of a file, and the offset of its tensors. `data` includes the header."""
         try:
             return header_in(data, num_bytes, self.index.heads.get(file))
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
 
     def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.HeaderTable, int]:
-        """The header of a file, as above, without reading more than that."""
+        """The header of a file and the offset of its tensors. Reads only the header."""
         head = memoryview(bytearray(min(8, reader.num_bytes)))
         self.fill(reader, file, 0, head)
         if len(head) == 8 and int.from_bytes(head, "little") <= safetensors.MAX_HEADER_BYTES:
@@ -156,7 +156,7 @@ class VersionSource:
         return frames, num_bytes
 
     def frame_checksums(self) -> dict[str, str]:
-        """The checksums of the tensors that a delta changes; only headers are read."""
+        """The checksums of the tensors that a delta changes. Reads only headers."""
         checksums: dict[str, str] = {}
         for file in self.index.tensor_files:
             with self.open(file) as reader:
@@ -217,9 +217,9 @@ class VersionSource:
 
 
 def header_in(data: memoryview, num_bytes: int, digest: str | None = None) -> tuple[safetensors.HeaderTable, int]:
-    """The header that a safetensors file begins with, and where it ends.
+    """The header of a safetensors file, and its length.
 
-    Raises ValueError if it does not have this digest, or the tensors do not fill a file of this size without gaps.
+    Raises ValueError if it does not have this digest, or its tensors do not fill a file of `num_bytes` without gaps.
     """
     if not safetensors.begins(data):
         raise ValueError("it is not a safetensors file")
@@ -234,7 +234,7 @@ def _header_bytes(begin: memoryview) -> int:
 
 
 class Anchor:
-    """The weights of an anchor, to be read once, by a replica."""
+    """The weights of an anchor. A replica reads them once."""
 
     def __init__(self, source: VersionSource, crew: threads.Crew) -> None:
         self.source, self._crew = source, crew
@@ -252,8 +252,8 @@ class Anchor:
     def read(self, put: Callable[[str, int, memoryview], None]) -> WeightsState:
         """Read all tensors, and compare them with their checksums. Returns their state.
 
-        `put` is called on helper threads with a tensor, an offset in it, and the bytes there. A large tensor comes in
-        pieces, all from one thread.
+        `put` is called on helper threads with a tensor's name, an offset in the tensor, and the bytes at that offset. A
+        large tensor is passed in pieces, all from one thread.
         """
         checksums = dict.fromkeys(self.tensors, "")
         readers = {file: self.source.open(file) for file in self.source.index.tensor_files}
@@ -289,7 +289,7 @@ class Anchor:
         return WeightsState(self.source.index.version, identity, self.structure, checksums, self.source.stamp)
 
     def _runs(self) -> list[list[str]]:
-        """Groups of tensors that are read in one piece, since they lie beside each other; the largest first."""
+        """Groups of adjacent tensors, each group read in one piece, the largest tensors first."""
         runs: list[list[str]] = []
         room, file = 0, ""
         in_order = sorted(self.tensors.items(), key=lambda named: (named[1].file, named[1].begin, named[1].num_bytes))

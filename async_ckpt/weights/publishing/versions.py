@@ -1,9 +1,9 @@
-"""The versions at a root: which ones exist, their indices and chains, and which publisher may add one.
+"""The versions at a root: which ones exist, their indices and chains, and which publisher may add a version.
 
 In: a storage. Out: indices, chains of them from held weights to a wanted version. Knows nothing of: replicas.
 
-A version exists once its index does, which is written last. A delta's base is an earlier version; a chain ends at an
-anchor.
+The index of a version is written last, and the version exists from then on. The base of a delta is an earlier version.
+Following the bases leads to an anchor.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .base_model import BaseModel
 from .folder_notes import SINGLE
 from .version_files import VersionSource, WeightsState
 
-# The publisher that wrote this file last is the one that may add versions.
+# Only the publisher that wrote this file last may add versions.
 _OWNER: Final = "publisher.json"
-# Of scratch folders on a disk.
+# The prefix of scratch folders on a disk.
 UNFINISHED_VERSION: Final = "weight_v"
-# Earlier releases listed here the folders in a store that they were about to fill or to delete.
+# Earlier releases listed in these files the folders in a store that they were about to fill or to delete.
 _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
-# A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the
-# root and sees another mark than before discards what it has cached.
+# A publisher that replaces versions writes a new mark to the root and deletes older marks. A reader discards its cache
+# when it finds another mark than before in a listing.
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 
 
@@ -53,28 +53,28 @@ class _CachedIndex(NamedTuple):
 
 
 def marks_in(names: Iterable[str]) -> frozenset[str]:
-    """The marks of replaced versions among the names in a root."""
+    """The marks of replaced versions among the names at a root."""
     return frozenset(filter(_MARK.fullmatch, names))
 
 
 def mark_replaced(root: Storage) -> None:
-    """Make readers discard what they have cached of this root."""
+    """Make readers discard their caches of this root."""
     older = marks_in(root.names(""))
     root.put_new(f"replaced.{os.urandom(8).hex()}.json", b"{}\n")
     root.delete_many(sorted(older))
 
 
 class Versions:
-    """The versions at one root, with a cache of their indices. Any thread may call it.
+    """The versions at one root, with a cache of their indices. Thread-safe.
 
-    `base` stands for the base of the oldest version, if that is a delta against a model that was not published.
+    `base` is the base of the oldest version, if that version is a delta against a model that was not published.
     """
 
     def __init__(self, storage: Storage, base: BaseModel | None = None) -> None:
         self.storage, self.base = storage, base
         self._known: dict[int, _CachedIndex] = {}  # by version; under _lock
         self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
-        self._owner_token: str | None = None  # of the publisher of that time; under _lock
+        self._owner_token: str | None = None  # of the publisher at that time; under _lock
         self._lock = threading.Lock()
 
     @property
@@ -82,9 +82,9 @@ class Versions:
         return self.storage.locate("")
 
     def numbers(self, names: Iterable[str] | None = None) -> list[int]:
-        """The versions that are whole, ascending.
+        """The complete versions, ascending.
 
-        It takes one listing, unless the names at the root are given, and a request for each version not seen before.
+        Sends one listing, unless the names at the root are given, and a request for each version not seen before.
         """
         listed = [*(self.storage.names("") if names is None else names)]
         folders = {number for name in listed if (number := version_of(name)) is not None}
@@ -94,15 +94,15 @@ class Versions:
             self._owner_token = self._owner_token if before == self._marks and self.storage.remote else None
             self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
             known = set(self._known)
-        asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
-        seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
-        bare = {number for number in {*asked.values()} - seen if self._version_without_index(number) is not None}
+        requested = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
+        seen = {requested[path] for path in (self.storage.existing(list(requested)) if requested else ())}
+        bare = {number for number in {*requested.values()} - seen if self._version_without_index(number) is not None}
         return sorted(known | seen | bare)
 
     def _version_without_index(self, number: int) -> VersionIndex | None:
-        """The index made for a version of one file that another program published without one; None if there is none.
+        """An index for a version that another program published as one file without an index; None without such a file.
 
-        Only on a disk, where folders are renamed into place: in a store, only the index says that a version is whole.
+        Always None in a store, where only an index shows that a version is complete. On a disk, folders are renamed.
         """
         if self.storage.remote or not _admits(self.storage, number, b""):
             return None
@@ -115,10 +115,10 @@ class Versions:
     def read(
         self, number: int, *, wanted_by: str = "", fresh: bool = False, others: Collection[int] = ()
     ) -> VersionIndex:
-        """The index of a version. Raises NotCommittedError if there is none, and CorruptCheckpointError.
+        """The index of a version. Raises NotCommittedError if it does not exist, and CorruptCheckpointError.
 
-        A cached index is used, unless it is to be `fresh`: the root may have been emptied and begun again. `others` are
-        versions at the root that are not of one file, for the message.
+        With `fresh`, the cache is not used, because the root may have been emptied and filled again. `others` are more
+        versions at the root to name in the message.
         """
         with self._lock:
             known = None if fresh else self._known.get(number)
@@ -155,14 +155,14 @@ class Versions:
         return index
 
     def bytes_of(self, number: int) -> bytes:
-        """The bytes of an index; none if there is no index."""
+        """The bytes of an index; empty if it does not exist."""
         try:
             return self.storage.read(f"{folder_of(number)}/{INDEX}")[0]
         except FileNotFoundError:
             return b""
 
     def _stamp(self, number: int, file: str = INDEX) -> object:
-        """The identity of a file on a disk; None in a store, where marks at the root tell of changes."""
+        """The identity of a file on a disk; None in a store, where marks at the root show changes."""
         if self.storage.remote:
             return None
         with suppress(OSError):
@@ -184,7 +184,7 @@ class Versions:
         return False
 
     def read_or_base(self, number: int, *, wanted_by: str = "", fresh: bool = True) -> VersionIndex:
-        """The index of a version, or of the base model, which stands for all older ones. Raises as `read` does."""
+        """The index of a version. Versions older than all at the root are the base model. Raises as `read` does."""
         try:
             return self.read(number, wanted_by=wanted_by, fresh=fresh)
         except NotCommittedError:
@@ -193,19 +193,19 @@ class Versions:
             return self.base.index(number)
 
     def is_base(self, index: VersionIndex) -> bool:
-        """Whether this index is that of the base model."""
+        """Whether this is the index of the base model."""
         return self.base is not None and self.base.is_source_of(index)
 
     def source(self, index: VersionIndex) -> VersionSource:
-        """The files of the version, or of the base model, that an index belongs to."""
+        """The files of the version, or of the base model, that an index describes."""
         if self.base is not None and self.is_base(index):
             return self.base.source(index)
         return VersionSource(self.storage, index)
 
     def chain(self, target: int, state: WeightsState | None) -> list[VersionIndex]:
-        """The versions to apply, in this order, to get from `state` to a version. Empty if it has that already.
+        """The versions to apply, in order, to get from `state` to `target`. Empty if `state` is that version already.
 
-        Without a state, the chain begins with an anchor. Raises NotCommittedError where a version is missing, and
+        Without a state, the chain begins with an anchor. Raises NotCommittedError if a version is missing, and
         CorruptCheckpointError.
         """
         chain: list[VersionIndex] = []
@@ -222,9 +222,9 @@ class Versions:
         return chain[::-1]
 
     def owner_token(self, *, fresh: bool = False) -> str:
-        """The token of the publisher that has the root; empty if none has.
+        """The token of the publisher that owns the root; empty if no publisher does.
 
-        In a store it is remembered until a listing shows that another publisher has come, unless it is to be `fresh`.
+        In a store it is cached until a listing shows another publisher. With `fresh`, the cache is not used.
         """
         with self._lock:
             known = None if fresh else self._owner_token
@@ -234,12 +234,12 @@ class Versions:
         return token
 
     def is_complete(self, number: int) -> bool:
-        """Whether a version exists, and all versions that it is built on."""
+        """Whether a version and all versions that it is built on exist."""
         existing = self.numbers()
         return all(at in existing and index is not None for at, index in self._built_on(number))
 
     def _built_on(self, number: int) -> Iterator[tuple[int, VersionIndex | None]]:
-        """A version, and those that it is built on, down to an anchor, or to an index that cannot be read: None."""
+        """A version and its bases, with their indices, down to an anchor, or with None at an unreadable index."""
         at: int | None = number
         while at is not None:
             index = self._read_if_sound(at)
@@ -247,17 +247,17 @@ class Versions:
             at = None if index is None else index.base
 
     def is_ours(self, number: int) -> bool:
-        """Whether a Publisher has made this version, as far as its index tells."""
+        """Whether a Publisher has made this version, according to its index."""
         index = self._read_if_sound(number)
         return index is not None and bool(index.identity)
 
     def start_of(self, number: int) -> str:
-        """The start of all ranks in which a version was published; empty if its index does not say."""
+        """The start of all ranks in which a version was published; empty if its index does not contain it."""
         index = self._read_if_sound(number)
         return "" if index is None else index.slices.start
 
     def _read_if_sound(self, number: int) -> VersionIndex | None:
-        """The index of a version; None if there is none that can be read."""
+        """The index of a version; None if it cannot be read."""
         try:
             return self.read(number)
         except CheckpointError:
@@ -274,10 +274,10 @@ class Versions:
         return needed
 
     def delete(self, numbers: Sequence[int], check: Callable[[], None]) -> None:
-        """Delete versions, the newest first, since older ones are their bases.
+        """Delete versions, the newest first, because they are built on older ones.
 
-        On a disk a folder vanishes at once; in a store its index goes first, so that nobody takes the rest for a
-        version. `check` raises if the publisher may not delete any more.
+        On a disk, a folder is removed by one rename. In a store, its index is deleted first, so that no reader takes
+        the remaining files for a version. `check` raises if the publisher may no longer delete.
         """
         for number in sorted(numbers, reverse=True):
             with self._lock:
@@ -291,7 +291,7 @@ class Versions:
 
     @staticmethod
     def _remove_folder(root: Path, name: str) -> None:
-        """Rename a folder first, to a name that the next publisher sweeps if this process is killed."""
+        """Delete a folder, after renaming it so that the next publisher deletes it if this process is killed."""
         with (
             scratches.Scratch(root, UNFINISHED_VERSION) as scratch,
             disk.translated(root / name),
@@ -301,17 +301,17 @@ class Versions:
             disk.sync_folder(root)
 
     def delete_unfinished(self) -> None:
-        """Delete the attempts in a store that no index names. Only the owner of the root may do this.
+        """Delete the attempts in a store that no index names. Only the owner of the root may call this.
 
-        They are of publishers that were killed or overtaken, or of versions whose deletion was interrupted. On a disk
-        there are none: folders are renamed into place, and out of it.
+        Such attempts remain of publishers that were killed or lost the root, and of interrupted deletions. On a disk
+        there are none, because folders are renamed into place and out of it.
         """
         if not self.storage.remote:
             return
         existing = set(self.numbers())
         try:
             paths = self.storage.sizes("")
-        except CorruptCheckpointError:  # somebody has put an object there whose name is no path
+        except CorruptCheckpointError:  # another program has put an object there whose name is no path
             return
         for folder, attempt in sorted({(*path.split("/"), "")[:2] for path in paths}):
             number = version_of(folder)
@@ -323,9 +323,9 @@ class Versions:
         self.storage.sweep("", [*filter(_UNFINISHED.fullmatch, paths)], delete=True, decided=True)
 
     def clear(self, number: int) -> bool:
-        """Whether nothing is in the folder of a version that does not exist, once late files are deleted.
+        """Delete late files in the folder of a version that does not exist. Returns whether the folder is empty then.
 
-        Only the owner of the root may do this.
+        Only the owner of the root may call this.
         """
         names = self.storage.names(folder_of(number))
         if names and self.storage.remote and all(map(is_attempt, names)):
@@ -334,7 +334,7 @@ class Versions:
         return not names
 
     def withdraw(self, number: int, data: bytes, attempt: str) -> None:
-        """Take back a version that a publisher has added, with these bytes as its index, after it had lost the root."""
+        """Remove a version that a publisher added, with these bytes as its index, after it had lost the root."""
         if self.bytes_of(number) != data:
             return
         if self.storage.remote:
@@ -350,21 +350,21 @@ class Versions:
 
 
 class Ownership:
-    """The right of one publisher to add versions. The publisher that took it last has it.
+    """The right of one publisher to add versions. The publisher that took the root last owns it.
 
-    Owned by a `VersionSeries`. The first of several ranks `also` owns the root of all, so that it and a publisher of
-    another world learn of each other.
+    Owned by a `VersionSeries`. Rank 0 of several ranks `also` owns the common root, so that it and a publisher of
+    another world detect each other.
     """
 
     def __init__(self, storage: Storage, also: Ownership | None = None, token: str = "") -> None:
-        """`token` is a new one unless it is given."""
+        """`token` is random by default."""
         self._storage, self._also = storage, also
         self.token = token or os.urandom(8).hex()
         self._note = b""
         self.is_taken = False
 
     def take(self) -> None:
-        """Take the root from whichever publisher has it."""
+        """Take the root from the publisher that owns it, if any."""
         if self._also is not None:
             self._also.take()
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
@@ -373,20 +373,20 @@ class Ownership:
         marks = [name for name in names if name.startswith(".replaced.") and name.endswith(locks.TEMP_SUFFIX)]
         probes = [name for name in names if name.startswith(store_facts.PROBE)]
         left = [*locks.temps_of(_OWNER, names), *marks, *probes]
-        self._storage.sweep("", left, delete=True, decided=True)  # left by processes that were killed meanwhile
+        self._storage.sweep("", left, delete=True, decided=True)  # left by killed processes
         self._storage.replace(_OWNER, self._note)
-        if not self._storage.remote:  # a publisher that is overtaken renames nothing into place any more
+        if not self._storage.remote:  # the publisher that loses the root cannot rename its folder into place any more
             root = Path(self._storage.locate(""))
             with disk.translated(root):
                 scratches.take_away(root, UNFINISHED_VERSION)
-        if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
+        if self._storage.remote:  # the root may have been emptied, and get other versions with the same numbers
             mark_replaced(self._storage)
         self.is_taken = True
 
     def _unsealed(self) -> dict[str, str]:
-        """The versions without a digest in their index that existed before the first publisher that writes one.
+        """The versions without a digest in their index that existed before the first publisher that writes digests.
 
-        By number, each with the digest of its index, or of no bytes if it has none.
+        Maps each version's number to the digest of its index, or of no bytes if it has no index.
         """
         owner = _owner_of(self._storage)
         if owner is not None and owner.unsealed is not None:
@@ -400,7 +400,7 @@ class Ownership:
         return unsealed
 
     def check(self) -> None:
-        """Raises ClosedError if another publisher has taken the root since."""
+        """Raises ClosedError if another publisher has taken the root."""
         if self._also is not None:
             self._also.check()
         root = self._storage.locate("")
@@ -419,15 +419,15 @@ class Ownership:
 
 
 def token_of_owner(storage: Storage) -> str:
-    """The token of the publisher that has this root; empty if none has."""
+    """The token of the publisher that owns this root; empty if no publisher does."""
     owner = _owner_of(storage)
     return "" if owner is None else owner.token
 
 
 def _admits(storage: Storage, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
-    """Whether an index without a digest of itself belongs to a version all the same.
+    """Whether to accept an index that does not contain its own digest.
 
-    At a root with a publisher, such an index may be a damaged one of that publisher, whatever it looks like.
+    At a root with a publisher, such an index may be a damaged index of that publisher, whatever it looks like.
     """
     owner = _owner_of(storage)
     if owner is None:
@@ -438,14 +438,14 @@ def _admits(storage: Storage, number: int, data: bytes, index: VersionIndex | No
 
 
 class _OwnerNote(NamedTuple):
-    """The note of a publisher. `unsealed` is None in one of an earlier release, whose indices have an identity."""
+    """The note of a publisher. `unsealed` is None in notes of earlier releases, whose indices have an identity."""
 
     token: str
     unsealed: dict[str, str] | None
 
 
 def _owner_of(storage: Storage) -> _OwnerNote | None:
-    """The note of the publisher that has taken the root; None if none has. One that cannot be read has nothing."""
+    """The note of the publisher that owns the root; None if no publisher does. An unreadable note counts as empty."""
     try:
         note = fields.table(fields.parsed(storage.read(_OWNER)[0]))
         unsealed = dict(fields.entries(note["unsealed"], fields.text)) if "unsealed" in note else None

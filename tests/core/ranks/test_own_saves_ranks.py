@@ -86,7 +86,7 @@ else:
             here.say("has waited")
         return found
     meeting.Talk._has_signed = count
-    meeting._LOOK_AROUND_SECONDS, meeting.monotonic = -1.0, lambda: 0.8 * meeting.MEETING_SECONDS * signs
+    meeting._LOOK_AROUND_SECONDS, meeting.monotonic = -1.0, lambda: 0.8 * meeting.PEER_CALL_SECONDS * signs
     here.at("write", lambda: here.fail(OSError("gone")), step=2)
 ckpt.save(state(2), 2)
 restored()

@@ -221,7 +221,7 @@ WHOLE_ON_ONE = (
     + """
 def others_are_known():
     others = OtherRanks(LocalStorage(here.root + to))
-    return others._start.token.done() and others._start.connection.ask(lambda store: others._said("spread", store)).result()
+    return others._start.token.done() and others._start.connection.ask(lambda store: others._note_about("spread", store)).result()
 
 for culprit in (1, 0):
     to = f"/hf-{culprit}"

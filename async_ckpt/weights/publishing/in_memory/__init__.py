@@ -1,5 +1,5 @@
-"""Versions in host memory: processes of the same host and user read them before they are at the root.
+"""Versions in host memory, which processes of the same host and user read before they are at the root.
 
-- `offer.py`: what a `Publisher` lends, on each rank; `borrow.py`: what a `Subscriber` borrows, from all ranks.
-- `fd_passing.py`: gives the descriptors of the memory to other processes.
+- `offer.py`: the version that a rank's `Publisher` lends; `borrow.py`: the version that a `Subscriber` borrows.
+- `fd_passing.py`: passes the descriptors of the memory to other processes.
 """

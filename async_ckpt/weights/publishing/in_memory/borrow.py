@@ -3,8 +3,8 @@
 In: the token of a publisher. Out: tensors in its memory, compared with their checksums.
 Knows nothing of: roots, the tensors' destination.
 
-If a model is spread over ranks, each rank lends its slices. A version is there when all ranks lend it. The ranks go on
-to the next version each at its own time, and meanwhile no version is there; readers wait a little until they agree.
+If a model is spread over ranks, each rank lends its slices. A version can be borrowed when all ranks lend it. While
+some ranks already lend the next version and others do not yet, no version can be borrowed, and readers wait briefly.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class BorrowedVersion:
-    """A version in memory of its publisher, which does not overwrite it as long as it is borrowed.
+    """A version in the memory of its publisher, which does not overwrite it as long as it is borrowed.
 
-    Made by `PublisherMemory.borrowed`, and used inside its block, by one thread. `tensors` must not be written to.
+    Created by `PublisherMemory.borrowed`, and used inside its block by one thread. `tensors` must not be written to.
     """
 
     def __init__(self, identity: str, parts: Sequence[tuple[LentVersion, list[torch.Tensor]]]) -> None:
-        """`parts` are those of all ranks, each with the buffers that it tells of.
+        """`parts` are the tables of all ranks, each with its buffers.
 
-        Raises ValueError if they do not make up whole tensors.
+        Raises ValueError if they do not cover whole tensors.
         """
         first, _ = parts[0]
         self.number, self.identity, self.adapter = first.version, identity, first.adapter
@@ -74,7 +74,7 @@ class BorrowedVersion:
 def _bytes_in(
     parts: Sequence[tuple[LentVersion, list[torch.Tensor]]], rank: int, name: str
 ) -> tuple[torch.Tensor, str]:
-    """The bytes of one of a rank's tensors, where they lie, and their checksum."""
+    """The bytes of a rank's tensor in its buffer, and their checksum."""
     lent, buffers = parts[rank]
     place = lent.tensors[name]
     data = buffers[place.buffer][place.begin :] if place.num_bytes else _NOTHING
@@ -82,21 +82,21 @@ def _bytes_in(
 
 
 class PublisherMemory:
-    """The memory of a publisher, or of all its ranks, as one reader sees it.
+    """The memory of a publisher, or of all its ranks, as seen by one reader.
 
-    Any thread may call `newest`; one at a time uses the rest.
+    Any thread may call `newest`. Only one thread at a time may use the other methods.
     """
 
     def __init__(self) -> None:
         self._maps: list[shared_memory.ReadOnlyMaps] = []  # of each rank
-        # The publisher and the version of the last time that all ranks had the same; replaced as a whole.
+        # The publisher's token and the last version that all ranks lent at the same time; replaced as a whole.
         self._agreed: tuple[str, tuple[int, str]] | None = None
 
     def newest(self, token: str, at_root: int | None) -> tuple[int, str] | None:
-        """The version that counts as the newest because it is lent, and the identity of its weights; None if none is.
+        """The lent version, which counts as the newest, and the identity of its weights; None if no version is lent.
 
-        `at_root` is the newest version at the root. While ranks go on to the next version, and the one that they have
-        lent last is not at the root yet, that one stays the newest.
+        `at_root` is the newest version at the root. While the ranks change to the next version, the version that they
+        lent before remains the newest until it is at the root.
         """
         with _loans(token) as loans:
             agreed = _version_of(loans)
@@ -112,7 +112,7 @@ class PublisherMemory:
     def borrowed(self, token: str, version: int | None = None) -> Iterator[BorrowedVersion | None]:
         """The version that the publisher with this token lends, until the end of the block.
 
-        None if it lends none, or another than the wanted one, or what cannot be used.
+        None if the publisher lends no version, another version than the wanted one, or one that cannot be used.
         """
         deadline, pauses = (
             timing.TIMEKEEPER.now() + AGREEMENT_SECONDS,
@@ -142,12 +142,12 @@ class PublisherMemory:
             return None
 
     def drop(self) -> None:
-        """Unmap all."""
+        """Unmap all buffers."""
         self._maps = []
 
 
 class _ReceivedLoan(NamedTuple):
-    """A version, as it is told with the descriptors of its memory."""
+    """The message about a lent version, with the descriptors of its memory."""
 
     version: int
     identity: str  # of the slices, if the model is spread over ranks
@@ -176,7 +176,7 @@ def _loans(token: str) -> Iterator[list[_ReceivedLoan]]:
 
 
 def _version_of(loans: Sequence[_ReceivedLoan]) -> tuple[int, str] | None:
-    """The version that all of these are of, and the identity of its weights; None if they are of several, or none."""
+    """The common version of these loans, and the identity of its weights; None if there is no common version."""
     if len({(loan.version, loan.num_ranks, loan.start) for loan in loans}) != 1:
         return None
     first = loans[0]
@@ -186,7 +186,7 @@ def _version_of(loans: Sequence[_ReceivedLoan]) -> tuple[int, str] | None:
 
 
 def _mapped(loan: _ReceivedLoan, maps: shared_memory.ReadOnlyMaps) -> tuple[LentVersion, list[torch.Tensor]]:
-    """The table of a loan, and the buffers that it tells of. Raises OSError, ValueError, IndexError."""
+    """The table of a loan, and its mapped buffers. Raises OSError, ValueError, IndexError."""
     table, buffers = shared_memory.map_shared(loan.fds[0]), maps.of(loan.fds[1:])
     data = hf_shards.view_of(table)
     if checksum(data[: table_bytes(data)]) != loan.digest:

@@ -1,10 +1,10 @@
-"""Handing descriptors to other processes of this host and user, each for as long as it wants.
+"""Passes descriptors to other processes of this host and user, on loan until they close the connection.
 
-In: a name, a message with descriptors. Out: the same in another process. Knows nothing of: what is behind descriptors.
+In: a name, a message with descriptors. Out: the same in another process. Knows nothing of: the content of descriptors.
 
-The giver listens on a socket that has no place in the file system, so nothing of it is left when the process ends,
-however it does. Whoever connects gets the present message at once, and has it on loan until the connection ends. The
-giver never waits for a receiver: a message that fits no buffer is dropped with its connection.
+The giver listens on a socket in the abstract namespace, which vanishes with its process, also after a kill. A process
+that connects gets the current message at once, and has it on loan until the connection ends. The giver never waits for
+a receiver: if a message does not fit the socket's buffer, the connection is closed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ....plumbing import process, shared_memory, threads
 
 _MAX_FDS: Final = 253  # SCM_MAX_FD of the kernel
 _MAX_MESSAGE_BYTES: Final = 1024
-# More than the receivers of one host; others than these wait in the backlog.
+# More than the receivers of one host. The backlog of the socket has the same size.
 _MAX_CONNECTIONS: Final = 256
 _CREDENTIALS: Final = struct.Struct("3i")
-# A giver answers within milliseconds, unless it is stopped, or something in it keeps Python's lock.
+# A giver answers within milliseconds, unless its process is stopped, or a thread in it keeps Python's lock.
 ANSWER_SECONDS: Final = 5.0
 
 _log: Final = logging.getLogger("async_ckpt")
-_sockets: dict[int, socket.socket] = {}  # of this process's givers, by descriptor
+_sockets: dict[int, socket.socket] = {}  # the sockets of this process's givers, by descriptor
 
 
 @process.in_forked_child
-def _hang_up() -> None:
-    """In a forked child: close the sockets, or receivers would connect to it once the parent has ended."""
+def _close_in_child() -> None:
+    """Close the sockets in a forked child, or receivers would connect to the child after its parent has ended."""
     for fd in list(_sockets):
         with suppress(OSError):
             os.close(fd)
@@ -43,7 +43,7 @@ def _hang_up() -> None:
 
 
 class Handout(NamedTuple):
-    """A message and descriptors. `keeps` stays referenced for as long as anybody has them."""
+    """A message and descriptors. `keeps` stays referenced as long as any receiver has them on loan."""
 
     message: bytes
     fds: tuple[int, ...]
@@ -51,9 +51,9 @@ class Handout(NamedTuple):
 
 
 class Giver:
-    """Hands the present loan to each process of this user that connects, from a thread of its own.
+    """Passes the current loan to each process of this user that connects, on a thread of its own.
 
-    Any thread may call its methods. Raises OSError if the name is in use, or nothing of this kind is possible.
+    Any thread may call its methods. Raises OSError if the name is in use, or if the system has no such sockets.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,7 +70,7 @@ class Giver:
             _sockets[one.fileno()] = one
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._present: Handout | None = None  # under _lock, like the next one
+        self._present: Handout | None = None  # under _lock, like `_lent`
         self._lent: dict[socket.socket, Handout] = {}
         self._is_closed = False
         try:
@@ -80,19 +80,19 @@ class Giver:
             raise
 
     def put(self, loan: Handout | None) -> None:
-        """Hand out this from now on, or nothing. Earlier loans go on."""
+        """Pass this loan from now on; None passes nothing. Earlier loans continue."""
         with self._lock:
             before, self._present = self._present, loan
-        del before  # outside of the lock: its memory goes back to a pool
+        del before  # outside of the lock, since its memory returns to a pool
 
     @property
     def num_loans(self) -> int:
-        """The number of different loans that some process has."""
+        """The number of different loans that other processes have."""
         with self._lock:
             return len({id(loan) for loan in self._lent.values()})
 
     def close(self) -> None:
-        """End it. Those who have a loan keep what they have mapped."""
+        """Stop passing loans. Receivers keep the memory that they have mapped."""
         if os.getpid() != self._pid:
             return
         self.put(None)
@@ -108,22 +108,22 @@ class Giver:
                 while not self._is_closed:
                     for key, _ in selector.select():
                         if key.fileobj is self._listener:
-                            self._greet(selector)
+                            self._accept(selector)
                         elif key.fileobj is not self._wakes and isinstance(key.fileobj, socket.socket):
-                            self._part(key.fileobj, selector)
+                            self._end_loan(key.fileobj, selector)
         finally:
             self._end()
 
-    def _greet(self, selector: selectors.BaseSelector) -> None:
-        """Accept one receiver, and give it the present loan."""
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        """Accept one receiver, and send it the current loan."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it has gone again, or this process is at its limit of descriptors
+            return  # the receiver has closed it, or this process is at its limit of descriptors
         connection.setblocking(False)
-        is_welcome = _is_own(connection)
+        is_own = _is_own(connection)
         with self._lock:
-            loan = self._present if is_welcome and len(self._lent) < _MAX_CONNECTIONS else None
+            loan = self._present if is_own and len(self._lent) < _MAX_CONNECTIONS else None
             if loan is not None:
                 self._lent[connection] = loan
         if loan is None:
@@ -135,16 +135,16 @@ class Giver:
             socket.send_fds(connection, [loan.message], loan.fds)
         except OSError as error:
             _log.debug("a process that connected gets nothing: %s", error)
-            self._part(connection, selector)
+            self._end_loan(connection, selector)
 
-    def _part(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        """The receiver has ended its loan, or has died."""
+    def _end_loan(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        """End the loan of a receiver that has closed its connection, or has died."""
         with suppress(KeyError, ValueError):
             selector.unregister(connection)
         with self._lock:
             loan = self._lent.pop(connection, None)
         _close(connection)
-        del loan  # outside of the lock: its memory goes back to a pool
+        del loan  # outside of the lock, since its memory returns to a pool
 
     def _end(self) -> None:
         with self._lock:
@@ -157,7 +157,7 @@ class Giver:
 def received(name: str) -> Iterator[tuple[bytes, list[int]] | None]:
     """The message and the descriptors of a giver, on loan inside the block, and closed after it.
 
-    None if no giver of this name, host and user answers and has a loan.
+    None if no giver of this name on this host and of this user answers, or if it has no loan.
     """
     connection = None
     fds: list[int] = []
@@ -178,7 +178,7 @@ def received(name: str) -> Iterator[tuple[bytes, list[int]] | None]:
         for fd in fds:
             os.close(fd)
         if connection is not None:
-            with suppress(OSError):  # a forked child may have a copy of the descriptor, so closing alone ends nothing
+            with suppress(OSError):  # a forked child may have a copy, so closing alone would not end it
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
@@ -190,12 +190,12 @@ def _new_socket() -> socket.socket:
 
 
 def _address(name: str) -> bytes:
-    """In the abstract namespace: it vanishes with its process, and no other user's file can stand in its place."""
+    """An address in the abstract namespace. It vanishes with its process, and other users' files cannot replace it."""
     return b"\0async_ckpt/" + name.encode()
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether a process of the same user is at the other end."""
+    """Whether the process at the other end belongs to the same user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.geteuid():

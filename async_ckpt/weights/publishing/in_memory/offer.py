@@ -1,11 +1,11 @@
-"""The newest version of a publisher, lent to processes of this host and user out of the memory that it lies in.
+"""The newest version of a publisher, lent in shared memory to processes of this host and user.
 
 In: weights on the host. Out: a loan, by a name. Knows nothing of: roots, readers, other ranks.
 
-Weights in shared memory are lent where they are; others are copied there once. Whoever reads a version keeps it from
-being overwritten, and nobody waits for a reader: the next version is in other memory. As long as readers have two
-earlier versions, no third is lent, and readers take versions from the root. So a reader that is slow, stopped or stuck
-costs memory, and no more than that.
+Weights in shared memory are lent without a copy; other weights are copied to shared memory once. A version is not
+overwritten while a process reads it, and the publisher does not wait for readers: the next version is in other memory.
+While readers have two earlier versions, no third version is lent, and readers pull from the root. So a slow, stopped or
+stuck reader only costs memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..live_weights import copy_all, regions_in
 from .fd_passing import Giver, Handout
 
 _MAX_LOANS: Final = 2
-# Each has a descriptor, of which a message can have 253.
+# Each buffer has a descriptor, and a message can have 253 descriptors.
 _MAX_BUFFERS: Final = 64
 _MAX_THREADS: Final = 8
 
@@ -36,10 +36,10 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class MemoryOffer:
-    """The version that a publisher lends. Made and owned by a `Publisher`.
+    """The version that a publisher lends. Created and owned by a `Publisher`.
 
     Only the publication whose turn it is calls `offer`, on a helper thread. Until `close`, copies are made in shared
-    memory. A snapshot for which memory is short takes that of the version that is lent.
+    memory. If memory is short for a snapshot, the lent version is withdrawn, and the snapshot uses its memory.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -58,11 +58,11 @@ class MemoryOffer:
         *,
         num_ranks: int = 0,
     ) -> Mapping[str, str] | None:
-        """Lend a version with these tensors in place of the one before. Returns the checksums of all tensors.
+        """Lend a version with these tensors in place of the previous one. Returns the checksums of all tensors.
 
-        `version` does not say yet where its tensors lie. Of a model that is spread over ranks, they are those of this
-        rank, and `num_ranks` is how many lend it. Returns None, after a warning, if they cannot be lent; then no
-        version is.
+        `version` does not contain the positions of its tensors yet. For a model that is spread over ranks, `tensors`
+        are those of this rank, and `num_ranks` is the number of ranks. Returns None, after a warning, if the tensors
+        cannot be lent. Then no version is lent.
         """
         crew = threads.Crew("offer", min(_MAX_THREADS, limits.num_cpus()), background=True)
         try:
@@ -99,7 +99,7 @@ class MemoryOffer:
         for name, home in homes.items():
             if home is not None:
                 used[home] += tensors[name].nbytes
-        # A buffer is lent as a whole: if most of it is an optimizer's state, a copy of the weights takes less memory.
+        # A buffer is lent as a whole. If most of it is an optimizer's state, copying the weights needs less memory.
         kept = {home for home, num_bytes in used.most_common(_MAX_BUFFERS) if 2 * num_bytes >= home.num_bytes}
         others = [name for name, home in homes.items() if home not in kept and tensors[name].numel()]
         return {**tensors, **(self._copied({name: tensors[name] for name in others}, crew) if others else {})}
@@ -116,12 +116,12 @@ class MemoryOffer:
         return memory
 
     def withdraw(self) -> None:
-        """Lend nothing until the next version. Readers that have one go on. From any thread."""
+        """Lend nothing until the next version. Earlier loans continue. May be called from any thread."""
         if self._giver is not None:
             self._giver.put(None)
 
     def close(self) -> None:
-        """Lend nothing any more. May be called again."""
+        """Stop lending. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -131,7 +131,7 @@ class MemoryOffer:
 
 
 def _home(tensor: torch.Tensor) -> host_memory.HostBuffer | None:
-    """The shared buffer that a tensor lies in; None if it has to be copied."""
+    """The shared buffer that contains a tensor; None if the tensor has to be copied."""
     if not tensor.numel() or not backends.is_dense(tensor) or tensor.data_ptr() % tensor.element_size():
         return None
     return host_memory.shared_buffer_of(tensor.data_ptr(), tensor.nbytes)
@@ -166,6 +166,6 @@ def _loan(
     table = host_memory.HostBuffer(len(data), shared=True)
     table.view[:] = data
     fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
-    # The tensors, and not their buffers, keep the memory from being lent to the next copy.
+    # The tensors, not their buffers, keep the memory from being reused for the next copy.
     message = f"{version.version} {identity} {checksum(data)} {num_ranks} {version.slices.start}".encode()
     return Handout(message, tuple(fds), (table, list(tensors.values())))

@@ -1,10 +1,10 @@
-"""The slices that a rank publishes of a spread model, and whole tensors out of the slices of all ranks.
+"""The slices that a rank publishes of a spread model, and whole tensors made of the slices of all ranks.
 
 In: the weights of one rank; the slices of all ranks, and their values. Out: plain tensors by the names of their slices;
-the values of whole tensors, in new tensors or in given ones. Knows nothing of: where the values lie, modules, versions.
+the values of whole tensors, in new or given tensors. Knows nothing of: where values are stored, modules, versions.
 
-No call waits for another rank: a rank publishes versions of its slices, against a base of its own. A version of the
-model exists when each rank has published it in the same call, which rank 0 names (`plumbing.Channel`).
+No call waits for another rank: each rank publishes versions of its slices, as deltas against its own base. A version of
+the model exists when each rank has published it in the same call, which rank 0 names (`plumbing.Channel`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ...delta import SliceOf
 
 
 class SlicedTensor(NamedTuple):
-    """One tensor of the model, and its slices: for each, the rank, its name there, and its place in the tensor."""
+    """One tensor of the model, and its slices: for each, the rank, the name on that rank, and the box in the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     slices: list[tuple[int, str, boxes.Box]]
 
     def pieced(self, values: Callable[[int, str], tuple[torch.Tensor, str]]) -> PiecedTensor:
-        """The tensor with the bytes of its slices, and their checksums, by rank and name."""
+        """The tensor with the bytes and checksums of its slices. `values` returns them for a rank and a name."""
         dtype, pieces = leaf_names.dtype_named(self.dtype), []
         for rank, key, box in self.slices:
             data, checksum = values(rank, key)
@@ -39,8 +39,8 @@ class SlicedTensor(NamedTuple):
 def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[str, SliceOf]]:
     """The plain tensors that this rank publishes, by the names of their slices, and the slices.
 
-    Of slices that several ranks hold alike, by their placements, the first rank publishes them. A plain tensor is
-    each rank's own. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
+    If several ranks have the same slice by their placements, the first of them publishes it. Each rank publishes its
+    plain tensors. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
     """
     if weights.described().keys() != weights.tensors.keys():
         raise UnsupportedStateError(
@@ -57,7 +57,7 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
             continue
         shape, dtype = sliced.slices.global_shape, leaf_names.dtype_name(tensor.dtype)
         held = [(one.box, part) for one, part in zip(sliced.slices.rectangles, sliced.parts, strict=True)]
-        if not prod(shape):  # an empty tensor, of which no rank holds a slice
+        if not prod(shape):  # an empty tensor, so no rank has a slice of it
             held = [(boxes.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
@@ -67,7 +67,7 @@ def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[st
 
 
 def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, SlicedTensor]:
-    """The tensors of a model by the slices of all ranks, without slices whose elements lower ranks have.
+    """The tensors of a model from the slices of all ranks. Omits slices that slices of lower ranks cover.
 
     Raises ValueError if slices disagree, or do not cover a tensor.
     """
@@ -87,7 +87,7 @@ def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, Slice
 
 
 class TensorPiece(NamedTuple):
-    """The values of one box of a tensor; `checksum` is that of their bytes, or empty if it is not known."""
+    """The values of one box of a tensor. `checksum` is the checksum of their bytes, or empty if unknown."""
 
     box: boxes.Box
     values: torch.Tensor
@@ -123,7 +123,7 @@ class PiecedTensor(NamedTuple):
             bits[inside].copy_(device.as_integers(values))
 
     def whole(self) -> torch.Tensor:
-        """The tensor on the host, which must not be written to. It is not copied if it is in one piece."""
+        """The tensor on the host, without a copy if it is in one piece. Callers must not write to it."""
         whole = self._in_one_piece
         if whole is None:
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")

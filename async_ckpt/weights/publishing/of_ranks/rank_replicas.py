@@ -17,10 +17,10 @@ from .root_versions import RootVersions, identity_of_ranks
 
 
 class VersionOfRanks:
-    """A version by the current indices of all ranks. Made by a `Subscriber`, and used in one pull.
+    """A version, according to the current indices of all ranks. A `Subscriber` creates it for one pull.
 
-    `held` has the slices of each rank, as they were in the version that was read last. Raises NotCommittedError, and
-    CorruptCheckpointError, also for ranks of two starts, and for tensors that the slices do not cover.
+    `held` are the slices of each rank in the version that was read last. Raises NotCommittedError, and
+    CorruptCheckpointError, also if ranks published it in different starts, or if slices do not cover a tensor.
     """
 
     def __init__(self, root: RootVersions, number: int, size: int, held: Sequence[MemoryReplica] = ()) -> None:
@@ -40,7 +40,7 @@ class VersionOfRanks:
         self.kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in self._sliced.items()}
 
     def read(self, crew: threads.Crew) -> PullResult:
-        """Bring the slices of all ranks to this version. Raises as `update_replica`."""
+        """Bring the slices of all ranks to this version. Raises as `update_replica` does."""
         result = PullResult(None, 0, 0)
         for rank, (versions, replica) in enumerate(zip(self._ranks, self._held, strict=True)):
             more = update_replica(replica, versions, self.number, crew)
@@ -67,7 +67,7 @@ class VersionOfRanks:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Config, tokenizer and the like, which rank 0 has published with the anchor that the version is built on."""
+        """Config, tokenizer and other small files, which rank 0 published with the anchor below this version."""
         versions = self._ranks[0]
         chain = versions.chain(self.number, None)
         self._compare(0, versions, chain[-1].identity)

@@ -1,8 +1,8 @@
 """The versions at a root: of a whole model, and those that all ranks of a spread model have published in one start.
 
-In: a root. Out: which versions are whole. Knows nothing of: how versions are written, or applied.
+In: a root. Out: which versions are complete. Knows nothing of: how versions are written, or applied.
 
-The ranks of a spread model are a world, and its size is the number of ranks; 0 stands for a whole model.
+The ranks of a spread model are a world. Its size is the number of ranks, and 0 stands for a whole model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def folder_of_rank(rank: int, size: int) -> str:
 
 
 def worlds_in(names: Iterable[str]) -> dict[int, list[int]]:
-    """The worlds that have published at a root, by their sizes, each with the ranks that have begun.
+    """The worlds that have published at a root: by size, the ranks that have a folder there.
 
-    `names` are the names at the root. The versions of whole models, if there are any, are those of rank 0.
+    `names` are the names at the root. Size 0 with rank 0, for whole models, is always included.
     """
     worlds: dict[int, list[int]] = {0: [0]}
     for name in names:
@@ -39,12 +39,12 @@ def worlds_in(names: Iterable[str]) -> dict[int, list[int]]:
 
 
 def identity_of_ranks(identities: Iterable[str]) -> str:
-    """The identity of the whole weights, from those of all ranks' slices."""
+    """The identity of the whole weights, from the identities of all ranks' slices."""
     return identity_of({str(rank): identity for rank, identity in enumerate(identities)})
 
 
 class RootVersions:
-    """All versions at one root, with a cache of those that are whole. One caller at a time.
+    """All versions at one root, with a cache of the complete ones. Used by one caller at a time.
 
     Owned by a `Subscriber`, a `VersionSeries`, or a call of `Publisher.versions`. `base` is as for `Versions`.
     """
@@ -53,7 +53,7 @@ class RootVersions:
         self._place, self.storage = place, place.storage()
         self._of_whole = Versions(self.storage, base)
         self._by_rank: dict[tuple[int, int], Versions] = {}
-        # By version, of those that are whole: the size of the world, and the start that rank 0 has published in.
+        # By complete version: the size of its world, and the start in which rank 0 published it.
         self._whole: dict[int, tuple[int, str]] = {}
         self._marks: frozenset[str] = frozenset()  # in the last listing
 
@@ -68,7 +68,7 @@ class RootVersions:
         return self._by_rank[key]
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
-        """The whole versions, ascending, each with the size of its world. `names` are the names at the root."""
+        """The complete versions, ascending, each with the size of its world. `names` are the names at the root."""
         listed = [*(self.storage.names("") if names is None else names)]
         if marks_in(listed) != self._marks:  # versions were replaced: discard the cache
             self._marks, self._whole, self._by_rank = marks_in(listed), {}, {}
@@ -85,18 +85,18 @@ class RootVersions:
         return {number: size for number, (size, _) in self._whole.items()}
 
     def of_other_worlds(self, size: int) -> dict[str, Versions]:
-        """The versions at the root of other worlds, by their folders below the root."""
+        """The versions of other worlds than that of `size`, by their folders below the root."""
         worlds = worlds_in(self.storage.names(""))
         others = [(rank, other) for other, begun in worlds.items() if other != size for rank in begun]
         return {folder_of_rank(*other): self.of_rank(*other) for other in others}
 
     def newest_of_other_worlds(self, size: int) -> int:
-        """The newest version of other worlds, judged by their first ranks; -1 if there is none."""
+        """The newest version of rank 0 of any other world than that of `size`; -1 if there is none."""
         others = worlds_in(self.storage.names("")).keys() - {size}
         return max((number for other in others for number in self.of_rank(0, other).numbers()), default=-1)
 
     def identity(self, number: int) -> str:
-        """The identity of the weights of a version that is whole. Raises NotCommittedError, CorruptCheckpointError."""
+        """The identity of the weights of a complete version. Raises NotCommittedError, CorruptCheckpointError."""
         size, _ = self._whole.get(number, (0, ""))
         if not size:
             return self._of_whole.read(number).identity
@@ -109,7 +109,7 @@ class RootVersions:
         try:
             return len({index.slices.start for index in self._indices(number, size)}) == 1
         except CorruptCheckpointError:
-            return True  # it exists, and its reader gets the error
+            return True  # it exists, and its readers get the error
         except NotCommittedError:
             return False  # a rank has deleted it meanwhile
 
