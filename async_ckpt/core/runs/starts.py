@@ -56,7 +56,7 @@ class Start:
     token: str
     first: int = 0
     has_seen: bool = field(default=False, compare=False)
-    """True if its `.seen` was listed."""
+    """True if the listing of the run contains its `.seen` file."""
 
     @property
     def name(self) -> str:

@@ -292,9 +292,9 @@ class _Known(NamedTuple):
     """The groups that one save left to be borrowed, by name."""
 
     since: int
-    """The number of the joint save that committed them: later joint saves may borrow them once this one is decided."""
+    """The number of the joint save that committed the groups. Joint saves may borrow them once it is decided."""
     number: int
-    """The number of the save or restore itself, in the order of this process."""
+    """The number of the save or restore in this process."""
     groups: dict[str, SavedGroup]
 
 

@@ -68,9 +68,9 @@ class Joined(NamedTuple):
 
     state: Any
     futures: Collection[Future[None]] = ()
-    """Resolve when the copy of the weights, and the mean, are complete."""
+    """Futures that resolve when the copy of the weights and the mean are complete."""
     copy: Snapshot | None = None
-    """The staging of that copy, if it is this save's own."""
+    """The staging of the copy of the weights; None if the save needs no copy of its own."""
 
 
 class WeightMean:
