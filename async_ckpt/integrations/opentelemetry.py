@@ -48,7 +48,7 @@ class CheckpointTelemetry:
         self._recorders = {metric: _recorder(meter, metric) for metric in METRICS if metric is not ACTIVE}
         self._active: ActiveOperations | None = ActiveOperations()
         meter.create_observable_up_down_counter(ACTIVE.name, [self._observe], ACTIVE.unit, ACTIVE.description)
-        self._listening = operations.listen(self._tell, hears_all=True)
+        self._listening = operations.listen(self._record, hears_all=True)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the SDK has all operations that have ended. Returns False after `timeout` seconds."""
@@ -66,7 +66,7 @@ class CheckpointTelemetry:
         measurements = [] if active is None else active.measured()
         return [metrics.Observation(int(m.value), _keys(m.attributes)) for m in measurements]
 
-    def _tell(self, ended: operations.Ended) -> None:
+    def _record(self, ended: operations.Ended) -> None:
         if (active := self._active) is not None:
             active.note(ended.kind, ended.run)
         if ended.kind not in ("train", "mark"):  # these have no duration

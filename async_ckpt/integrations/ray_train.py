@@ -122,13 +122,13 @@ class RayCheckpointer(AsyncCheckpointer):
             others: `validation`, as for `ray.train.report`.
         """
         figures = {key: value for key, value in self.metrics(LOGGED_AS).items() if math.isfinite(value)}
-        told = {**figures, **metrics}
+        reported = {**figures, **metrics}
         if handle is None or _is_skipped(handle):
-            self._train.report(told)
+            self._train.report(reported)
             return
         assert handle.step is not None
         self._train.report(
-            told,
+            reported,
             checkpoint=self._checkpoint(handle.step),
             checkpoint_upload_mode=self._train.CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,

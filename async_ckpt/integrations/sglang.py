@@ -83,20 +83,20 @@ def send_weights(
     if bucket is None:
         raise ValueError("the model has no items to send")
     caller = engine if ranks.is_first else None
-    _tell(ranks, caller, "begin_weight_update")
+    _call_engine(ranks, caller, "begin_weight_update")
     try:
         while bucket is not None:
             following = next(buckets, None)
             payloads = ranks.payloads(partial(_serialized, sglang, bucket))
-            how = {"load_format": _FORMAT, "flush_cache": following is None}
-            _tell(ranks, caller, "update_weights_from_tensor", payloads, **how)
+            options = {"load_format": _FORMAT, "flush_cache": following is None}
+            _call_engine(ranks, caller, "update_weights_from_tensor", payloads, **options)
             bucket = following
     except BaseException:
         if caller is not None:  # otherwise the engine would refuse to begin another update
             with suppress(Exception):
                 caller.end_weight_update()
         raise
-    _tell(ranks, caller, "end_weight_update")
+    _call_engine(ranks, caller, "end_weight_update")
     if version is not None and caller is not None:
         caller.update_weight_version(str(version))  # type: ignore[attr-defined]
 
@@ -172,16 +172,16 @@ class _SendingRanks:
         return meet(serialize, self.gather)
 
 
-def _tell(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args: Any, **options: Any) -> None:
+def _call_engine(ranks: _SendingRanks, engine: UpdatableEngine | None, name: str, *args: Any, **options: Any) -> None:
     """Call the engine on the first rank. The others wait, since it reads their memory, and raise its error, too."""
 
-    def tell() -> None:
+    def call() -> None:
         if engine is not None:
             _check_answer(getattr(engine, name)(*args, **options), name)
         elif ranks.is_first:
             raise TypeError("the first rank needs an engine, got None")
 
-    meet(tell, ranks.gather)
+    meet(call, ranks.gather)
 
 
 def _check_answer(answer: Any, name: str) -> None:

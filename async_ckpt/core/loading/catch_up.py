@@ -109,7 +109,7 @@ def copy_step(
         lender = target.committed(earlier)
         if mends or lender is None or not lent.issubset(lender.own_names):
             committed += again(earlier)
-    with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
+    with contextlib.ExitStack() as locks, _deletion_detected(source, manifest):
         folder = source.folder(step)
         parcels, sends, sent = [], [], dict[str, Archive]()
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
@@ -163,7 +163,7 @@ def send_archive(source: Storage, target: Run, path: str, archive: Archive, *, p
 
 
 @contextlib.contextmanager
-def _deletion_told(source: Run, manifest: Manifest) -> Iterator[None]:
+def _deletion_detected(source: Run, manifest: Manifest) -> Iterator[None]:
     """Raises NotCommittedError instead of CorruptCheckpointError if the step was deleted during the block."""
     try:
         yield

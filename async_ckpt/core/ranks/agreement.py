@@ -269,7 +269,7 @@ class Agreement(Rendezvous):
             return self._refuse_for_all(error)
         if not joint.attempt:  # there is no archive yet; rank 0 learns this when it makes the call
             self._calls.fail(joint, Cause(self.rank, in_words(error)))
-        elif self._has_said_yes:
+        elif self._has_reported:
             if not (joint.is_decided or self._is_refused):
                 return False  # rank 0 may still commit it
         elif not self._is_refused:

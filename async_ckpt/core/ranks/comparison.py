@@ -184,10 +184,10 @@ class Comparison:
         common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
         of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
         names = differing(list(values.values()))
-        self._tell_of(names)
+        self._report_differing(names)
         return Table(classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there})
 
-    def _tell_of(self, names: Sequence[str]) -> None:
+    def _report_differing(self, names: Sequence[str]) -> None:
         """Warn of names that differ between ranks. Raises UnsupportedStateError if differences are not allowed."""
         exchange = self._exchange
         if names and not self._ranks.may_differ:

@@ -270,9 +270,9 @@ class Meeting:
 
         def late() -> PeerFailedError:
             missing = [key.rpartition("/")[2] for key in self._missing(keys)]
-            who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
+            silent = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
             return PeerFailedError(
-                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advised}",
+                f"waited {MEETING_SECONDS:.0f} s for {what}{silent}. {self.advised}",
                 rank=int(missing[0]) if missing and len(keys) > 1 else 0,
             )
 
@@ -306,12 +306,12 @@ class Meeting:
 
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
         """The other ranks that are to write these messages; most messages are rank 0's."""
-        whose = {
+        writers = {
             int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0
             for key in keys
             for topic, _, rank in [key.partition("/")]
         }
-        return whose - {self.world.rank}
+        return writers - {self.world.rank}
 
 
 def in_words(error: BaseException) -> str:

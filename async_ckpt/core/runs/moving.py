@@ -45,10 +45,10 @@ class Moving:
         self._storage, self._token = storage, os.urandom(8).hex()
         # The step in this process's last announcement, when it was written, and how many there were:
         self._step: int | None = None
-        self._said_at = -math.inf
-        self._num_words = 0
-        self._heard, self._heard_at = "", 0.0  # the version of the file read last, and when it was first read
-        self._speaking = threading.Lock()  # held during requests by one thread; other threads do not wait for it
+        self._announced_at = -math.inf
+        self._num_announcements = 0
+        self._version, self._version_at = "", 0.0  # the version of the file read last, and when it was first read
+        self._requesting = threading.Lock()  # held during requests by one thread; other threads do not wait for it
 
     def other(self) -> Told | None:
         """The announcement of another process that moves steps to this place; None if there is none."""
@@ -56,25 +56,25 @@ class Moving:
 
     def say(self, step: int | None, num_bytes: int) -> Told | None:
         """Announce that this process moves `step`, if due. If another process does, return its announcement instead."""
-        is_old = monotonic() >= self._said_at + _REPEAT_SECONDS
-        if not (is_old or step != self._step) or not self._speaking.acquire(blocking=False):
+        is_old = monotonic() >= self._announced_at + _REPEAT_SECONDS
+        if not (is_old or step != self._step) or not self._requesting.acquire(blocking=False):
             return None
         try:
-            told, version = self._look()
-            return told or self._put(step, num_bytes, version)
+            other, version = self._look()
+            return other or self._put(step, num_bytes, version)
         finally:
-            self._speaking.release()
+            self._requesting.release()
 
     def leave(self) -> None:
         """Delete this process's announcement, so that no other process waits for it."""
         with suppress(StorageUnavailableError):
-            if self._said_at > -math.inf and self._look()[0] is None:
+            if self._announced_at > -math.inf and self._look()[0] is None:
                 self._storage.delete(NAME)
-        self._said_at = -math.inf
+        self._announced_at = -math.inf
 
     def _put(self, step: int | None, num_bytes: int, version: str | None) -> Told | None:
-        self._num_words += 1
-        fields = {"step": step, "num_bytes": num_bytes, "token": self._token, "word": self._num_words}
+        self._num_announcements += 1
+        fields = {"step": step, "num_bytes": num_bytes, "token": self._token, "word": self._num_announcements}
         data = seal(
             {"version": 1, "host": socket.gethostname(), "pid": os.getpid(), "process": own_process(), **fields}
         )
@@ -85,7 +85,7 @@ class Moving:
                 self._storage.replace(NAME, data, version=version)
         except FileExistsError:  # another process was faster
             return self.other()
-        self._step, self._said_at = step, monotonic()
+        self._step, self._announced_at = step, monotonic()
         return None
 
     def _look(self) -> tuple[Told | None, str | None]:
@@ -94,16 +94,16 @@ class Moving:
             data, version = self._storage.read(NAME)
         except FileNotFoundError:
             return None, None
-        if version != self._heard:
-            self._heard, self._heard_at = version, monotonic()
+        if version != self._version:
+            self._version, self._version_at = version, monotonic()
         try:
             fields = table(unseal(data))
             by = f"process {count(fields['pid'])} on {text(fields['host'])!a:.200}"
             step = None if fields["step"] is None else count(fields["step"])
-            told = Told(by, step, count(fields["num_bytes"]))
+            other = Told(by, step, count(fields["num_bytes"]))
         except (ValueError, KeyError):
-            fields, told = {}, Told("another process")
+            fields, other = {}, Told("another process")
         process = str(fields.get("process"))
         is_own = (fields.get("host"), process) == (socket.gethostname(), own_process())
         is_over = fields.get("token") == self._token or is_own or has_ended(process)
-        return (None if is_over or monotonic() > self._heard_at + _SILENCE_SECONDS else told), version
+        return (None if is_over or monotonic() > self._version_at + _SILENCE_SECONDS else other), version

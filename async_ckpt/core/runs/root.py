@@ -70,7 +70,7 @@ class Root:
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # from the last listing
         self.marks: list[Mark] = []  # from the last listing
-        self.is_told_of_mover = False  # the last listing had a `moving.json`
+        self.lists_mover = False  # the last listing had a `moving.json`
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
         # Attempts, by step, that did not count at the last `view`:
@@ -106,7 +106,7 @@ class Root:
         """
         names, self.marks = split_marks(self.storage.names("") if names is None else names)
         names, starts = split_starts(names)
-        self.starts, self.is_told_of_mover = starts, MOVING in names
+        self.starts, self.lists_mover = starts, MOVING in names
         intents: list[tuple[int, str]] = []
         try:
             steps = list(map(self._parsed.__getitem__, names))
@@ -335,13 +335,13 @@ class Root:
         """The tokens of the starts here and at other roots that have answered, and of their ancestors."""
         of_others = {start.token for other in others for start in other.starts} | self.ancestors
         of_others.update(*(other.ancestors for other in others))
-        self.ancestors = frozenset(of_others.union(self.told_ancestors(starts), (start.token for start in starts)))
+        self.ancestors = frozenset(of_others.union(self.recorded_ancestors(starts), (start.token for start in starts)))
         return sorted(self.ancestors)
 
-    def told_ancestors(self, starts: Sequence[Start]) -> set[str]:
+    def recorded_ancestors(self, starts: Sequence[Start]) -> set[str]:
         """The ancestors that the file of the newest of these starts names."""
-        told = about_start(self.storage, max(starts)).get("ancestors") if starts else None
-        return {token for token in told if isinstance(token, str)} if isinstance(told, list) else set()
+        tokens = about_start(self.storage, max(starts)).get("ancestors") if starts else None
+        return {token for token in tokens if isinstance(token, str)} if isinstance(tokens, list) else set()
 
     def note_start(self, own: Start, seen: Seen | None) -> None:
         """Note the start of this process, and the commits that it has seen."""
@@ -350,8 +350,8 @@ class Root:
 
     def have_seen(self, starts: Iterable[Start], manifest: Manifest) -> bool:
         """True if all these starts have seen exactly this commit."""
-        told = (self.seen(start) if start.has_seen else None for start in starts)
-        return all(seen is not None and seen.names(manifest.step, manifest.attempt) for seen in told)
+        records = (self.seen(start) if start.has_seen else None for start in starts)
+        return all(seen is not None and seen.names(manifest.step, manifest.attempt) for seen in records)
 
     def _retired_by(self, listing: Listing, line: Line) -> dict[int, str]:
         """The attempts, by step, that announced rollbacks have retired, if the announced attempt counts itself."""

@@ -293,7 +293,7 @@ class Roots:
             self.refuse_strangers(run)
         return run.take(step, others)
 
-    def tell_places(self, run: Run) -> None:
+    def write_places(self, run: Run) -> None:
         """Write the places of the run into `tiers.json` at one of them."""
         if self._tiers_file is not None and not any(isinstance(one.storage, AllNodes) for one in self.runs):
             self._tiers_file.write(run.storage, self.runs.index(run))
@@ -345,13 +345,13 @@ class Roots:
         for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        told: dict[Run, frozenset[Retired]] = {}
+        retired: dict[Run, frozenset[Retired]] = {}
         for step, runs in list(holders.items()):
             others = [run for run in steps_of if run not in runs]
             # A root that was away during a rollback still holds the step.
-            if others and not told:
-                told = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
-            if others and self._is_retired(step, runs[0], others, frozenset().union(*(told[run] for run in others))):
+            if others and not retired:
+                retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
+            if others and self._is_retired(step, runs[0], others, frozenset().union(*(retired[run] for run in others))):
                 del holders[step]
         return self._in_line(holders, steps_of)
 
@@ -377,11 +377,11 @@ class Roots:
                 del holders[step]
         return holders
 
-    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Collection[Retired]) -> bool:
-        """Whether `others` have retired the commit of `holder`. `told` are those that their newest manifests retire."""
+    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], retired: Collection[Retired]) -> bool:
+        """Whether `others` have retired the commit of `holder`. `retired` are those in their newest manifests."""
         try:
             manifest, _ = holder.root.read(step, explain=False)
-            return Retired(step, manifest.attempt) in told or any(
+            return Retired(step, manifest.attempt) in retired or any(
                 manifest.attempt in other.retired_attempts(step) for other in others
             )
         except NotCommittedError:  # since the root was listed, it was retired or deleted there, too

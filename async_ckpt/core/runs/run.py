@@ -484,7 +484,7 @@ class Run:
         """The tokens of the starts that the run at this root has had, and of this process's own start."""
         own = {*filter(None, (self._opening, self.token, *self.root.ancestors))}
         listed = self.root.starts or self.root.relist().starts
-        return own.union((one.token for one in listed), () if self.has_start else self.root.told_ancestors(listed))
+        return own.union((one.token for one in listed), () if self.has_start else self.root.recorded_ancestors(listed))
 
     def refuse_strangers(self, known: Collection[str]) -> None:
         """Raise ConflictError if a commit here was made by a listed start whose token is not in `known`."""

@@ -188,9 +188,9 @@ class Line:
             own_steps = filter(partial(self._is_of, start), steps[bisect_left(steps, firsts[start.token]) :])
             lowest = next(own_steps, None)
             if lowest is not None or start == own:
-                told = seen(start) if start.has_seen else None
-                self._later.append(_Later(start, told, lowest))
-                if told is not None:
+                record = seen(start) if start.has_seen else None
+                self._later.append(_Later(start, record, lowest))
+                if record is not None:
                     break
 
     def _is_of(self, start: Start, step: int) -> bool:

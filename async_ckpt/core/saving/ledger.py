@@ -116,9 +116,9 @@ class Ledger:
         others = [(ledger, s) for ledger, s in _saves if not s.has_ended or s.is_unseen]
         _saves = [*others, (self, save)]
         operation = Operation(*save.told_as(self.roots), save.spans, save.context)
-        get_loop().begin(self._tell(save, turn, operation))
+        get_loop().begin(self._run(save, turn, operation))
 
-    async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
+    async def _run(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
         """Run a save, and resolve its handle with the outcome once its temporary files are gone. Then apply retention.
         A failure of clean-up or retention after the commit is logged.
         """
@@ -126,7 +126,7 @@ class Ledger:
         handle = save.handle
         drawing = asyncio.create_task(self._bars.follow(handle)) if self._bars else None
         try:
-            report = await save.tell(turn)
+            report = await save.run_or_clean_up(turn)
         except BaseException as error:
             self._num_failed += 1
             operation.end(handle.step, error=error)
@@ -223,7 +223,7 @@ class Ledger:
         for handle in (*waited_for, *unseen):
             self._warn(handle, f"{reader} continues without {name_of(handle)}, which was", _user_stacklevel())
 
-    def tell_of_unseen(self, stacklevel: int) -> None:
+    def report_unseen(self, stacklevel: int) -> None:
         """Warn of each failed save once; under `strict`, raise the first unseen error."""
         if self._strict:
             raise_error_of(self.unseen())

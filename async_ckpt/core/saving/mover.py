@@ -108,9 +108,9 @@ class _Expected(NamedTuple):
 class Arrivals:
     """The steps that one place is known to have and to lack, and the waits for them. May be called from any thread."""
 
-    def __init__(self, shown: str, tell: Callable[[int], None]) -> None:
-        """`shown` is the place in messages. `tell` is called with each newest step that has arrived."""
-        self.shown, self._tell = shown, tell
+    def __init__(self, shown: str, on_arrival: Callable[[int], None]) -> None:
+        """`shown` is the place in messages. `on_arrival` is called with each newest step that has arrived."""
+        self.shown, self._on_arrival = shown, on_arrival
         self._lock = threading.Lock()  # guards all fields below
         self._num_wants = 0  # calls of `want`; what was found before the last call is outdated
         self.num_seen = 0  # the wants that the mover's last look at the places took into account
@@ -150,7 +150,7 @@ class Arrivals:
                 self._newest = step
         self._end(lambda one: one.since <= known and one.step <= step, lambda one: one.arrived.set_result(step))
         if is_news:
-            self._tell(step)
+            self._on_arrival(step)
 
     def copied(self, error: CheckpointError | None) -> None:
         """Note the end of a copy. After an error, impatient waits fail; after a conflict, all waits fail."""
@@ -549,19 +549,19 @@ class Mover:
                     self._roots.check_taken(self.run)
                     self._process.found(here)
                 self.arrivals.arrived(here, self.arrivals.num_seen)
-            told = self._process.other(ahead.step, self.copier.num_bytes)
-            if told is not None and self.worker.is_ending and ahead.step is not None and not self.run.takes(ahead.step):
-                told = None  # only this process knows that this step is the last
+            peer = self._process.other(ahead.step, self.copier.num_bytes)
+            if peer is not None and self.worker.is_ending and ahead.step is not None and not self.run.takes(ahead.step):
+                peer = None  # only this process knows that this step is the last
             if here is not None and is_news and self._is_elsewhere:
                 self._release(here)
-            self._is_elsewhere = told is not None
+            self._is_elsewhere = peer is not None
             if ahead.step is None:
                 return
-            if told is None:
+            if peer is None:
                 with self.run.copying:
                     self._move(ahead.step, ahead)
             else:
-                self.copier.step, self.copier.num_bytes = told.step, told.num_bytes
+                self.copier.step, self.copier.num_bytes = peer.step, peer.num_bytes
                 self.copier.free_memory()
                 self.worker.pause(next(pauses))
                 self.run.root.forget([ahead.step])  # the other process may replace it

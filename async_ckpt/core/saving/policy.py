@@ -268,9 +268,9 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
-        self._opened_at = self._told_at = clock()
-        self._told_step: int | None = None  # the step of the newest event in the history, or the restored step
-        self._told_slower = 0.0
+        self._opened_at = self._recorded_at = clock()
+        self._recorded_step: int | None = None  # the step of the newest event in the history, or the restored step
+        self._recorded_slower = 0.0
         self._time = ProcessGoodput(self._opened_at, stall_seconds)
         self._durations, self._deadline = _Durations(interval_of(due), self._time), _DeadlineRule(due, wall_clock)
 
@@ -334,20 +334,20 @@ class SavePolicy:
         with self._lock:
             self._take_starts()
             step, now = self._asked_step, self._clock()
-            if step in (None, self._told_step, self._saved_step) or not (
-                is_last or now - self._told_at >= PROGRESS_SECONDS
+            if step in (None, self._recorded_step, self._saved_step) or not (
+                is_last or now - self._recorded_at >= PROGRESS_SECONDS
             ):
                 return None
-            self._told_step, self._told_at = step, now
+            self._recorded_step, self._recorded_at = step, now
             return step
 
     def facts(self) -> dict[str, Any]:
         """The facts for the next event in the history: seconds lost by slower steps since the last one, interval."""
         with self._lock:
-            slower, self._told_slower = self._time.slower_seconds - self._told_slower, self._time.slower_seconds
+            slower, self._recorded_slower = self._time.slower_seconds - self._recorded_slower, self._time.slower_seconds
             interval = self._durations.interval
-            told = "" if interval is None else str(interval.after(self._clock() - self._opened_at))
-            return {"slower_seconds": slower or None, "interval": told}
+            shown = "" if interval is None else str(interval.after(self._clock() - self._opened_at))
+            return {"slower_seconds": slower or None, "interval": shown}
 
     def restored(self, step: int, past: Past | None = None, *, seconds: float = 0.0) -> None:
         """Count anew from a restored step, with the history of the run as `past`. The restore took `seconds`."""
@@ -367,7 +367,7 @@ class SavePolicy:
             self._durations.measure_saves()
             if not start.was_skipped:
                 self._saved_step, self._saved_at = start.step, start.at
-                self._told_at = start.at
+                self._recorded_at = start.at
                 self._time.saved(start.step, start.at)
                 self._durations.begin(start.save)
                 self._deadline.save_began()

@@ -108,10 +108,10 @@ class Save(ABC):
     async def afterwards(self) -> None:  # noqa: B027 - only runs have retention
         """Apply retention, after the commit. The handle does not wait for this."""
 
-    async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most tell nobody
+    async def after_failure(self, error: BaseException) -> None:  # noqa: B027 - most notify nobody
         """Report the error to people. Nobody waits for this."""
 
-    async def tell(self, turn: Future[None] | None) -> SaveReport:
+    async def run_or_clean_up(self, turn: Future[None] | None) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
         try:
             return await self.run(turn)

@@ -97,7 +97,7 @@ class Saver:
         """
         step = request.step
         optimizers = unwrapped(request.guard)
-        self.ledger.tell_of_unseen(stacklevel=4)
+        self.ledger.report_unseen(stacklevel=4)
         spans = Spans(monotonic, self._trace)
         slot = Slot(step)
         save: StateSave | None = None
@@ -255,7 +255,7 @@ class Saver:
 
         Raises ClosedError.
         """
-        self.ledger.tell_of_unseen(stacklevel=5)
+        self.ledger.report_unseen(stacklevel=5)
         self._refuse_if_over()
 
         def begin() -> None:

@@ -310,7 +310,7 @@ class StepTarget(JointTarget):
         """Take the place for this process, at its first save there. Returns True if it was taken just now."""
         is_new = self._lineage.roots.take(self.run, self._call.step)
         if is_new:
-            self._lineage.roots.tell_places(self.run)
+            self._lineage.roots.write_places(self.run)
         return is_new
 
     def commit(self, archive: Archive, times: SaveTimes) -> None:

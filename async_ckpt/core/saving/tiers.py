@@ -363,7 +363,7 @@ class _Training(MovingProcess):
         return not self._ranks.is_alone
 
     def other(self, step: int | None, num_bytes: int) -> Told | None:  # noqa: ARG002
-        return self._moving.other() if self._moving and self._run.root.is_told_of_mover else None
+        return self._moving.other() if self._moving and self._run.root.lists_mover else None
 
     def arrived(self, step: int) -> None:
         self._ranks.calls.announce_copy(self._number, step)

@@ -109,17 +109,17 @@ class LocalStorage(Storage):
                 raise
 
     def open(self, path: str) -> LocalReader:
-        with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)), self._root_told():
+        with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)), self._root_checked():
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
         target = self.root / path
-        with translated(target, passing=(FileNotFoundError,)), self._root_told():
+        with translated(target, passing=(FileNotFoundError,)), self._root_checked():
             data, status = read_regular(target)
         return data, _version(status)
 
     @contextmanager
-    def _root_told(self) -> Iterator[None]:
+    def _root_checked(self) -> Iterator[None]:
         """Raise an error about the root if it is a broken link, since every file below it then seems to be missing."""
         try:
             yield

@@ -37,7 +37,7 @@ class TrainerHooks:
         self._plugin, self._saves = plugin, saves
         self._undo = ExitStack()
         # Deferred calls of loggers, each with the path of the save for which it waits.
-        self._untold: list[tuple[str | None, Callable[[], object]]] = []
+        self._waiting: list[tuple[str | None, Callable[[], object]]] = []
         self._order: dict[str, bytes] = {}  # of the checkpoint from which the training resumes
 
     def __reduce__(self) -> Any:
@@ -55,10 +55,10 @@ class TrainerHooks:
                 hooks = CheckpointHooks(self._saves, callback)
                 for name in CheckpointHooks.names:
                     undo.enter_context(_replaced(callback, name, getattr(hooks, name)))
-        self._untold = []
+        self._waiting = []
         for logger in trainer.loggers:
-            tell_later = partial(self._tell_when_durable, logger.after_save_checkpoint)
-            undo.enter_context(_replaced(logger, "after_save_checkpoint", tell_later))
+            notify_later = partial(self._notify_when_durable, logger.after_save_checkpoint)
+            undo.enter_context(_replaced(logger, "after_save_checkpoint", notify_later))
         for saving in [pytorch.core.saving for _, pytorch in imported_packages() if pytorch is not None]:
             undo.enter_context(_replaced(saving, "pl_load", _after_saves_to(self._saves, saving.pl_load)))
 
@@ -125,9 +125,9 @@ class TrainerHooks:
                 "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); other strategies are not supported"
             )
 
-    def _tell_when_durable(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
+    def _notify_when_durable(self, notify: Callable[[Any], object], checkpoint_callback: Any) -> None:
         """Replaces `Logger.after_save_checkpoint`, in which some loggers upload the file."""
-        self._untold.append((self._saves.newest_path, partial(tell, checkpoint_callback)))
+        self._waiting.append((self._saves.newest_path, partial(notify, checkpoint_callback)))
 
     def _log_reports(self, trainer: Any) -> None:
         reports = self._saves.take_reports()
@@ -135,10 +135,10 @@ class TrainerHooks:
             for logger in trainer.loggers:
                 logger.log_metrics(report.as_dict(LOGGED_AS), step=report.step)
         durable = {report.path for report in reports}
-        told = [one for one in self._untold if one[0] in durable]
-        self._untold = [one for one in self._untold if one[0] not in durable]
-        for _, tell in told:
-            tell()
+        ready = [entry for entry in self._waiting if entry[0] in durable]
+        self._waiting = [entry for entry in self._waiting if entry[0] not in durable]
+        for _, notify in ready:
+            notify()
 
 
 class CheckpointHooks:

@@ -474,7 +474,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         if lacking := missing_in(archive, ["optimizer", "scheduler"]):  # the Trainer continues, too
-            self._tell_of_lacking(checkpoint, lacking)
+            self._warn_of_lacking(checkpoint, lacking)
         else:
             to_fill = optimizer_to_fill(self.model, optimizer)
             live = {"optimizer": to_fill, "scheduler": self.lr_scheduler}
@@ -488,9 +488,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         elif scaler is not None and not missing_in(archive, ["scaler"]):
             restore({"scaler": scaler}, archive, select="scaler")
         elif scaler is not None:
-            self._tell_of_lacking(checkpoint, ["scaler"])
+            self._warn_of_lacking(checkpoint, ["scaler"])
 
-    def _tell_of_lacking(self, checkpoint: str | None, parts: list[str]) -> None:
+    def _warn_of_lacking(self, checkpoint: str | None, parts: list[str]) -> None:
         _log.warning("async_ckpt: %s has no %s; training continues with new ones", checkpoint, " and no ".join(parts))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

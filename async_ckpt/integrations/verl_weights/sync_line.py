@@ -42,7 +42,7 @@ class SentVersion(NamedTuple):
 
 
 class SenderLine:
-    """The sender's end. Any thread may call `tell`."""
+    """The sender's end. Any thread may call `send`."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -50,7 +50,7 @@ class SenderLine:
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_WAITING)
         self._listener.setblocking(False)
         self._lock = threading.Lock()
-        self._told: list[bytes] = []  # the messages of this sync; under _lock, like the two fields below
+        self._messages: list[bytes] = []  # the messages of this sync; under _lock, like the two fields below
         self._connections: list[socket.socket] = []
         self._sync = ""
 
@@ -59,17 +59,17 @@ class SenderLine:
         with self._lock:
             self._accept()
             self._hang_up()
-            self._told, self._sync = [], os.urandom(8).hex()
+            self._messages, self._sync = [], os.urandom(8).hex()
             return Address(self._host, self._listener.getsockname()[1], self._sync)
 
-    def tell(self, address: Address, message: Mapping[str, Any]) -> None:
+    def send(self, address: Address, message: Mapping[str, Any]) -> None:
         """Send a message to all receivers of a sync, unless the next one has begun."""
         with self._lock:
             if address.sync != self._sync:
                 return
-            self._told.append(json.dumps({**message, "sync": self._sync}).encode() + b"\n")
+            self._messages.append(json.dumps({**message, "sync": self._sync}).encode() + b"\n")
             for connection in list(self._connections):
-                self._send(connection, self._told[-1])
+                self._send(connection, self._messages[-1])
             self._accept()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class SenderLine:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 self._connections.append(connection)
-                self._send(connection, b"".join(self._told))
+                self._send(connection, b"".join(self._messages))
 
     def _send(self, connection: socket.socket, data: bytes) -> None:
         try:
@@ -142,10 +142,10 @@ class ReceiverLine:
             raise self._is_gone()
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            if told["sync"] != self._address.sync:
+            message = json.loads(line)
+            if message["sync"] != self._address.sync:
                 raise self._is_gone()
-            self._known.update(told)
+            self._known.update(message)
         if "error" in self._known:
             raise PeerFailedError(f"rank 0 of the training could not send weights: {self._known['error']}", rank=0)
 

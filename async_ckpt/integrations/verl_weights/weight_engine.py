@@ -215,13 +215,13 @@ def _host() -> str:
 
 def _refuse_other_methods() -> None:
     """Raise RuntimeError if this version of verl requires other methods of an engine."""
-    asked = frozenset(CheckpointEngineWithCache.__abstractmethods__)
-    if asked == _METHODS:
+    required = frozenset(CheckpointEngineWithCache.__abstractmethods__)
+    if required == _METHODS:
         return
-    unknown, missing = sorted(asked - _METHODS), sorted(_METHODS - asked)
-    what = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
+    unknown, missing = sorted(required - _METHODS), sorted(_METHODS - required)
+    change = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
     raise RuntimeError(
-        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({what}), and async_ckpt does not "
+        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({change}), and async_ckpt does not "
         f"know the new one; install verl {' to '.join(TESTED['verl'])}, or use another checkpoint_engine.backend"
     )
 

@@ -71,10 +71,10 @@ class WeightSender:
                 f"{self._root.shown}: no receiver can read the weights after {timeout_seconds:g} s; see whether the "
                 "root is slow, or raise timeout_seconds"
             )
-            self._line.tell(address, {"error": str(late)})
+            self._line.send(address, {"error": str(late)})
             raise late from error
         except BaseException as error:
-            self._line.tell(address, {"error": f"{type(error).__name__}: {error}"})
+            self._line.send(address, {"error": f"{type(error).__name__}: {error}"})
             raise
         return {
             "async_ckpt/num_bytes": float(gathered.num_bytes),
@@ -107,8 +107,8 @@ class WeightSender:
         handle = publisher.publish(gathered.snapshot(), number)
         await off_loop(lambda: publisher.wait_readable(number, timeout_seconds))
         token = await off_loop(lambda: self._versions.owner_token(fresh=True))
-        self._line.tell(address, {"version": SentVersion(number, token)})
-        handle.add_done_callback(partial(_tell_durable, self._line, address))
+        self._line.send(address, {"version": SentVersion(number, token)})
+        handle.add_done_callback(partial(_report_durable, self._line, address))
         return handle
 
     def _new_publisher(self, gathered: GatheredWeights) -> Publisher:
@@ -118,10 +118,10 @@ class WeightSender:
         return Publisher(self._root, local=self._local, on_rollback="retire", **options)
 
 
-def _tell_durable(line: SenderLine, address: Address, handle: Any) -> None:
+def _report_durable(line: SenderLine, address: Address, handle: Any) -> None:
     error = handle.exception()
     if error is None:
-        line.tell(address, {"durable": True})
+        line.send(address, {"durable": True})
     else:
         _log.warning("the weights that were sent last are not at the root: %s", error)
-        line.tell(address, {"error": f"{type(error).__name__}: {error}"})
+        line.send(address, {"error": f"{type(error).__name__}: {error}"})

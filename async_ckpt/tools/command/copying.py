@@ -83,7 +83,7 @@ def copy_place(
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
     compressed.refuse_archive_name(target.shown)
-    which = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
+    names = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
     trainer = trainer_of(source)
     if own_kind(target, target.storage().names("")) == ("run" if trainer else "trainer"):
         raise Answer(f"{target.shown} has checkpoints of another training; copy to another folder; nothing was copied")
@@ -91,29 +91,29 @@ def copy_place(
     if trainer is not None:
         root, name = trainer
         _refuse_inside(source, root.storage(), target)
-        if name and which:
+        if name and names:
             raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
-        ones = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
-        with progress("copy", sum(row.num_bytes or 0 for row in ones)) as advance:
-            is_whole = not (name or which)
-            outcomes = copy_checkpoints(root, target, ones, advance, overwrite=overwrite, is_whole=is_whole)
-        rows = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in ones]
-        _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
+        checkpoints = [row for row in chosen_checkpoints(root, *names) if name in ("", row.folder)]
+        with progress("copy", sum(row.num_bytes or 0 for row in checkpoints)) as advance:
+            is_whole = not (name or names)
+            outcomes = copy_checkpoints(root, target, checkpoints, advance, overwrite=overwrite, is_whole=is_whole)
+        rows = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in checkpoints]
+        _print_outcomes(rows, source, target, timing.monotonic() - begin, as_json=as_json)
         return
     found = runs_at(source)
     _refuse_inside(source, found[0].run.storage, target)
-    if which and found[0].step is not None:
+    if names and found[0].step is not None:
         raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
-    chosen = [(one, chosen_steps(one.run, *which) if one.step is None else [one.step]) for one in found]
+    chosen = [(one, chosen_steps(one.run, *names) if one.step is None else [one.step]) for one in found]
     rows = [
-        row for one, steps in chosen for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not which)
+        row for one, steps in chosen for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not names)
     ]
-    _tell(rows, source, target, timing.monotonic() - begin, as_json=as_json)
+    _print_outcomes(rows, source, target, timing.monotonic() - begin, as_json=as_json)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
 
 
-def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
+def _print_outcomes(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
         document = {"source": source.shown, "target": target.shown, "steps": rows}

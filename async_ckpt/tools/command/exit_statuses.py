@@ -53,18 +53,18 @@ def status_after(call: Callable[[], object]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except Answer as error:
-        return _said(str(error), error.status)
+        return _print_error(str(error), error.status)
     except CheckpointError as error:
         is_of_storage = isinstance(error, StorageUnavailableError | OSError) and not isinstance(
             error, NotCommittedError
         )
-        return _said(str(error), STORAGE if is_of_storage else NO)
+        return _print_error(str(error), STORAGE if is_of_storage else NO)
     except KeyError as error:  # a name that no checkpoint has; str(error) would have quotes
-        return _said(str(error.args[0] if error.args else error), NO)
+        return _print_error(str(error.args[0] if error.args else error), NO)
     except (ValueError, TypeError, ImportError) as error:
-        return _said(str(error), USAGE)
+        return _print_error(str(error), USAGE)
     except OSError as error:
-        return _said(str(error), STORAGE)
+        return _print_error(str(error), STORAGE)
     except Exception as error:
         if type(error).__module__.partition(".")[0] in ("click", "typer"):
             show: Any = error
@@ -72,13 +72,13 @@ def status_after(call: Callable[[], object]) -> int:
             return int(getattr(error, "exit_code", USAGE))
         if os.environ.get("ASYNC_CKPT_TRACEBACK"):
             raise
-        return _said(
+        return _print_error(
             f"internal error: {type(error).__name__}: {error!s:.200}; please report it with the traceback that "
             "ASYNC_CKPT_TRACEBACK=1 in the environment prints",
             _FAULT,
         )
 
 
-def _said(text: str, status: int) -> int:
+def _print_error(text: str, status: int) -> int:
     print(f"async-ckpt: {escaped(text)}", file=sys.stderr)
     return status

@@ -26,8 +26,8 @@ def show(place: Place, step: int, *, bad: str | None, good: str | None, clear: b
     places = places_of(place)
     runs.Roots([open_run(one.storage(), naming) for one in places]).mark(step, kind, note)
     if as_json:
-        told = {"place": place.shown, "step": step, "mark": kind or "none", "note": note}
-        print_json("mark", {**told, "places": [one.shown for one in places]})
+        document = {"place": place.shown, "step": step, "mark": kind or "none", "note": note}
+        print_json("mark", {**document, "places": [one.shown for one in places]})
     else:
-        said = "has no mark any more" if kind is None else f"is marked {mark_in_words(kind, note)}"
-        print_text(f"step {step} of {place.shown} {said}")
+        change = "has no mark any more" if kind is None else f"is marked {mark_in_words(kind, note)}"
+        print_text(f"step {step} of {place.shown} {change}")

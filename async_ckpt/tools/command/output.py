@@ -203,8 +203,8 @@ def documents_in_lines() -> Iterator[None]:
 
 def print_json(kind: str, document: Mapping[str, Any], *, in_line: bool = False) -> None:
     """Print one JSON document. With `in_line`, it is one line of a stream of documents."""
-    told = {"version": JSON_VERSION, "kind": kind, **document}
-    print(as_json_text(told, indent=None if in_line else _indent), flush=True)
+    whole = {"version": JSON_VERSION, "kind": kind, **document}
+    print(as_json_text(whole, indent=None if in_line else _indent), flush=True)
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:

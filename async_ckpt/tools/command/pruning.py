@@ -88,8 +88,8 @@ def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unat
             print_text(f"{counted(len(gone), 'step')} deleted{others}")
     if as_json:
         freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
-        told = {"place": place.shown, "dry_run": dry_run, "steps": rows, "num_bytes": freed, "broken": [*broken]}
-        print_json("pruning", told)
+        document = {"place": place.shown, "dry_run": dry_run, "steps": rows, "num_bytes": freed, "broken": [*broken]}
+        print_json("pruning", document)
 
 
 def parse_keep(rules: Sequence[str]) -> Keep:

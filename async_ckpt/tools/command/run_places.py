@@ -70,8 +70,8 @@ def places_of(place: Place) -> list[Place]:
     below = ""
     if place.storage().exists(runs.MANIFEST_NAME):
         place, below = parent_of(place)
-    told = runs.tiers_file.read(place)
-    places = [place] if told is None else [*told.places]
+    listed = runs.tiers_file.read(place)
+    places = [place] if listed is None else [*listed.places]
     for number, one in enumerate(places):
         if not one.is_local:
             places[number] = replace(one, options={"deadline_seconds": DEADLINE_SECONDS, **(one.options or {})})
@@ -93,9 +93,9 @@ class RunPlaces:
     def __init__(self, place: Place) -> None:
         self.places: list[Place] = []
         self._runs: list[runs.Run] = []
-        if (told := runs.tiers_file.read(place)) is not None:
+        if (listed := runs.tiers_file.read(place)) is not None:
             self.places = places_of(place)
-            self._runs = [open_run(one.storage(), told.naming) for one in self.places]
+            self._runs = [open_run(one.storage(), listed.naming) for one in self.places]
 
     def look(self) -> list[PlaceStatus]:
         """The status of each place, from near to far; an empty list for a run with one place."""

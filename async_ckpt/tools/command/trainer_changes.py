@@ -46,8 +46,8 @@ def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
             locks.forget(fd)
         if held:
             return  # the training has ended: its locks are free
-    told = events_at(place)
-    if not unattended and not (told and told[-1]["kind"] == "closed"):
+    history = events_at(place)
+    if not unattended and not (history and history[-1]["kind"] == "closed"):
         raise Answer(
             f"{place.shown}: its history does not say that the training has ended; make sure, and pass --unattended"
         )

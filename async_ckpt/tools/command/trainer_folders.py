@@ -163,14 +163,14 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
     return named
 
 
-def without_second_names(told: Sequence[events.Event]) -> list[events.Event]:
+def without_second_names(history: Sequence[events.Event]) -> list[events.Event]:
     """The history of a trainer without saves under second names, such as last.ckpt: a save under a name with a step has
     the same step and record.
     """
-    saves = [one for one in told if one["kind"] == "save" and one.get("name")]
-    named = [(one["step"], one["record"]) for one in saves if _step_in(one["name"].rpartition("/")[2]) is not None]
-    seconds = [one for one in saves if _step_in(one["name"].rpartition("/")[2]) is None]
-    return [one for one in told if one not in seconds or (one["step"], one["record"]) not in named]
+    saves = [event for event in history if event["kind"] == "save" and event.get("name")]
+    named = [(save["step"], save["record"]) for save in saves if _step_in(save["name"].rpartition("/")[2]) is not None]
+    seconds = [event for event in saves if _step_in(event["name"].rpartition("/")[2]) is None]
+    return [event for event in history if event not in seconds or (event["step"], event["record"]) not in named]
 
 
 def second_names(place: Place, found: Sequence[TrainerCheckpoint], saves: Mapping[str, events.Event]) -> dict[str, str]:

@@ -22,12 +22,12 @@ from ..place_arguments import place_below, place_like
 from ..place_kinds import targets_of
 from ..pruning import refuse_writer
 from ..selection import runs_at
-from .sidecar import heard_signals
+from .sidecar import collected_signals
 
 _LEFT: Final = 75  # EX_TEMPFAIL of sysexits.h
 _LOOK_SECONDS: Final = 1.0
 
-_Tell: TypeAlias = Callable[[], "runs.TiersFile | None"]
+_ReadTiers: TypeAlias = Callable[[], "runs.TiersFile | None"]
 
 
 def show(
@@ -44,15 +44,15 @@ def show(
 
     Raises KeyboardInterrupt after Ctrl-C, and typer.Exit if steps are left.
     """
-    told = _told(targets_of(places, ("run",)), to or ())
+    found = _tiers_files(targets_of(places, ("run",)), to or ())
     if adopt and retire:
         raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     if adopt or retire:
-        _resolve([one for _, one in told], adopts=adopt, **options)
+        _resolve([one for _, one in found], adopts=adopt, **options)
     left: list[str] = []
-    with heard_signals() as signals:
-        say = _say_json if as_json else _say
-        movers = [run_movers.RunMovers(one, tell, copy_step, say) for tell, one in told]
+    with collected_signals() as signals:
+        on_arrival = _print_arrival_json if as_json else _print_arrival
+        movers = [run_movers.RunMovers(one, read_places, copy_step, on_arrival) for read_places, one in found]
         try:
             if once:
                 for mover in movers:
@@ -74,19 +74,19 @@ def show(
         raise typer.Exit(_LEFT)
 
 
-def _told(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple[_Tell, runs.TiersFile]]:
+def _tiers_files(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple[_ReadTiers, runs.TiersFile]]:
     """The places of each run, and a function that reads them again."""
-    found: list[tuple[_Tell, runs.TiersFile]] = []
+    found: list[tuple[_ReadTiers, runs.TiersFile]] = []
     for place, name in targets:
-        told = runs.tiers_file.read(place)
+        listed = runs.tiers_file.read(place)
         if to:
             further = [place_like(place, one) for one in to]
             further = [place_below(one, name) if name else one for one in further]
-            naming = runs_at(place)[0].naming if told is None else told.naming
-            told = runs.TiersFile((place, *further), naming, None if told is None else told.max_bandwidth)
-            found.append((lambda told=told: told, told))  # type: ignore[misc]
-        elif told is not None:
-            found.append((partial(runs.tiers_file.read, place), told))
+            naming = runs_at(place)[0].naming if listed is None else listed.naming
+            listed = runs.TiersFile((place, *further), naming, None if listed is None else listed.max_bandwidth)
+            found.append((lambda listed=listed: listed, listed))  # type: ignore[misc]
+        elif listed is not None:
+            found.append((partial(runs.tiers_file.read, place), listed))
         elif name:
             print_note(f"{place.shown} has no {runs.tiers_file.NAME}, and is skipped")
         else:
@@ -100,9 +100,9 @@ def _told(targets: Sequence[tuple[Place, str]], to: Sequence[str]) -> list[tuple
     return found
 
 
-def _resolve(told: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:
+def _resolve(tiers_files: Sequence[runs.TiersFile], *, adopts: bool, yes: bool, unattended: bool) -> None:
     """Adopt or retire the steps of other runs at further places, after asking the user."""
-    conflicts = [conflict for one in told for conflict in run_movers.conflicts_of(one)]
+    conflicts = [conflict for tiers_file in tiers_files for conflict in run_movers.conflicts_of(tiers_file)]
     if not conflicts:
         raise Answer("there is no conflict at any further place; leave out --adopt and --retire", USAGE)
     for conflict in conflicts:
@@ -130,9 +130,9 @@ def _intention(conflict: run_movers.Conflict, *, adopts: bool) -> str:
     return f"{where}: {theirs}, will be adopted by this run, which has {own}; {newest} is the newest then"
 
 
-def _say(place: str, step: int) -> None:
+def _print_arrival(place: str, step: int) -> None:
     print(escaped(f"step {step} is at {place}"), flush=True)
 
 
-def _say_json(place: str, step: int) -> None:
+def _print_arrival_json(place: str, step: int) -> None:
     print_json("moved", {"place": place, "step": step}, in_line=True)

@@ -52,12 +52,12 @@ def show(
     engine = _engine_by(chosen, abort_requests=abort_requests, answer_seconds=answer_within)
     if not into:
         raise Answer("--into is missing: name a local folder for the versions", USAGE)
-    with heard_signals() as signals, Subscriber(root, base=base) as subscriber:
+    with collected_signals() as signals, Subscriber(root, base=base) as subscriber:
         sidecar = Sidecar(
             subscriber,
             into,
             engine,
-            _say_json if as_json else _say,
+            _print_event_json if as_json else _print_event,
             status=status,
             poll_seconds=poll,
             patience_seconds=patience,
@@ -85,16 +85,16 @@ def _engine_by(chosen: Mapping[str, str], *, abort_requests: bool, answer_second
     return engine_of(None)
 
 
-def _say(event: Event) -> None:
+def _print_event(event: Event) -> None:
     print(escaped(event.line), file=sys.stderr if event.is_bad else sys.stdout, flush=True)
 
 
-def _say_json(event: Event) -> None:
+def _print_event_json(event: Event) -> None:
     print_json(event.kind, event.facts, in_line=True)
 
 
 @contextmanager
-def heard_signals() -> Iterator[list[int]]:
+def collected_signals() -> Iterator[list[int]]:
     """Collect SIGTERM and Ctrl-C within the block. A second signal has its usual effect."""
     came: list[int] = []
 

@@ -133,8 +133,8 @@ def _goodput(run: RunColumns, level: int) -> str:
     key = "".join(f"<li><i class={part}>■</i>{name}</li>" for part, name in PARTS.items())
     rows = "".join(_spent_row(one, escape(timing.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
     rows += _spent_row(spent, "all")
-    told = [one["interval"] for one in run.events if one.get("interval")]
-    interval = f" The last interval between saves was {escape(told[-1])}." if told else ""
+    intervals = [one["interval"] for one in run.events if one.get("interval")]
+    interval = f" The last interval between saves was {escape(intervals[-1])}." if intervals else ""
     more = f" The last {_STARTS} of {len(starts):,} starts." if len(starts) > _STARTS else ""
     share, hours = f"{spent.shares['trained']:.1%}", escape(shown_hours(spent.total_seconds))
     name = "What the time went to"
@@ -217,7 +217,7 @@ def _figure(number: int, picture: Picture, level: int) -> str:
     """The element that a picture is drawn into. `number` is its index among all pictures of the page."""
     return f"""<figure id="picture{number}" data-picture="{escape(picture.name)}">
 <figcaption><h{level}>{escape(picture.title)}</h{level}>
-<p>{escape(picture.says)}</p></figcaption>
+<p>{escape(picture.caption)}</p></figcaption>
 <div class="chart"></div>
 <details class="rows"><summary>Table</summary></details>
 </figure>

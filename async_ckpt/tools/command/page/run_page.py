@@ -44,8 +44,8 @@ def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, ov
     page = page_of(runs, timing.wall_time(), chosen)
     storage.replace(name, page)
     if as_json:
-        told = [{"name": run.name, "num_events": len(run.events), "num_saves": len(run.saves)} for run in runs]
-        print_json("page", {"target": target.shown, "num_bytes": len(page), "runs": told})
+        rows = [{"name": run.name, "num_events": len(run.events), "num_saves": len(run.saves)} for run in runs]
+        print_json("page", {"target": target.shown, "num_bytes": len(page), "runs": rows})
     else:
         num_saves = counted(sum(len(run.saves) for run in runs), "save")
         print_text(f"{target.shown}: {num_saves} of {counted(len(runs), 'run')}")

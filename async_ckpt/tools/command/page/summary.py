@@ -25,7 +25,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         (save for save in durable if _is_durable(run, save["step"])), key=lambda save: save["step"], default=None
     )
     spent = run_events.goodput_of(run.events)
-    told = [one["interval"] for one in run.events if one.get("interval")]
+    intervals = [one["interval"] for one in run.events if one.get("interval")]
     stalls = [value for _, value in run.known("stall_seconds")]
     return {
         "last durable step": "none" if newest is None else f"{newest['step']:,}",
@@ -41,7 +41,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
         "trained": f"{spent.shares['trained']:.1%}" if spent.total_seconds else "unknown",
-        "interval": told[-1].partition(":")[0] if told else "not measured",
+        "interval": intervals[-1].partition(":")[0] if intervals else "not measured",
     }
 
 
