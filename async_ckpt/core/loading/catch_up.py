@@ -105,7 +105,7 @@ def copy_step(
         check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace, pool=pool,
     )  # fmt: skip
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
-        lent = {one.archive.name for one in manifest.elsewhere if one.step == earlier}
+        lent = {location.archive.name for location in manifest.elsewhere if location.step == earlier}
         lender = target.committed(earlier)
         if mends or lender is None or not lent.issubset(lender.own_names):
             committed += again(earlier)

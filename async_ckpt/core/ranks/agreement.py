@@ -157,7 +157,7 @@ class Agreement(Rendezvous):
             self._raise_missing_archive(missing)
         self.spread = spread_of(ordered)
         self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
-        found = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
+        found = [f"rank {receipt.rank}: {receipt.found}" for receipt in ordered if receipt.found]
         self.found = "; ".join(found[:_RANKS_NAMED]) + (
             f"; and {len(found) - _RANKS_NAMED} more ranks" * (len(found) > _RANKS_NAMED)
         )

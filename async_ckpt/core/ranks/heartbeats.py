@@ -98,7 +98,7 @@ class Heartbeats:
         for number in itertools.count():
             if self._connection.is_over or pid != os.getpid():
                 return
-            wanted = [one for one, at in self._asked_at.items() if monotonic() - at < 3 * self.interval]
+            wanted = [rank for rank, at in self._asked_at.items() if monotonic() - at < 3 * self.interval]
             text = " ".join([str(number), *self._open_calls()])
             exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:

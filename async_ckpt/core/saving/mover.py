@@ -576,8 +576,8 @@ class Mover:
         run.announce(step, in_flight=self._process.in_flight(run))
         if run.has_start:
             run.sweeper.sweep_once(has_ranks=self._process.has_ranks())
-        for one in self._roots.runs:
-            one.events.note("moved", step, place=self.arrivals.shown, total_seconds=seconds)
+        for place_run in self._roots.runs:
+            place_run.events.note("moved", step, place=self.arrivals.shown, total_seconds=seconds)
         run.retain(step, replaced=None, in_flight=self._process.in_flight(run))
         self._release(step)
         run.write_events()

@@ -113,7 +113,7 @@ class WeightMean:
         if mean is None or not mean.has(copies):
             if mean is not None:
                 _log.warning("the mean of %s begins anew, since their tensors have changed", ", ".join(self.groups))
-            mean = self._mean = Mean({name: _blank(name, one) for name, one in copies.items()})
+            mean = self._mean = Mean({name: _blank(name, copied) for name, copied in copies.items()})
         updated: Future[None] = running_future()
         view = _view(source, structure, mean, updated)
         if held is not None:

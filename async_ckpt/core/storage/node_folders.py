@@ -78,9 +78,9 @@ class NodeFolder(_OwnFolder):
         sent.result()
         return True
 
-    def _run(self, done: Future[None], *what: Any) -> None:
+    def _run(self, done: Future[None], *arguments: Any) -> None:
         try:
-            self._send(*what)
+            self._send(*arguments)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -280,13 +280,13 @@ class AllNodes(_OfNodes):
         return send
 
     def _ask_all(
-        self, what: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
+        self, method: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
     ) -> dict[int, Any]:
         """The answers of `ranks`, by default of all other nodes, which are asked in parallel. Raises their errors."""
         answers: dict[int, Any] = {}
 
         def ask(rank: int) -> None:
-            answers[rank] = self._peers[rank].ask(what, *arguments, **options)
+            answers[rank] = self._peers[rank].ask(method, *arguments, **options)
 
         chosen = self._peers if ranks is None else ranks
         run_together("nodes", [partial(ask, rank) for rank in chosen], max_threads=_MAX_REQUESTS)
@@ -323,9 +323,9 @@ class OneOfNodes(_OfNodes):
         data, version = self._ask_decider("read", self._here.read, path)
         return data, version
 
-    def _ask_decider(self, request: str, here: Callable[[T], A], argument: T) -> A:
+    def _ask_decider(self, method: str, here: Callable[[T], A], argument: T) -> A:
         try:
-            answer: A = self._decider.ask(request, argument)
+            answer: A = self._decider.ask(method, argument)
             return answer
         except SilentPeerError:
             return here(argument)

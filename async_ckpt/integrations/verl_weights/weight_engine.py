@@ -117,10 +117,10 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
                 f"{len(metadata)} workers have prepared, and {actor_wg_world_size} ranks of the training with rank 0 "
                 f"first and {rollout_world_size} workers of rollouts were expected; see how the workers were made"
             )
-        if len(roots := {one["root"] for one in metadata}) > 1:
+        if len(roots := {facts["root"] for facts in metadata}) > 1:
             raise ValueError(f"the workers have different roots: {', '.join(sorted(roots))}; give all the same root")
         sender, receivers = metadata[0], metadata[actor_wg_world_size:]
-        num_elsewhere = sum(one["host"] != sender["host"] for one in receivers)
+        num_elsewhere = sum(receiver["host"] != sender["host"] for receiver in receivers)
 
         def arguments(roles: list[str]) -> dict[str, list[Any]]:
             alike = {"address": sender["address"], "num_elsewhere": num_elsewhere}

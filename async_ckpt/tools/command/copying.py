@@ -57,10 +57,10 @@ def show(
 ) -> None:
     """Copy steps of each source, and print them as a table or a JSON document."""
     pairs = [
-        (one, target)
+        (place, target)
         for source, target in _targets_below(targets_of(src, RUNS), dst)
-        for one in everywhere([source], asks_all=all_)
-        if not all_ or one.text.rstrip("/") != target.text.rstrip("/")
+        for place in everywhere([source], asks_all=all_)
+        if not all_ or place.text.rstrip("/") != target.text.rstrip("/")
     ]
     copy = partial(copy_place, ranges=steps or (), as_json=as_json, **options)
     for_each(copy, *zip(*pairs, strict=True), with_headings=not as_json)

@@ -49,11 +49,11 @@ def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unat
         shown = [ShownCheckpoints(place, keep)]
     else:
         chosen = whole_runs_at(place, keep=keep)
-        for one in chosen:
-            refuse_newer(one.run)
+        for chosen_run in chosen:
+            refuse_newer(chosen_run.run)
             if not dry_run:
-                refuse_writer(one.run, unattended=unattended)
-        shown = [_Shown.of(one) for one in chosen]
+                refuse_writer(chosen_run.run, unattended=unattended)
+        shown = [_Shown.of(chosen_run) for chosen_run in chosen]
     for each in shown:
         _refuse_unknown_metric(place, keep, each.commits)
     broken = {step: text for each in shown for step, text in each.broken.items()}

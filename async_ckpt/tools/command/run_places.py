@@ -114,7 +114,7 @@ class RunPlaces:
             except CheckpointError as error:
                 status = replace(status, trouble=f"it cannot be read: {error}")
             nearer = {step for one in found for step in one.steps}
-            arrived = {one["step"] for one in events if one["kind"] == "moved" and one["place"] == place.shown}
+            arrived = {event["step"] for event in events if event["kind"] == "moved" and event["place"] == place.shown}
             found.append(replace(status, passed_over=_passed_over(nearer, status.steps, arrived, place.every or 1)))
         return found
 

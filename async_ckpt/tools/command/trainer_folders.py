@@ -146,7 +146,7 @@ def time_of(place: Place, name: str) -> float | None:
 
 def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, str]:
     """The checkpoints that the framework itself names: "tracker" by its tracker, "best" by the newest state."""
-    storage, by_text = place.storage(), {one.name: one.name for one in found}
+    storage, by_text = place.storage(), {checkpoint.name: checkpoint.name for checkpoint in found}
     by_text |= {str(one.step): one.name for one in found if one.step is not None}
     named: dict[str, str] = {}
     for tracker in runs.TRACKERS:

@@ -48,11 +48,11 @@ def show(
     if adopt and retire:
         raise Answer("--adopt and --retire exclude each other; pass one of them", USAGE)
     if adopt or retire:
-        _resolve([one for _, one in found], adopts=adopt, **options)
+        _resolve([tiers for _, tiers in found], adopts=adopt, **options)
     left: list[str] = []
     with collected_signals() as signals:
         on_arrival = _print_arrival_json if as_json else _print_arrival
-        movers = [run_movers.RunMovers(one, read_places, copy_step, on_arrival) for read_places, one in found]
+        movers = [run_movers.RunMovers(tiers, read_places, copy_step, on_arrival) for read_places, tiers in found]
         try:
             if once:
                 for mover in movers:

@@ -46,12 +46,12 @@ def page_of(runs: Sequence[RunColumns], now: float, best: Sequence[Best] = ()) -
     """The page of these runs. `now` is in seconds since the epoch."""
     several = len(runs) > 1
     compared = [*comparison_of(runs)] if several else []
-    pictures: list[tuple[int | None, Picture]] = [(None, one) for one in compared]
+    pictures: list[tuple[int | None, Picture]] = [(None, picture) for picture in compared]
     body = [_comparison(runs, compared, now)] if several else []
     for number, run in enumerate(runs):
         own = pictures_of(run, best)
         body.append(_run(run, number, own, now, first=len(pictures), several=several))
-        pictures += [(number, one) for one in own]
+        pictures += [(number, picture) for picture in own]
     title = counted(len(runs), "run") if several else runs[0].name
     return _document(title, now, body, _packed(runs, pictures)).encode(errors="replace")
 
@@ -128,12 +128,12 @@ def _goodput(run: RunColumns, level: int) -> str:
     spent = run_events.goodput_of(run.events)
     if not spent.total_seconds:
         return ""
-    starts = [one for one in spent.starts if one.total_seconds]
-    bars = "".join(_bar(one) for one in starts[-_STARTS:])
+    starts = [start for start in spent.starts if start.total_seconds]
+    bars = "".join(_bar(start) for start in starts[-_STARTS:])
     key = "".join(f"<li><i class={part}>■</i>{name}</li>" for part, name in PARTS.items())
-    rows = "".join(_spent_row(one, escape(timing.shown_time(one.opened or 0))) for one in starts[-_STARTS:])
+    rows = "".join(_spent_row(start, escape(timing.shown_time(start.opened or 0))) for start in starts[-_STARTS:])
     rows += _spent_row(spent, "all")
-    intervals = [one["interval"] for one in run.events if one.get("interval")]
+    intervals = [event["interval"] for event in run.events if event.get("interval")]
     interval = f" The last interval between saves was {escape(intervals[-1])}." if intervals else ""
     more = f" The last {_STARTS} of {len(starts):,} starts." if len(starts) > _STARTS else ""
     share, hours = f"{spent.shares['trained']:.1%}", escape(shown_hours(spent.total_seconds))
@@ -194,8 +194,8 @@ def _losses(run: RunColumns, level: int) -> str:
         return ""
     rows = ""
     for row in losses[:_LOSSES]:
-        one, about = run.events[row], escape(str(run.columns["about"].values[row]))
-        step, when = "" if one["step"] is None else f"{one['step']:,}", escape(timing.shown_time(one["time"]))
+        event, about = run.events[row], escape(str(run.columns["about"].values[row]))
+        step, when = "" if event["step"] is None else f"{event['step']:,}", escape(timing.shown_time(event["time"]))
         rows += f"<tr><td>{step}</td><td>{when}</td><td class=long>{about}</td></tr>\n"
     more = f"<p>The newest {_LOSSES} of {len(losses):,}.</p>\n" if len(losses) > _LOSSES else ""
     return f"""<section class="losses">

@@ -25,7 +25,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         (save for save in durable if _is_durable(run, save["step"])), key=lambda save: save["step"], default=None
     )
     spent = run_events.goodput_of(run.events)
-    intervals = [one["interval"] for one in run.events if one.get("interval")]
+    intervals = [event["interval"] for event in run.events if event.get("interval")]
     stalls = [value for _, value in run.known("stall_seconds")]
     return {
         "last durable step": "none" if newest is None else f"{newest['step']:,}",
