@@ -40,9 +40,9 @@ class Table(NamedTuple):
     measures: Mapping[str, Measure]
     packages: Sequence[str] = ()
     closing: str = ""
-    """What is printed after it."""
+    """Text that is printed after the table."""
     part_of: str = ""
-    """The table that the page shows it in, with others that are measured in other environments."""
+    """The table of the page that combines this one with tables measured in other environments."""
 
 
 # The module of each table, and the names of the table's measures if the module has other measures, too.

@@ -33,7 +33,7 @@ from .workloads import State, Subject
 
 _GZIP_LEVEL: Final = 6
 NO_SAVE_STEPS: Final = 6
-"""What the slower asynchronous saves of 0.2 GB overlap."""
+"""The steps that `NoSave` measures: as many as a slower asynchronous save of 0.2 GB overlaps."""
 
 
 class Candidate:
@@ -43,16 +43,16 @@ class Candidate:
     configuration: ClassVar[str]
     package: ClassVar[str] = "torch"
     durable: ClassVar[bool] = True
-    """It makes its files durable itself; else they are, at its expense, when it says that it is done."""
+    """True if the candidate makes its files durable itself; otherwise the trial does, which counts as its time."""
     share: ClassVar[float] = 1.0
-    """Of the state, that it is given, because all of it takes minutes; its times are scaled."""
+    """The part of the state to save, if all of it would take minutes. The times are scaled to the whole state."""
     synchronous: ClassVar[bool] = False
-    """Its call returns when all is written."""
+    """True if `save` returns when everything is written."""
     has_process: ClassVar[bool] = False
-    """It starts one when it is made, which takes a while."""
+    """True if the candidate starts a process when it is created, which takes a while."""
     needs_cuda: ClassVar[bool] = False
     into_objects: ClassVar[bool] = False
-    """It restores modules and optimizers themselves; else their state dicts."""
+    """True if `restore` needs the modules and optimizers themselves instead of their state dicts."""
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         self.folder, self.subject = folder, subject

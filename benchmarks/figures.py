@@ -134,7 +134,7 @@ class BareReport(NamedTuple):
     """The report of a save by `BareSaves`."""
 
     total_seconds: float
-    """Of the writing alone."""
+    """The seconds of the writing alone."""
 
 
 def costs_of(rounds: int, what: str, name: str, measured: Saves, limit: Saves, beside: str) -> dict[str, Figure]:
@@ -553,11 +553,11 @@ class Window(NamedTuple):
     """One save, and the steps that overlap it, in seconds."""
 
     lost: float
-    """What these steps took longer than as many others."""
+    """The additional time of these steps over as many undisturbed steps."""
     own: float
-    """The same by the processor clock of the training thread: what is lost even where a core is free."""
+    """The additional processor time of the training thread, which is lost even if another core is free."""
     noise: float
-    """What as many steps seem to lose without any save."""
+    """The time that as many steps seem to lose without a save."""
     save: float
 
 

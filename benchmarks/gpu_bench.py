@@ -112,7 +112,7 @@ class Bench:
     setting: Setting
     device: Accelerator
     ends_at: float
-    """By `perf_counter`: what begins later is too late."""
+    """The deadline for beginning another round, by `perf_counter`."""
 
     def gib(self, number: float) -> int:
         """The bytes of `number` GiB; less at toy size."""

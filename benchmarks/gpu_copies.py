@@ -42,7 +42,7 @@ class _Calls(NamedTuple):
 
     num_pending: int
     microseconds: dict[str, list[float]]
-    """Median and longest of the calls with 1, 2 to 3, 4 to 7 … pending before them."""
+    """The median and the longest call while 1, 2 to 3, 4 to 7 … calls were pending."""
 
 
 def latency(bench: Bench) -> Mapping[str, Found]:

@@ -51,11 +51,11 @@ class Series:
     y: str
     points: Sequence[tuple[float, float]]
     per: str
-    """What the slope is told per, such as "s per GB"."""
+    """The unit of the slope, such as "s per GB"."""
     scale: float = 1.0
-    """From y per x to that."""
+    """The factor from y per x to the unit `per`."""
     limit: Sequence[tuple[float, float]] = field(default=())
-    """The same of what the machine itself can do."""
+    """The points of the machine's own limit."""
 
     GROUP: ClassVar = "growth"
     HEAD: ClassVar = ["cost", "grows with", "first", "last", "slope"]

@@ -38,7 +38,7 @@ class _Sent(NamedTuple):
     """Seconds of one transfer."""
 
     held: float
-    """Of the sender's thread, which a training would wait for."""
+    """The time of the sender's thread, for which a training would wait."""
     whole: float
 
 

@@ -34,9 +34,9 @@ class Given:
 
     endpoint: str
     path: str
-    """Bucket and key."""
+    """The bucket and the key."""
     memory: mmap.mmap
-    """As many bytes as the state has, ready to be read."""
+    """Memory with as many bytes as the state, filled before the upload."""
     state: Any
     folder: Path
 
@@ -55,7 +55,7 @@ class Contender:
     configuration: str
     package: str
     begin: Callable[[Given], Callable[[], None]]
-    """Makes the client, and returns what uploads once."""
+    """Creates the client, and returns a function that uploads the data once."""
 
     @property
     def installed(self) -> bool:

@@ -62,7 +62,7 @@ class CommandRuns(NamedTuple):
 
     seconds: list[float]
     num_lines: int
-    """Of their output."""
+    """The number of lines that the command prints."""
     needs_torch: bool
 
 

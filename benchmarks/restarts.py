@@ -51,13 +51,13 @@ class Restart(NamedTuple):
     num_ranks: int
     requests: float
     received: float
-    """Bytes."""
+    """The number of bytes that the rank receives."""
     own_bytes: int
-    """Of the tensors that it holds."""
+    """The number of bytes of the tensors that the rank holds."""
     reads: float
-    """Its requests for its archive, which no other rank asks for."""
+    """The requests for its own archive, which no other rank reads."""
     shared: float
-    """Its requests for the object of which it asks most among those that all ranks read."""
+    """The most requests for one of the objects that all ranks read."""
 
 
 def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:

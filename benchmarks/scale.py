@@ -123,7 +123,7 @@ class _Planned(NamedTuple):
     first: float
     cached: float
     who: float
-    """Of the first, who writes what."""
+    """The part of `first` that assigns the parts to ranks."""
 
 
 def _planned(kind: Kind, size: int, num_tensors: int) -> _Planned:

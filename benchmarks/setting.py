@@ -16,7 +16,7 @@ from async_ckpt.core.host.limits import free_memory_bytes
 from .limits import MIB
 
 KEPT: Final = "kept"
-"""A measure's folder for files that are kept beside its results."""
+"""The name of a measure's folder for files that are stored with its results."""
 T = TypeVar("T")
 L = TypeVar("L")
 
@@ -24,64 +24,64 @@ L = TypeVar("L")
 @dataclass(frozen=True, slots=True)
 class Setting:
     folder: Path
-    """A folder on a real disk, empty, removed afterwards."""
+    """An empty folder on a real disk, which is deleted afterwards."""
     state_bytes: int = 1024 * MIB
     training_bytes: int = 1024 * MIB
     num_small: int = 100_000
     budget_bytes: int = 128 * MIB
     rounds: int = 4
     few_rounds: int = 3
-    """Of what hardly varies, such as bytes, or takes long."""
+    """The rounds of measurements that hardly vary, such as numbers of bytes, or that take long."""
     compare_bytes: int = 192 * MIB
     compare_rounds: int = 6
-    """Of everything that is compared, each with processes of its own; fewer than six tell no interval."""
+    """The rounds of comparisons, each in new processes. An interval needs at least six."""
     num_later: int = 3
-    """Saves of one process that count as later ones; one more comes before them."""
+    """The number of later saves measured in one process, after the first two."""
     frozen_bytes: int = 256 * MIB
-    """Of a frozen base, and of a training in which every tensor changes beside it."""
+    """The size of a frozen base, and of a training that is compared with it, in which every tensor changes."""
     settle_seconds: float = 3.0
-    """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
+    """The training between warm-up and first save for candidates that start a process; a quarter for all others."""
     shape_bytes: int = 1536 * MIB
-    """As far as memory has eight times as much."""
+    """The size of the states in `shapes`, reduced to an eighth of the free memory if that is less."""
     gpu_seconds: float = 480.0
-    """For all that is measured on a GPU; what does not fit is not run. The command ends within a minute more."""
+    """The time for all GPU measurements; parts that do not fit are skipped. The command ends within another minute."""
     gib_bytes: int = 1024 * MIB
-    """What stands for a GiB there."""
+    """The bytes that count as a GiB in GPU measurements."""
     gpu_model: str = "gpt2"
-    """What is trained there: "gpt2", or "linear" layers."""
+    """The model that is trained on the GPU: "gpt2", or "linear" layers."""
     gpu_steps: int = 10
-    """On either side of each save."""
+    """The training steps on the GPU before and after each save."""
     num_pending: int = 8192
     num_mebibytes: tuple[int, int] = (100, 600)
-    """Tensors of 1 MiB in two states."""
+    """The numbers of tensors of 1 MiB in two states."""
     first_bytes: int = 7 * 1024 * MIB
-    """Of a state that is saved into memory that is new; as far as there is three times as much."""
+    """The size of a state that is saved into new memory, reduced to a third of the free memory if that is less."""
     shape_rounds: int = 1
     num_shaped: int = 5
-    """Candidates that save each shape."""
+    """The number of candidates that save each shape."""
     growth_bytes: int = 64 * 1024 * MIB
-    """At most; memory says how much of it."""
+    """The largest state, if free memory and disk allow it."""
     many_saves: int = 200
     kept_steps: tuple[int, ...] = (20, 500, 1500, 3000)
     stored_steps: tuple[int, ...] = (20, 160, 640)
-    """Committed steps that one more is committed beside: on the disk, and in a store."""
+    """The numbers of steps in a store, to which one more is committed."""
     kept_rounds: int = 30
     num_trainings: int = 10_000
-    """Simulated ones, that fail at random."""
+    """The number of simulated trainings that fail at random."""
     rank_bytes: int = 256 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
-    """What the real servers are given, which take long, and places behind others, which are given much."""
+    """The size of states for real servers, which are slow, and for further places, which receive many saves."""
     listed_steps: int = 10_000
     inspected_ranks: int = 256
     read_bytes: tuple[int, ...] = (256 * MIB, 2048 * MIB)
-    """Of checkpoints whose size the memory of a command must not depend on."""
+    """The sizes of checkpoints for a command, whose memory must not depend on the size."""
 
     world_tensors: int = 1000
     world_sizes: tuple[int, ...] = (8, 64, 256, 1024, 4096, 16384)
-    """Ranks, most of which are simulated."""
+    """The numbers of ranks, most of them simulated."""
     central_sizes: tuple[int, ...] = (8, 64, 256)
-    """Of a plan that one rank makes for all, which takes long."""
+    """The numbers of ranks for a plan that one rank makes for all ranks, which takes long."""
     reader_sizes: tuple[int, ...] = (8, 128, 2048, 16384)
 
     def shape_bytes_here(self) -> int:

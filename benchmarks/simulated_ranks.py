@@ -146,27 +146,27 @@ class Saved:
     """One save, in simulated seconds from the moment at which the last archive was durable."""
 
     commit_seconds: float
-    """Until it is committed, and rank 0 is done with all that comes before its handle is."""
+    """The time until rank 0 has committed the step."""
     said_seconds: float
-    """Until rank 0 has said so to the others."""
+    """The time until rank 0 announces the commit to the other ranks."""
     known_seconds: float
-    """Until the last rank knows."""
+    """The time until the last rank has read the commit."""
     afterwards_seconds: float
-    """What rank 0 goes on to do then, beside the training."""
+    """The time of the work that rank 0 does after the commit, during the training."""
     rank_0: Traffic
-    """With the object store, until then."""
+    """Rank 0's traffic with the object store until the commit."""
     afterwards_requests: int
     follower: Traffic
     requests: int
-    """Of all ranks, until the last knows."""
+    """The requests of all ranks to the object store until the last rank has read the commit."""
     busiest: int
-    """Most of these in one second."""
+    """The most requests in one second, of all ranks except rank 0 and the follower."""
     words_of_rank_0: Traffic
-    """With the ranks' store, from the call until it is done."""
+    """Rank 0's traffic with the ranks' store, from the call to the end of its work."""
     words_of_follower: Traffic
-    """With the ranks' store, from the first durable archive until it knows."""
+    """The follower's traffic with the ranks' store, from the first durable archive until it has read the commit."""
     store_share: float
-    """Of the time of the ranks' store, from the first durable archive until the last rank knows."""
+    """The busy share of the ranks' store, from about the first durable archive until the last rank has the commit."""
     manifest_bytes: int
     layout_bytes: int
     archives_bytes: int
@@ -197,7 +197,7 @@ class SimulatedWorld:
         self._is_first = True
         self._loop.run_until_complete(self._meet())
         self.met_seconds = self._loop.time()
-        """Until each rank has heard rank 0's answer to its hello."""
+        """The time until all ranks have received rank 0's answer to their hello."""
 
     def _patched(self) -> ExitStack:
         """Patch the library's clocks, loop and connections to those of this world."""

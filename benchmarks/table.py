@@ -54,9 +54,9 @@ class Figure:
     pairs: Sequence[tuple[float, float]]
     note: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What the file keeps beside it, and no table shows."""
+    """Values that are only stored in the file of results, not shown in a table."""
     noise: float = 0.0
-    """What the measured value is off by where there is nothing to measure."""
+    """The error of the measured value, measured without a save."""
 
     GROUP: ClassVar = "figures"
     HEAD: ClassVar = ["what", "measured", "limit", "ratio (interval)", "target", "met"]
@@ -153,7 +153,7 @@ class Cost(NamedTuple):
 
     seconds: float
     processor_seconds: float
-    """Of this process, all its threads, per GB."""
+    """The processor time of all threads of this process, per GB."""
 
 
 @dataclass(frozen=True, slots=True)

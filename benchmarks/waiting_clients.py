@@ -41,16 +41,16 @@ _PATIENCE_SECONDS: Final = 150.0
 class Waited(NamedTuple):
     num_clients: int
     to_all_seconds: list[float]
-    """From the call that says a word until the last client has it, for each word."""
+    """The time from the call that sends a word until the last client has received it, for each word."""
     to_half_seconds: list[float]
     word_cpu_seconds: list[float]
-    """Of the server, from the call until a word has come to all of them."""
+    """The server's processor time from the call until all clients have received the word, for each word."""
     waiting_share: float
-    """Of one processor that the server takes while all wait and nothing is said."""
+    """The share of one processor that the server uses while all clients wait and no word is sent."""
     resting_share: float
-    """While nobody waits."""
+    """The same share while no client waits."""
     descriptors: int
-    """At the server."""
+    """The number of open descriptors of the server."""
 
 
 def clients(setting: Setting) -> Mapping[str, Row]:

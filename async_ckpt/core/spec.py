@@ -172,10 +172,9 @@ class TensorSpec(NamedTuple):
     alias_of: int | None = None
     """The index of an earlier tensor with the same memory (tied weights); the bytes are stored once."""
     of: SliceFacts | None = None
-    """Its position in a tensor that is divided among several ranks; None for a tensor that this archive has as a whole.
-    """
+    """The position of a slice in a tensor that several ranks hold; None if this archive has the whole tensor."""
     lender: int | None = None
-    """The number of the archive of an earlier step that has its bytes; None if they are stored in this archive."""
+    """The number of the earlier step's archive that has the bytes; None if they are stored in this archive."""
 
     @property
     def num_bytes(self) -> int:

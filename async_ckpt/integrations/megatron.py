@@ -62,9 +62,9 @@ _ITERATION: Final = "iter_{:07d}"
 _CONFIG: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON: Final = "common_state"
 _OF_OBJECT: Final = "/shard_"
-"""The text between the key of a ShardedObject and its place, in its unique key."""
+"""The text between the key and the position in a ShardedObject's unique key."""
 _RANKS: Final = "ranks"
-"""The name of an entry that every rank has, and that is not from Megatron."""
+"""The name of an entry that this module adds to the state of every rank."""
 
 
 def use(*, trust: bool = False) -> None:

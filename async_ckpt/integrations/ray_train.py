@@ -98,7 +98,7 @@ class RayCheckpointer(AsyncCheckpointer):
         train, late = self._train, list[int]()
         if train.get_context().get_world_rank() == 0:
             consistency = train.CheckpointConsistencyMode.COMMITTED
-            listed = {one.checkpoint.path for one in train.get_all_reported_checkpoints(consistency)}
+            listed = {reported.checkpoint.path for reported in train.get_all_reported_checkpoints(consistency)}
             steps = [step for step in self.steps() if step <= restored and self._checkpoint(step).path not in listed]
             late = steps[-_MOST_LATE:]
         for step in train.collective.broadcast_from_rank_zero(late):

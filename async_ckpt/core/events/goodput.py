@@ -138,22 +138,22 @@ def _account(start: _StartSpent, trained: list[_Trained]) -> None:
             trained.append(stretch)
         at, held = max(at, until), 0.0
 
-    for one in sorted(start.events, key=_reached_at):
-        kind, until = one["kind"], _reached_at(one)
+    for event in sorted(start.events, key=_reached_at):
+        kind, until = event["kind"], _reached_at(event)
         for part in ("slower", "stall"):
-            start.seconds[part] += one.get(f"{part}_seconds") or 0.0
-        held += one.get("slower_seconds") or 0.0
-        if kind in _REACHED and one["step"] is not None:
-            stretch(one["step"], until)
-            held += one.get("stall_seconds") or 0.0
+            start.seconds[part] += event.get(f"{part}_seconds") or 0.0
+        held += event.get("slower_seconds") or 0.0
+        if kind in _REACHED and event["step"] is not None:
+            stretch(event["step"], until)
+            held += event.get("stall_seconds") or 0.0
         elif kind == "restore":
-            seconds = one["total_seconds"] or 0.0
+            seconds = event["total_seconds"] or 0.0
             start.seconds["restore"] += seconds
             has_trained = trained and trained[-1].start is start
             stretch(math.inf if has_trained else math.nan, until - seconds)  # setup, if this is its first restore
-            _go_back(trained, one["step"], start)
+            _go_back(trained, event["step"], start)
             at = max(at, until)
-    stretch(trained[-1].step if start.is_closed and trained else math.inf, max(one["time"] for one in start.events))
+    stretch(trained[-1].step if start.is_closed and trained else math.inf, max(event["time"] for event in start.events))
 
 
 def _go_back(trained: list[_Trained], step: float, start: _StartSpent) -> None:

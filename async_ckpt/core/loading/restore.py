@@ -37,12 +37,12 @@ class RestoreOptions(NamedTuple):
 
     select: Select = None
     strict: bool | None = None
-    """With False, names that only one side has are ignored; with True, another order of data is an error, too."""
+    """False ignores names that only one side has; True also refuses data in a different order."""
     trust: bool = False
     verify: Verify = True
     types: Iterable[type] = ()
     goes_back: bool = False
-    """The training has saved or restored before, so that names which the checkpoint lacks were added since."""
+    """True if the training has saved or restored before: names that the checkpoint lacks are then newer than it."""
 
     @property
     def compares_names(self) -> bool:

@@ -87,7 +87,7 @@ def resume(
                     continue
                 raise overtaken_error(", ".join(roots.names)) from error
             if talk is not None and fallback:  # the other ranks wait for this rank's answer
-                _say_failure(talk, step, error)
+                _send_failure(talk, step, error)
             raise
         if talk is None or not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, result
@@ -166,7 +166,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
     return word == _FINE
 
 
-def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
+def _send_failure(talk: Talk, step: int, error: BaseException) -> None:
     """Make all ranks fail, without waiting for them: an older step would not help, since the error is not damage."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.send(f"{step}/{talk.rank}", word)

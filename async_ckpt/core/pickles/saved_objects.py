@@ -421,8 +421,8 @@ def _tensor_within(storage: Any, item_bytes: int, offset: Any, size: Any, stride
     return _Tensor(num_items, num_items * item_bytes > storage.num_bytes)
 
 
-def _quantised_tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, how: Any, *_: Any) -> _Opaque:
-    return _tensor_conversion(survey, _tensor(survey, storage, offset, size, stride), *how)
+def _quantised(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, params: Any, *_: Any) -> _Opaque:
+    return _tensor_conversion(survey, _tensor(survey, storage, offset, size, stride), *params)
 
 
 def _tensor_conversion(survey: _Survey, *arguments: Any) -> _Opaque:
@@ -467,7 +467,7 @@ _RULES: Final[dict[str, Callable[..., Any]]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_qtensor": _quantised_tensor,
+    "torch._utils._rebuild_qtensor": _quantised,
     "torch._utils._rebuild_sparse_tensor": _tensor_conversion,
     "torch._utils._rebuild_nested_tensor": _tensor_conversion,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _tensor_conversion,

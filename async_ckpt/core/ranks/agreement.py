@@ -157,7 +157,7 @@ class Agreement(Rendezvous):
             self._raise_missing_archive(missing)
         self.spread = spread_of(ordered)
         self.lent = {(group, step) for receipt in ordered for group, step in receipt.lent}
-        found = [f"rank {one.rank}: {one.found}" for one in ordered if one.found]
+        found = [f"rank {receipt.rank}: {receipt.found}" for receipt in ordered if receipt.found]
         self.found = "; ".join(found[:_RANKS_NAMED]) + (
             f"; and {len(found) - _RANKS_NAMED} more ranks" * (len(found) > _RANKS_NAMED)
         )
@@ -269,7 +269,7 @@ class Agreement(Rendezvous):
             return self._refuse_for_all(error)
         if not joint.attempt:  # there is no archive yet; rank 0 learns this when it makes the call
             self._calls.fail(joint, Cause(self.rank, in_words(error)))
-        elif self._has_said_yes:
+        elif self._has_reported:
             if not (joint.is_decided or self._is_refused):
                 return False  # rank 0 may still commit it
         elif not self._is_refused:

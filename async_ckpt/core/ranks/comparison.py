@@ -72,10 +72,10 @@ class Comparison:
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
         is_each = part.copies is not None
-        self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
+        self._compare_copies([receipt for receipt in receipts if is_each or receipt.structure not in known.compared])
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
-        shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
+        shared = {structure: mates for structure, mates in self._joint.table.classes.items() if structure in texts}
         root = self._ranks.divider.root_mesh
         divided = StepLayout(table.classes, texts, shared, root, of_some=table.of_some)
         layout = self._exchange.put_layout(layouts.dump(divided, table))
@@ -113,8 +113,8 @@ class Comparison:
         """
         for structure, mates in self._joint.table.classes.items():
             theirs = [receipts[rank] for rank in mates]
-            are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
-            if are_all and sum(one.balance for one in theirs) % MODULUS:
+            are_all = all(receipt.structure == structure and receipt.table != NO_TABLE for receipt in theirs)
+            if are_all and sum(receipt.balance for receipt in theirs) % MODULUS:
                 raise CheckpointError(
                     f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
                     "on how to split replicated tensors, "
@@ -134,9 +134,9 @@ class Comparison:
 
         look_all(self._exchange.storage, [partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(copies):
-            for what, tensors in copies[rank].items():
+            for part, tensors in copies[rank].items():
                 for name, digest in tensors.items():
-                    other, there = first.setdefault((what, name), (rank, digest))
+                    other, there = first.setdefault((part, name), (rank, digest))
                     if there != digest:
                         raise UnsupportedStateError(
                             f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that "
@@ -184,10 +184,10 @@ class Comparison:
         common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
         of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
         names = differing(list(values.values()))
-        self._tell_of(names)
+        self._report_differing(names)
         return Table(classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there})
 
-    def _tell_of(self, names: Sequence[str]) -> None:
+    def _report_differing(self, names: Sequence[str]) -> None:
         """Warn of names that differ between ranks. Raises UnsupportedStateError if differences are not allowed."""
         exchange = self._exchange
         if names and not self._ranks.may_differ:

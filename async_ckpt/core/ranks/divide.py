@@ -126,8 +126,8 @@ class Divider:
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
     """Digests of the local bytes of each tensor, by the part of the tensor and its name. Takes long."""
     digests: dict[str, dict[str, str]] = {}
-    for what, name, slices in copies:
-        blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
+    for part, name, slices in copies:
+        blocks = (block for piece in slices for _, block in dense_blocks(piece.detach(), 0, piece.nbytes))
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
-        digests.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+        digests.setdefault(part, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return digests

@@ -31,7 +31,7 @@ _INTERVAL_SECONDS: Final = 5.0
 _BEATS_PER_SECOND: Final = 2000
 # From the end of a process until all its messages must have arrived.
 _LAST_WORDS_SECONDS: Final = 1.5
-_SAID_SECONDS: Final = 30.0  # the log reports silences longer than this
+_LOGGED_SECONDS: Final = 30.0  # the log reports silences longer than this
 
 _log = logging.getLogger("async_ckpt")
 
@@ -53,7 +53,7 @@ class Heartbeats:
         self._connection, self._rank, self._open_calls = connection, rank, open_calls
         self._processes: dict[int, str] = {}  # as named by the ranks when they met; entries are set once
         self._received: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all fields below
-        self._asked: Mapping[int, float] = {}  # when each rank was last asked about
+        self._asked_at: Mapping[int, float] = {}  # when each rank was last asked about
         self._reported: frozenset[int] = frozenset()  # ranks whose silence has been logged
         self._ended: Mapping[int, float] = {}  # ranks whose processes have ended, and when that was noticed
 
@@ -69,7 +69,7 @@ class Heartbeats:
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """The lost ones of these ranks, with the reason. No rank counts as silent while the store does not answer."""
         now, wanted = monotonic(), list(ranks)
-        self._asked = {**self._asked, **dict.fromkeys(wanted, now)}
+        self._asked_at = {**self._asked_at, **dict.fromkeys(wanted, now)}
         ended = {rank: why for rank in wanted if (why := _ended(self._processes.get(rank, "")))}
         self._ended = {**dict.fromkeys(ended, now), **self._ended}
         # A lost rank is reported only after its last messages were read.
@@ -82,7 +82,7 @@ class Heartbeats:
             silent = answered - beat.since if beat.reads > 1 else 0.0
             if silent > SILENCE_SECONDS:
                 reasons[rank] = f"nothing was heard of it for {silent:.0f} s"
-            elif silent > _SAID_SECONDS and rank not in self._reported:
+            elif silent > _LOGGED_SECONDS and rank not in self._reported:
                 self._reported |= {rank}
                 _log.warning("rank %s has been silent for %.0f s; still waiting for it", rank, silent)
         return reasons
@@ -98,7 +98,7 @@ class Heartbeats:
         for number in itertools.count():
             if self._connection.is_over or pid != os.getpid():
                 return
-            wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self.interval]
+            wanted = [rank for rank, at in self._asked_at.items() if monotonic() - at < 3 * self.interval]
             text = " ".join([str(number), *self._open_calls()])
             exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:

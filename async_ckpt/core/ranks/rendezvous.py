@@ -44,7 +44,7 @@ LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder or the store of the
 _MAX_LOOKS_PER_SECOND: Final = 5500
 # The pause between checks for missing and lost ranks.
 _LOOK_AROUND_SECONDS: Final = 2.0
-_SAID_SECONDS: Final = 30.0  # the log reports longer waits for rank 0's call
+_LOGGED_SECONDS: Final = 30.0  # the log reports longer waits for rank 0's call
 # Rank 0's last message has this long to be sent before its process may end.
 LEAVE_SECONDS: Final = 5.0
 # Not Python's own generator: a save must not take numbers that the training would draw.
@@ -66,7 +66,7 @@ class Rendezvous:
 
     def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
         self._meeting, self._calls, self._joint = meeting, calls, joint
-        self._has_said_yes = self._is_refused = False
+        self._has_reported = self._is_refused = False
         self._check: Check = _nothing_to_check  # called in every wait, and may raise
         self._begun_at = monotonic()
 
@@ -116,7 +116,7 @@ class Rendezvous:
             if begun.done():
                 break
             waited = monotonic() - since
-            if not is_logged and waited > _SAID_SECONDS:
+            if not is_logged and waited > _LOGGED_SECONDS:
                 is_logged = True
                 _log.warning("rank 0 has made no call for %s for %.0f s; still waiting for it", joint.what, waited)
             why = self._lost_rank_0()
@@ -141,7 +141,7 @@ class Rendezvous:
             store.set(f"{key}/{self.rank}", text)
             store.add(f"{key}/count", 1)
 
-        self._has_said_yes = True  # even if the put fails, since it may have arrived
+        self._has_reported = True  # even if the put fails, since it may have arrived
         pauses = looks(is_remote=False)
         # If the store stays silent, the wait for the decision raises.
         while not self._silence_of_store():
@@ -157,7 +157,7 @@ class Rendezvous:
         Raises PeerFailedError for a rank that refuses, is lost, or does not report.
         """
         start, size, begun = self._meeting.start, self.world_size, monotonic()
-        looked, deadline, tells_at = begun, begun + PEER_SECONDS, begun + _SAID_SECONDS
+        looked, deadline, logs_at = begun, begun + PEER_SECONDS, begun + _LOGGED_SECONDS
         for seconds in looks(is_remote=False):
             count, refusal = await self._ask(self._look) or (0, None)
             if refusal is not None:
@@ -178,8 +178,8 @@ class Rendezvous:
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost])) or {})
                 if looked > deadline:
                     self._raise_missing(missing)
-                if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
-                    tells_at = math.inf
+                if looked > logs_at and (late := start.heartbeats.not_called(missing, self.attempt)):
+                    logs_at = math.inf
                     _log.warning(
                         "%s: %s had made no call for it after %.0f s; still waiting",
                         self._joint.what,
@@ -260,10 +260,10 @@ class Rendezvous:
         late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
         others = [rank for rank in missing if rank not in late]
         absent = [f"{_named(late)} had made no call for it"] if late else []
-        who = " and ".join(absent + ([f"nothing was heard of {_named(others)}"] if others else []))
+        reasons = " and ".join(absent + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         raise PeerFailedError(
-            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}",
+            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {reasons}. {self._meeting.advised}",
             rank=missing[0] if missing else 0,
         )
 
@@ -379,15 +379,15 @@ class Channel:
     def world(self) -> World:
         return self.meeting.world
 
-    def token(self, check: Check, whom: str) -> str:
+    def token(self, check: Check, awaited: str) -> str:
         """A name for this topic: the same on all ranks, and different for every start. A single process has a random
         name. Waits for the first message of rank 0, and calls `check` meanwhile. Raises PeerFailedError: "waited 600 s
-        for" `whom`.
+        for" `awaited`.
         """
         if self.world.is_one:
             return self._own_token
         start = self.meeting.start
-        wait_for_rank_0(start, start.token, whom, check)
+        wait_for_rank_0(start, start.token, awaited, check)
         return self.meeting.token()
 
     def call(self, step: int | None = None, path: str = "") -> RankCall:

@@ -132,7 +132,7 @@ class Values(NamedTuple):
 
     plain: Mapping[str, str]
     tensors: Mapping[str, bytes]
-    """The bytes of small tensors. `plain` has an entry for each of them, too, with its kind."""
+    """The bytes of small tensors. `plain` also has an entry for each of them, with its kind."""
 
 
 def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collection[str]) -> Values:

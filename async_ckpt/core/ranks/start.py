@@ -60,7 +60,7 @@ class WorldStart:
             self._begin(secrets.token_hex(8))
             get_loop().begin(self._answer_hellos())
         else:
-            get_loop().begin(self._say_hello())
+            get_loop().begin(self._send_hello())
 
     # --- the token --------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class WorldStart:
         self.token.set_result(token)
         self.heartbeats.begin(self.prefix)
 
-    async def _say_hello(self) -> None:
+    async def _send_hello(self) -> None:
         """On another rank: say hello until rank 0 has answered."""
         hello, welcome = f"async_ckpt/hello/{self.rank}", f"async_ckpt/welcome/{self.rank}"
 
@@ -112,9 +112,9 @@ class WorldStart:
         for seconds in growing_pauses(_FIRST_LOOK_SECONDS, longest_pause(self.size)):
             with suppress(RuntimeError):  # the store does not answer: ask again
                 if not is_sent:
-                    await self._asked(send)
+                    await self._ask_given(send)
                     is_sent = True
-                nonce, token, text = (await self._asked(look)).split(" ", 2)
+                nonce, token, text = (await self._ask_given(look)).split(" ", 2)
                 if nonce == self.nonce and token == "-":
                     error = PeerFailedError(f"{text}; start all ranks again, together", rank=self.rank)
                     self.token.set_exception(error)
@@ -139,9 +139,9 @@ class WorldStart:
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while not self.connection.is_over:
             with suppress(RuntimeError):
-                num_hellos = await self._asked(lambda store: count_of(store, "async_ckpt/hellos"))
+                num_hellos = await self._ask_given(lambda store: count_of(store, "async_ckpt/hellos"))
                 if num_hellos != num_seen:
-                    for rank, nonce in (await self._asked(partial(self._answer, answered, here))).items():
+                    for rank, nonce in (await self._ask_given(partial(self._answer, answered, here))).items():
                         answered[rank] = nonce
                     num_seen = num_hellos
                 if len(here) < len(answered):
@@ -184,7 +184,7 @@ class WorldStart:
         there = [rank for rank, key in keys.items() if store.check([key])]
         return {rank for rank in there if store.get(keys[rank]).decode() == answered[rank]}
 
-    async def _asked(self, call: Callable[[Any], Any]) -> Any:
+    async def _ask_given(self, call: Callable[[Any], Any]) -> Any:
         """The answer of the store as the user, or the process group, has it: ranks meet below its prefix."""
         return await awaitable(self.connection.ask(call, given=True))
 

@@ -129,8 +129,8 @@ class Receipt(NamedTuple):
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
     """The fields of an event about the spread of times: the slowest, the most stalled and the median rank."""
-    by_time = sorted(receipts, key=lambda one: one.seconds)
-    by_stall = sorted(receipts, key=lambda one: one.stall_seconds)
+    by_time = sorted(receipts, key=lambda receipt: receipt.seconds)
+    by_stall = sorted(receipts, key=lambda receipt: receipt.stall_seconds)
     return {
         "slowest_rank": by_time[-1].rank,
         "slowest_rank_seconds": by_time[-1].seconds,
@@ -263,9 +263,9 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
             lists.setdefault((lent.folder, lent.group), []).append(lent.archive)
         try:
             wanted[folder] = [
-                (holder, one)
+                (holder, archive)
                 for (holder, _), archives in lists.items()
-                for one in archives_in(storage, holder, archives, manifest.step)
+                for archive in archives_in(storage, holder, archives, manifest.step)
             ]
         except CorruptCheckpointError as error:
             wrong[folder] = str(error)
@@ -273,29 +273,29 @@ def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[
     def look(folder: str) -> None:
         sizes[folder] = {**storage.sizes(folder)}
 
-    def look_inside(folder: str, one: Archive) -> None:
+    def look_inside(folder: str, archive: Archive) -> None:
         from ..storage.compressed import open_decompressed  # lazy: not needed for an intact run at its first place
 
-        path = f"{folder}/{one.name}"
+        path = f"{folder}/{archive.name}"
         with suppress(FileNotFoundError, IsADirectoryError, CorruptCheckpointError), storage.open(path) as reader:
-            sizes[folder][one.name] = open_decompressed(reader, path).num_bytes
+            sizes[folder][archive.name] = open_decompressed(reader, path).num_bytes
 
-    look_all(storage, [partial(expand, *one) for one in manifests.items()])
+    look_all(storage, [partial(expand, *pair) for pair in manifests.items()])
     sizes: dict[str, dict[str, int]] = {holder: {} for objects in wanted.values() for holder, _ in objects}
     look_all(storage, [partial(look, folder) for folder in sizes])
     of_other_sizes = {
-        (holder, one)
+        (holder, archive)
         for objects in wanted.values()
-        for holder, one in objects
-        if sizes[holder].get(one.name, one.num_bytes) != one.num_bytes
+        for holder, archive in objects
+        if sizes[holder].get(archive.name, archive.num_bytes) != archive.num_bytes
     }
-    look_all(storage, [partial(look_inside, *one) for one in of_other_sizes])
+    look_all(storage, [partial(look_inside, *pair) for pair in of_other_sizes])
     for folder, objects in wanted.items():
-        for holder, one in objects:
-            found = sizes[holder].get(one.name)
-            if found != one.num_bytes:
-                name = one.name if holder == folder else f"{holder}/{one.name}, which it borrows from,"
-                has = "is missing" if found is None else f"has {found:,} bytes and should have {one.num_bytes:,}"
+        for holder, archive in objects:
+            found = sizes[holder].get(archive.name)
+            if found != archive.num_bytes:
+                name = archive.name if holder == folder else f"{holder}/{archive.name}, which it borrows from,"
+                has = "is missing" if found is None else f"has {found:,} bytes and should have {archive.num_bytes:,}"
                 wrong[folder] = f"{name} {has}"
                 break
     return {folder: text for folder, text in wrong.items() if _is_still(storage, folder, manifests[folder])}

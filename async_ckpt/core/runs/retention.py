@@ -183,12 +183,12 @@ def _that_fit(steps: list[int], commits: Commits, most_bytes: float) -> list[int
 def _lenders(step: int, commits: Commits) -> set[int]:
     """The steps that this step borrows from, directly or through other steps: they stay while it does."""
     found: set[int] = set()
-    asked = [step]
-    while asked:
-        manifest = commits.borrowers.get(asked.pop())
+    pending = [step]
+    while pending:
+        manifest = commits.borrowers.get(pending.pop())
         new = {lent.step for lent in manifest.elsewhere} - found if manifest is not None else set()
         found |= new
-        asked += new
+        pending += new
     return found
 
 

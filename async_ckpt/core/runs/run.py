@@ -362,8 +362,8 @@ class Run:
 
     def lends(self, lent: Collection[GroupLocation]) -> bool:
         """True if these archives exist and a committed manifest names them, so that nobody deletes them."""
-        missing = {(one.step, one.archive.name) for one in lent}
-        for step in {one.step for one in lent}:
+        missing = {(location.step, location.archive.name) for location in lent}
+        for step in {location.step for location in lent}:
             try:
                 manifest = self.root.read(step, explain=False)[0]
             except NotCommittedError:
@@ -375,7 +375,7 @@ class Run:
             self.root.forget(list(self.root.known.borrowers))
             borrowers = self.view().borrowers.values()
             missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
-        paths = {f"{one.folder}/{one.archive.name}" for one in lent}
+        paths = {f"{location.folder}/{location.archive.name}" for location in lent}
         return not missing and len(self.storage.existing(sorted(paths))) == len(paths)
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
@@ -444,7 +444,7 @@ class Run:
                     self.root.listing = None
                 going += settled
             if going:
-                self.storage.delete_many(sorted(name for one in {*going} for name in (one.name, one.seen_name)))
+                self.storage.delete_many(sorted(name for start in {*going} for name in (start.name, start.seen_name)))
 
     def _is_settled(self, start: Start) -> bool:
         """True if the process of a start, whose lock is free, has provably ended, and no other root has its commits."""

@@ -213,11 +213,11 @@ class SaveHandle(Future[SaveReport]):
         return f"{paragraph(repr(self) + error)}{bars('bytes of the archive so far', [*parts, *total])}"
 
     def __repr__(self) -> str:
-        what = self.path if self.step is None else f"step={self.step}"
+        label = self.path if self.step is None else f"step={self.step}"
         if self.done():
             error = super().exception()
-            return f"<SaveHandle {what} {'failed: ' + type(error).__name__ if error else 'done'}>"
-        return f"<SaveHandle {what} {self.progress.fraction:.0%} written>"
+            return f"<SaveHandle {label} {'failed: ' + type(error).__name__ if error else 'done'}>"
+        return f"<SaveHandle {label} {self.progress.fraction:.0%} written>"
 
 
 def skipped(step: int | None, path: str) -> SaveHandle:

@@ -157,8 +157,8 @@ class AdaptiveInterval:
         mtbf = self._failures.mtbf_seconds(seconds) if self._mtbf == "measured" else self._mtbf
         if not self._costs:
             return self._bounded(FIRST_SAVE_SECONDS, "first", None, None, mtbf)
-        cost = median(one.stall_seconds + one.slower_seconds for one in self._costs)
-        durable = max(one.durable_seconds for one in self._costs)
+        cost = median(save.stall_seconds + save.slower_seconds for save in self._costs)
+        durable = max(save.durable_seconds for save in self._costs)
         if not self._has_decided and self._mtbf == mtbf and mtbf is not None and mtbf <= cost:
             raise ValueError(
                 f"Due(mtbf={mtbf:g}): a save costs {cost:.3g} s of training, so a training that fails every {mtbf:g} s "

@@ -292,9 +292,9 @@ class _Known(NamedTuple):
     """The groups that one save left to be borrowed, by name."""
 
     since: int
-    """The number of the joint save that committed them: later joint saves may borrow them once this one is decided."""
+    """The number of the joint save that committed the groups. Joint saves may borrow them once it is decided."""
     number: int
-    """The number of the save or restore itself, in the order of this process."""
+    """The number of the save or restore in this process."""
     groups: dict[str, SavedGroup]
 
 
@@ -398,20 +398,20 @@ class UnchangedGroups:
         step, joint = contents.call.step, contents.call.joint
         with self._lock:
             known = filter(None, (self._newest(), self._newest(joint)))
-            lent = {name: group for one in known for name, group in one.groups.items()}
+            lent = {name: group for entry in known for name, group in entry.groups.items()}
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
             for name in contents.outline.groups:
                 written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
-                in_part = tuple(one for one in contents.lent() if one.in_part and one.group == name)
+                in_part = tuple(location for location in contents.lent() if location.in_part and location.group == name)
                 kept[name] = SavedGroup(step, written + in_part, contents.outline, run)
             if joint is None:
                 self._set([_Known(_FIRST, contents.number, kept)])
                 return
-            entries = [one for one in self._known if one.since < joint.number]
+            entries = [entry for entry in self._known if entry.since < joint.number]
             entries.append(_Known(joint.number, contents.number, kept))
             # Drop entries that no save can ask for any more, and with them the protection of their steps.
-            oldest = max((one.since for one in entries if one.since <= joint.newest_decided + 1), default=_FIRST)
-            self._set([one for one in entries if one.since >= oldest])
+            oldest = max((entry.since for entry in entries if entry.since <= joint.newest_decided + 1), default=_FIRST)
+            self._set([entry for entry in entries if entry.since >= oldest])
 
     def _set(self, known: list[_Known]) -> None:
         """Replace `_known`, under the lock, and drop the begun saves that no entry needs any more."""
@@ -429,7 +429,7 @@ class UnchangedGroups:
         parts = {name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups}
         for name in groups:
             lent = manifest.lent(name)
-            parts[name] = (*(parts[name] if all(one.in_part for one in lent) else ()), *lent)
+            parts[name] = (*(parts[name] if all(location.in_part for location in lent) else ()), *lent)
         outline = StateOutline(captured)
         with self._lock:
             written = {group: SavedGroup(lent[0].step, lent, outline, run) for group, lent in parts.items()}

@@ -38,10 +38,10 @@ class SavePlan(NamedTuple):
     layout: Layout
     """The place of each byte in the archive."""
     shared: SharedValues | None
-    """The values that should be equal on all ranks, if there are several."""
+    """The values that should be equal on all ranks; None with one rank."""
     groups: GroupDigests
     over: TakenOver | None
-    """The tensors that are taken over from earlier steps, if that is possible."""
+    """The tensors that are taken over from earlier steps; None if none can be."""
 
 
 class Planner:

@@ -75,7 +75,7 @@ class Notice:
                 "checkpointer there (it may be used on any thread), or leave signals= out"
             )
         for signum in self._signums:
-            if not _is_heard(signum):
+            if not _has_listener(signum):
                 _deferred.discard(signum)
             _install(signum)
         self._is_open = True
@@ -94,7 +94,7 @@ class Notice:
         self._is_open = False
         if _is_main_thread():
             for signum in self._signums:
-                if not _is_heard(signum):
+                if not _has_listener(signum):
                     _put_back(signum)
 
 
@@ -159,7 +159,7 @@ def _listening(signum: int) -> list[Notice]:
     return [notice for ref in _listeners if (notice := ref()) is not None and notice.hears(signum)]
 
 
-def _is_heard(signum: int) -> bool:
+def _has_listener(signum: int) -> bool:
     return bool(_listening(signum))
 
 

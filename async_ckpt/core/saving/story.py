@@ -393,16 +393,16 @@ class Target:
     """
 
     has_further_places = False
-    """True if the next save can go elsewhere when this place does not answer."""
+    """True if the next save can use another place when this place does not answer."""
 
     num_bytes_beside = 0
-    """Bytes of other objects of the checkpoint, which `commit` writes."""
+    """The bytes of the checkpoint's other objects, which `commit` writes."""
 
     num_driver_bytes = 0
-    """The part of these bytes that this process wrote."""
+    """The part of `num_bytes_beside` that this process wrote."""
 
     finite: FiniteCheck | None = None
-    """The check of the values of this rank's archive, if they are checked; set before the archive is written."""
+    """The check of the values in this rank's archive, set before the archive is written; None without a check."""
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
         """`shown` names the place in reports and messages; by default the path of the object does."""

@@ -68,9 +68,9 @@ class Joined(NamedTuple):
 
     state: Any
     futures: Collection[Future[None]] = ()
-    """Resolve when the copy of the weights, and the mean, are complete."""
+    """Futures that resolve when the copy of the weights and the mean are complete."""
     copy: Snapshot | None = None
-    """The staging of that copy, if it is this save's own."""
+    """The staging of the copy of the weights; None if the save needs no copy of its own."""
 
 
 class WeightMean:
@@ -113,7 +113,7 @@ class WeightMean:
         if mean is None or not mean.has(copies):
             if mean is not None:
                 _log.warning("the mean of %s begins anew, since their tensors have changed", ", ".join(self.groups))
-            mean = self._mean = Mean({name: _blank(name, one) for name, one in copies.items()})
+            mean = self._mean = Mean({name: _blank(name, copied) for name, copied in copies.items()})
         updated: Future[None] = running_future()
         view = _view(source, structure, mean, updated)
         if held is not None:

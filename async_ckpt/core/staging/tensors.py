@@ -201,11 +201,11 @@ class SourceTensors:
         """The error for these tensors, and for all that have lost their memory by now."""
         gone = {i for i, alias in self.aliases.items() if not alias.is_there()}
         names = tuple(self.specs[i].dotted for i in sorted(gone.union(numbers)))
-        how, instead = "lost its memory by resize_ of its storage", ""
+        change, instead = "lost its memory by resize_ of its storage", ""
         if self.deferred:
-            how, instead = "changed or was freed outside of the guarded optimizer's step()", "leave guard= out, or "
+            change, instead = "changed or was freed outside of the guarded optimizer's step()", "leave guard= out, or "
         return TornSnapshotError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} {how} while being copied; {instead}"
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} {change} while being copied; {instead}"
             f"wait until all is copied: {self.wording.wait_call}",
             names=names,
         )

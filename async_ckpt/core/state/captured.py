@@ -50,11 +50,11 @@ class Capture(NamedTuple):
     slices: Sequence[Slices] = ()
     """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
     per_rank: tuple[str, ...] = ()
-    """The names of values that each process has for itself: random generators."""
+    """The names of values that each process has separately: random generators."""
     placed: Mapping[int, Placed] = MappingProxyType({})
-    """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
+    """The DTensors of a held snapshot, by number. `tensors` has their local tensors."""
     notes: Mapping[Path, Mapping[str, Json]] = MappingProxyType({})
-    """What a restore compares with the live objects beside their state dicts, by path: see `tree.with_notes`."""
+    """Facts that a restore compares with the live objects besides their state dicts, by path: see `tree.with_notes`."""
 
 
 class RankShare(NamedTuple):
@@ -62,11 +62,11 @@ class RankShare(NamedTuple):
 
     captured: Capture
     ranks: RankFacts | None
-    """The facts about ranks for the index of its archive; None if the archive has all of the state."""
+    """The facts about ranks for the archive's index; None if the archive has all of the state."""
     small: Mapping[str, int] = MappingProxyType({})
-    """The specs, by number, of small tensors that every rank writes for itself, by dotted name."""
+    """The numbers of the specs of small tensors that every rank writes itself, by dotted name."""
     balance: int = 0
-    """The result of `shares.balance`, by which rank 0 sees that the ranks have left nothing out."""
+    """The result of `shares.balance`, from which rank 0 checks that the ranks write everything."""
 
 
 def structure_of(captured: Capture) -> Any:

@@ -32,13 +32,13 @@ class MergedSkeleton(NamedTuple):
     tensors: list[Mapping[int, int]]
     """The number of each tensor on each rank that saved it."""
     objects: list[tuple[int, int]] | None
-    """A rank, and the number of the object there; None if all ranks have the same numbers."""
+    """For each object, a rank and its number there; None if all ranks have the same numbers."""
     of_some: Mapping[Path, Collection[int]] = MappingProxyType({})
-    """The paths of entries that only some of the ranks have in their dicts, and these ranks."""
+    """The paths of entries that only some ranks have in their dicts, each with these ranks."""
     chosen: Collection[str] = ()
     """The names in `from_ranks` that exist."""
     apart: Collection[Path] = ()
-    """The paths of values that each rank has for itself."""
+    """The paths of values that each rank has separately."""
 
 
 class UnknownChoiceError(KeyError):

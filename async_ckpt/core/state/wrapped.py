@@ -37,10 +37,10 @@ class Wrapper(NamedTuple):
     """A tensor without its inner tensors."""
 
     kind: str
-    """The name of its class, or of its layout if it is sparse."""
+    """The name of the tensor's class, or of its layout if it is sparse."""
     cls: type | None
     size: tuple[int | None, ...]
-    """None for a size that is no number, as in a jagged tensor."""
+    """The size of each dimension; None where it is not a number, as in a jagged tensor."""
     stride: tuple[int | None, ...] | None
     context: Any
     shards: tuple[tuple[int, int, int], ...] = ()

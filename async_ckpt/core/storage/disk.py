@@ -194,18 +194,18 @@ def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
 
 def refuse_dangling(path: Path) -> None:
     """Raise StorageUnavailableError if a path, or a folder above it, is a link to something that does not exist."""
-    for one in (path, *path.parents):
-        if os.path.exists(one):
+    for entry in (path, *path.parents):
+        if os.path.exists(entry):
             return
-        if os.path.islink(one):
-            target = os.path.join(one.parent, os.readlink(one))
+        if os.path.islink(entry):
+            target = os.path.join(entry.parent, os.readlink(entry))
             why = "which does not exist; restore or mount it, or delete the link"
             try:
-                os.stat(one)
+                os.stat(entry)
             except OSError as error:
                 if error.errno == errno.ELOOP:
                     why = f"which leads back to it ({error.strerror}); correct the link, or delete it"
-            raise StorageUnavailableError(f"{one} is a link to {target}, {why}", path=str(path))
+            raise StorageUnavailableError(f"{entry} is a link to {target}, {why}", path=str(path))
 
 
 def refuse_special(path: Path) -> None:

@@ -182,7 +182,7 @@ class Storage(Protocol):
         return 0, 0
 
     num_nodes: int = 1
-    """How many folders it has, each with a part of the bytes: several where each node has one of its own."""
+    """The number of folders that share the bytes: several if each node has its own folder."""
 
     def free_bytes(self) -> int | None:
         """The bytes that can still be written here; None if unknown or unlimited."""

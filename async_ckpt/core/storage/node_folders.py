@@ -31,7 +31,7 @@ A = TypeVar("A")
 Send = Callable[[str, int, int, str], None]
 
 HERE: Final = -1  # stands for this node
-_ASKED_AT_ONCE: Final = 32
+_MAX_REQUESTS: Final = 32
 _LOOK_SECONDS: Final = 0.2  # between two checks whether a copy is complete
 
 
@@ -78,9 +78,9 @@ class NodeFolder(_OwnFolder):
         sent.result()
         return True
 
-    def _run(self, done: Future[None], *what: Any) -> None:
+    def _run(self, done: Future[None], *arguments: Any) -> None:
         try:
-            self._send(*what)
+            self._send(*arguments)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -280,16 +280,16 @@ class AllNodes(_OfNodes):
         return send
 
     def _ask_all(
-        self, what: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
+        self, method: str, *arguments: Any, ranks: Collection[int] | None = None, **options: Any
     ) -> dict[int, Any]:
         """The answers of `ranks`, by default of all other nodes, which are asked in parallel. Raises their errors."""
         answers: dict[int, Any] = {}
 
         def ask(rank: int) -> None:
-            answers[rank] = self._peers[rank].ask(what, *arguments, **options)
+            answers[rank] = self._peers[rank].ask(method, *arguments, **options)
 
         chosen = self._peers if ranks is None else ranks
-        run_together("nodes", [partial(ask, rank) for rank in chosen], max_threads=_ASKED_AT_ONCE)
+        run_together("nodes", [partial(ask, rank) for rank in chosen], max_threads=_MAX_REQUESTS)
         return answers
 
 
@@ -308,24 +308,24 @@ class OneOfNodes(_OfNodes):
         return rank
 
     def names(self, folder: str) -> list[str]:
-        return self._asked("names", self._here.names, folder)
+        return self._ask_decider("names", self._here.names, folder)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        return self._asked("sizes", self._here.sizes, folder)
+        return self._ask_decider("sizes", self._here.sizes, folder)
 
     def exists(self, path: str) -> bool:
-        return self._asked("exists", self._here.exists, path)
+        return self._ask_decider("exists", self._here.exists, path)
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        return self._asked("existing", self._here.existing, [*paths])
+        return self._ask_decider("existing", self._here.existing, [*paths])
 
     def read(self, path: str) -> tuple[bytes, str]:
-        data, version = self._asked("read", self._here.read, path)
+        data, version = self._ask_decider("read", self._here.read, path)
         return data, version
 
-    def _asked(self, what: str, here: Callable[[T], A], argument: T) -> A:
+    def _ask_decider(self, method: str, here: Callable[[T], A], argument: T) -> A:
         try:
-            answer: A = self._decider.ask(what, argument)
+            answer: A = self._decider.ask(method, argument)
             return answer
         except SilentPeerError:
             return here(argument)

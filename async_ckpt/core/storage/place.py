@@ -33,7 +33,7 @@ from .volatile import is_elsewhere, is_volatile
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 Maker: TypeAlias = Callable[[str, Mapping[str, Any] | None], Storage]
-"""A function of a URL and the options of its `Place` that returns the storage whose root that is."""
+"""A function that returns the storage of a URL, given the URL and the options of its `Place`."""
 
 # Storages of the wing `stores`, imported at the first use: `import async_ckpt` imports no client.
 _OBSTORE: Final = ("async_ckpt.stores.s3.store", "ObjectStorage")

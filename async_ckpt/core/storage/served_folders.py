@@ -134,15 +134,15 @@ class NodeServer:
 
     def _answer(self, connection: socket.socket, question: Mapping[str, Any]) -> None:
         try:
-            folder, what = self._folders[question["folder"]], question["what"]
-            if what not in _QUESTIONS:
-                raise StorageUnavailableError(f"{what!r:.100} is not a request", path="")
+            folder, method = self._folders[question["folder"]], question["what"]
+            if method not in _QUESTIONS:
+                raise StorageUnavailableError(f"{method!r:.100} is not a request", path="")
             arguments, options = _unpacked(question["arguments"]), _unpacked(question["options"])
             _refuse_paths_outside([arguments, options])
-            if what == "bytes":
+            if method == "bytes":
                 _send_bytes(connection, folder, *arguments)
                 return
-            answer: Any = getattr(folder, what)(*arguments, **options)
+            answer: Any = getattr(folder, method)(*arguments, **options)
         except EOFError:  # in the middle of the bytes of a file, no error can be reported
             raise
         except Exception as error:
@@ -163,9 +163,9 @@ class Peer:
         self._idle: list[socket.socket] = []  # pop and append are atomic
         self._pid = os.getpid()
 
-    def ask(self, what: str, *arguments: Any, **options: Any) -> Any:
+    def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the folder in the other process. Raises its errors, and StorageUnavailableError."""
-        return _answer_of(self._talk(self._question(what, *arguments, **options)))
+        return _answer_of(self._talk(self._question(method, *arguments, **options)))
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` with bytes of a file in that folder. Raises EOFError if the file ends too early."""
@@ -177,9 +177,9 @@ class Peer:
         while self._idle:
             self._idle.pop().close()
 
-    def _question(self, what: str, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+    def _question(self, method: str, *arguments: Any, **options: Any) -> Mapping[str, Any]:
         packed = {"arguments": _packed(arguments), "options": _packed(options)}
-        return {"folder": self._folder, "what": what, **packed}
+        return {"folder": self._folder, "what": method, **packed}
 
     def _talk(self, question: Mapping[str, Any], target: memoryview | None = None) -> Mapping[str, Any]:
         """The answer to a request. With `target`, it is followed by bytes of a file if the file has all of them."""
@@ -258,8 +258,8 @@ def _prove(connection: socket.socket, key: bytes, *, is_first: bool) -> None:
         raise ValueError("another training answers there")
 
 
-def _send(connection: socket.socket, what: Mapping[str, Any]) -> None:
-    data = json.dumps(what).encode()
+def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    data = json.dumps(message).encode()
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
@@ -267,10 +267,10 @@ def _receive(connection: socket.socket) -> Mapping[str, Any]:
     (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
     if length > _MAX_BYTES:
         raise ValueError("the request cannot be understood")
-    what = json.loads(_received(connection, length))
-    if not isinstance(what, dict):
+    message = json.loads(_received(connection, length))
+    if not isinstance(message, dict):
         raise ValueError("the request cannot be understood")
-    return what
+    return message
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytearray:

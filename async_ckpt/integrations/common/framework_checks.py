@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 LOGGED_AS: Final = "async_ckpt/"
-"""The prefix of a save's figures in the loggers of frameworks."""
+"""The prefix of a save's metrics in the loggers of frameworks."""
 # The oldest and the newest version that were tested. Further numbers of an installed version are not compared.
 TESTED: Final = {
     "accelerate": ("1.15", "1.15"),

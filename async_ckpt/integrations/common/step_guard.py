@@ -120,8 +120,8 @@ def _held(optimizer: Any, wrappers: Sequence[Any]) -> _StandIn:
     stand_in = _stand_ins.get(optimizer)
     if stand_in is None:
         stand_in = _StandIn(optimizer)
-        for one in (*wrappers, optimizer):  # a wrapper may have kept the original `step`
-            one.step = _waiting(one.step, stand_in)
+        for target in (*wrappers, optimizer):  # a wrapper may have kept the original `step`
+            target.step = _waiting(target.step, stand_in)
         for name in _MODES if _has_modes(optimizer) else ():
             setattr(optimizer, name, _waiting(getattr(optimizer, name), stand_in, name == "train"))
         _stand_ins[optimizer] = stand_in  # last: an optimizer in here has methods that wait

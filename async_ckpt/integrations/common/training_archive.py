@@ -23,7 +23,7 @@ from ...errors import StateMismatchError
 from ...plumbing import contents, disk, find, places, runs
 
 ARCHIVE: Final = "training.tar"
-"""The name of the archive in the folder; a folder if several ranks have written it."""
+"""The name of the archive in the folder. If several ranks have written the archive, it is a folder."""
 # The archive in a folder to which only one rank has saved.
 ONE_ARCHIVE: Final = "rank_00000.tar"
 

@@ -28,7 +28,7 @@ _FLATS: Final = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_fla
 _FP32: Final = "fp32"
 _MODEL: Final = "model"
 RESTS: Final = "ranks"
-"""The group with the results of `rest_of` of all ranks."""
+"""The group with each rank's result of `rest_of`."""
 # Small values of the engine and of its optimizer, which DeepSpeed stores, too.
 _OF_ENGINE: Final = ("global_steps", "global_samples", "skipped_steps")
 _OF_OPTIMIZER: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")

@@ -48,7 +48,7 @@ else:
 _HF: Final = "huggingface"
 _CONTENTS: Final = ("model", "optimizer", "extra")
 _FACTS: Final = "verl"
-"""The group with facts about the save: the saved contents, the number of ranks, and others."""
+"""The group with facts about the save, such as the saved contents and the number of ranks."""
 # The methods and attributes of verl's managers that are used here.
 _USED: Final = (
     "save_checkpoint", "load_checkpoint", "should_save_model", "should_save_optimizer", "should_save_extra",

@@ -117,10 +117,10 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
                 f"{len(metadata)} workers have prepared, and {actor_wg_world_size} ranks of the training with rank 0 "
                 f"first and {rollout_world_size} workers of rollouts were expected; see how the workers were made"
             )
-        if len(roots := {one["root"] for one in metadata}) > 1:
+        if len(roots := {facts["root"] for facts in metadata}) > 1:
             raise ValueError(f"the workers have different roots: {', '.join(sorted(roots))}; give all the same root")
         sender, receivers = metadata[0], metadata[actor_wg_world_size:]
-        num_elsewhere = sum(one["host"] != sender["host"] for one in receivers)
+        num_elsewhere = sum(receiver["host"] != sender["host"] for receiver in receivers)
 
         def arguments(roles: list[str]) -> dict[str, list[Any]]:
             alike = {"address": sender["address"], "num_elsewhere": num_elsewhere}
@@ -215,13 +215,13 @@ def _host() -> str:
 
 def _refuse_other_methods() -> None:
     """Raise RuntimeError if this version of verl requires other methods of an engine."""
-    asked = frozenset(CheckpointEngineWithCache.__abstractmethods__)
-    if asked == _METHODS:
+    required = frozenset(CheckpointEngineWithCache.__abstractmethods__)
+    if required == _METHODS:
         return
-    unknown, missing = sorted(asked - _METHODS), sorted(_METHODS - asked)
-    what = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
+    unknown, missing = sorted(required - _METHODS), sorted(_METHODS - required)
+    change = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
     raise RuntimeError(
-        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({what}), and async_ckpt does not "
+        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({change}), and async_ckpt does not "
         f"know the new one; install verl {' to '.join(TESTED['verl'])}, or use another checkpoint_engine.backend"
     )
 

@@ -19,7 +19,7 @@ from .loaded_tensors import HandedOn
 
 _loaders: Final[Any] = import_module("vllm.model_executor.model_loader")
 _OF_VLLM: Final = "enable_weights_track"
-"""The key of vLLM's own loader that has a meaning here: whether parameters without a weight are an error."""
+"""The only option of vLLM's loader that this loader uses: whether a parameter without a weight is an error."""
 # The name of each engine's model when it was first loaded. A reload may name other weights.
 _FIRST_NAMES: Final[WeakKeyDictionary[torch.nn.Module, str]] = WeakKeyDictionary()
 

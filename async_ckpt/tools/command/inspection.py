@@ -60,8 +60,8 @@ def show(place: Place, *, names: Sequence[str] | None, stats: bool, as_json: boo
     )
     if items is not None:
         print(items)
-        for one in rows[0].places:
-            print_text(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}", "dim")
+        for stored in rows[0].places:
+            print_text(f"{stored.file}: {stored.num_bytes:,} bytes from {stored.offset:,}", "dim")
     else:
         print_text(_totals(rows, files), "dim")
 
@@ -108,8 +108,8 @@ def _value_or_place(row: states.NameRow, files: FilesOfRows) -> str:
     if row.ranks:
         return f"of rank{'s' if len(row.ranks) > 1 else ''} {_ranks(row)}"
     if len(row.places) == 1:
-        (one,) = row.places
-        return f"at {one.offset:,}" + ("" if one.file == files.main else f" in {files.shown(one.file)}")
+        (stored,) = row.places
+        return f"at {stored.offset:,}" + ("" if stored.file == files.main else f" in {files.shown(stored.file)}")
     return counted(len(row.places), "part") if row.places else ""
 
 

@@ -181,7 +181,7 @@ def steps_of(
     history. `check` marks steps with a missing archive, or an archive of another size.
     """
     events = run_events.EventLog(storage, timing.wall_time).read() if events is None else events
-    saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
+    saves = {(event["step"], event["attempt"]): event for event in events if event["kind"] == "save"}
     rows: list[StepRow] = []
     # Before the first commit, the naming of the run is not known.
     for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
@@ -206,8 +206,8 @@ def _with_places(rows: list[StepRow], places: Sequence[Place], statuses: Sequenc
         outlives = {status.outlives for status in having.values()}
         row.places, row.durable = [*having], next((DURABLE[one] for one in reversed(DURABLE) if one in outlives), "")
         first = next((status.steps[row.step] for status in having.values()), "")
-        row.marks += [f"another version at {n}" for n, one in having.items() if one.steps[row.step] != first]
-        row.marks += [f"passed over by {n}" for n, one in enumerate(statuses, 1) if row.step in one.passed_over]
+        row.marks += [f"another version at {n}" for n, status in having.items() if status.steps[row.step] != first]
+        row.marks += [f"passed over by {n}" for n, status in enumerate(statuses, 1) if row.step in status.passed_over]
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
@@ -219,7 +219,7 @@ def checkpoints_of(place: Place, names: Sequence[str], *, with_second_names: boo
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
-    saves = {one["name"].partition("/")[0]: one for one in events_at(place) if one["kind"] == "save"}
+    saves = {event["name"].partition("/")[0]: event for event in events_at(place) if event["kind"] == "save"}
     seconds = second_names(place, found, saves)
     named = {other: f"also {second}" for second, other in seconds.items()} | named_ones(place, found)
     if with_second_names:
@@ -249,10 +249,10 @@ def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: boo
     """
     rows: list[RunRow] = []
 
-    def look(one: Found) -> None:
-        rows.append(_found_row(place_below(place, one.name), one, metric, check=check))
+    def look(found: Found) -> None:
+        rows.append(_found_row(place_below(place, found.name), found, metric, check=check))
 
-    threads.run_together("look", [partial(look, one) for one in below.found], max_threads=_READERS)
+    threads.run_together("look", [partial(look, found) for found in below.found], max_threads=_READERS)
     rows.sort(key=lambda row: (row.name, row.kind))
     if metric is not None:
         rows = [row for row in rows if row.best is not None]
@@ -262,33 +262,33 @@ def rows_of(place: Place, below: Walk, metric: Best | None = None, *, check: boo
     return rows
 
 
-def _found_row(place: Place, one: Found, metric: Best | None, *, check: bool) -> RunRow:
+def _found_row(place: Place, found: Found, metric: Best | None, *, check: bool) -> RunRow:
     storage = place.storage()
-    if one.kind in ("run", "trainer"):
+    if found.kind in ("run", "trainer"):
         names = storage.names("")
-        of_run = one.kind == "run"
+        of_run = found.kind == "run"
         check = check or place.is_local  # a store needs a request for each step
         rows = steps_of(storage, names, check=check) if of_run else checkpoints_of(place, names)
         steps = [row for row in rows if row.num_bytes is not None]
         newest = max(steps, key=lambda row: row.step, default=None)
         return RunRow(
-            one.name,
+            found.name,
             len(steps if of_run else {row.step for row in steps if row.step >= 0} or steps),
             newest.step if newest else None,
             newest.created if newest else None,
             sum(row.num_bytes or 0 for row in steps),
-            "run" if of_run else one.writer,
+            "run" if of_run else found.writer,
             None if metric is None else next(((v, row.step) for v, row in best_of(steps, metric)), None),
             tuple(row.step for row in rows if any(mark.startswith(_BROKEN) for mark in row.marks)),
         )
-    if one.kind == "publication":
+    if found.kind == "publication":
         versions = versions_of(place)
         newest_version = max((row.version for row in versions), default=None)
         return RunRow(
-            one.name, len(versions), newest_version, None, sum(row.num_bytes for row in versions), "publication"
+            found.name, len(versions), newest_version, None, sum(row.num_bytes for row in versions), "publication"
         )
     folder, name = parent_of(place)
-    return RunRow(one.name, 0, None, time_of(folder, name), size_of(folder.storage(), name), one.writer)
+    return RunRow(found.name, 0, None, time_of(folder, name), size_of(folder.storage(), name), found.writer)
 
 
 def versions_of(place: Place) -> list[VersionRow]:
@@ -401,14 +401,14 @@ def _uncommitted(storage: Storage, folder: str) -> str | None:
 def _add_failures(rows: list[StepRow], events: Sequence[run_events.Event]) -> None:
     """Add a row for each failed save that left no folder, and mark the folders that other failed saves left."""
     left = {row.step: row for row in rows if row.marks == ["not committed"]}
-    for one in events:
-        if one["kind"] == "failed" and one["step"] is not None:
-            mark = f"failed: {one['error']}: {one['message']}"
-            row = left.get(one["step"])
+    for event in events:
+        if event["kind"] == "failed" and event["step"] is not None:
+            mark = f"failed: {event['error']}: {event['message']}"
+            row = left.get(event["step"])
             if row is None:
-                rows.append(StepRow(one["step"], "", created=one["time"], marks=[mark]))
+                rows.append(StepRow(event["step"], "", created=event["time"], marks=[mark]))
             else:
-                row.created, row.marks = one["time"], ["not committed", mark]
+                row.created, row.marks = event["time"], ["not committed", mark]
 
 
 def broken_at(storage: Storage, most: int) -> dict[int, str]:

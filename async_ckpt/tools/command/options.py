@@ -40,8 +40,8 @@ def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable
     and the options of the stores come last.
     """
     signature = inspect.signature(word, eval_str=True)
-    parameters = [_as_argument(one) for one in signature.parameters.values()]
-    places = [name for name, one in signature.parameters.items() if _is_place(one)]
+    parameters = [_as_argument(parameter) for parameter in signature.parameters.values()]
+    places = [name for name, parameter in signature.parameters.items() if _is_place(parameter)]
     own = {place: _store_options(place if number else "") for number, place in enumerate(places)}
     parameters.append(inspect.Parameter("as_json", _KEYWORD, default=False, annotation=_AS_JSON))
     parameters += [option for options in own.values() for option in options]
@@ -50,14 +50,14 @@ def with_place(word: Callable[..., None], show: Callable[..., None]) -> Callable
     def called(**given: Any) -> None:
         options: dict[str, Any] = {}
         for place, parameters in own.items():
-            chosen = {one.name.rpartition("_")[2]: given.pop(one.name) for one in parameters}
+            chosen = {parameter.name.rpartition("_")[2]: given.pop(parameter.name) for parameter in parameters}
             options |= {name: value for name, value in chosen.items() if value is not None}
             if given[place] is not None:
                 given[place] = _opened(given[place], options, is_only=len(places) == 1)
         show(**given)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
 
 

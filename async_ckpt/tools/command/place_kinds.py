@@ -126,9 +126,9 @@ def note_trainers(targets: Sequence[tuple[Place, str]]) -> list[tuple[Place, str
     """
     others = []
     for place, name in targets:
-        ones = checkpoints_in(place.storage(), place.storage().names(""), most=1) if name else []
-        if ones and kind_of(place) == "trainer":
-            print_note(f"left out: {described_trainer(place, ones[0])}")
+        checkpoints = checkpoints_in(place.storage(), place.storage().names(""), most=1) if name else []
+        if checkpoints and kind_of(place) == "trainer":
+            print_note(f"left out: {described_trainer(place, checkpoints[0])}")
         else:
             others.append((place, name))
     return others or [*targets]
@@ -150,8 +150,8 @@ def nothing_at(place: Place) -> Answer:
     if opened is not None:
         opened[0].close()
         return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
-    if ones := checkpoints_in(place.storage(), place.storage().names(""), most=1):
-        return Answer(described_trainer(place, ones[0]), USAGE)
+    if checkpoints := checkpoints_in(place.storage(), place.storage().names(""), most=1):
+        return Answer(described_trainer(place, checkpoints[0]), USAGE)
     if kind_of(place) == "checkpoint":
         return Answer(f"{place.shown} is one checkpoint: name the folder above it, or use inspect or verify", USAGE)
     if unseen := walk(place).unseen:
@@ -186,7 +186,7 @@ def walk(place: Place, *, is_first_enough: bool = False) -> Walk:
             return  # a file
         things = _things_at(at, name, names)
         found.extend(things)
-        files = {one.name for one in things if one.kind == "file"}
+        files = {thing.name for thing in things if thing.kind == "file"}
         if not name or len(files) == len(things):
             prefix = f"{name}/" if name else ""
             others = (f"{prefix}{one}" for one in beside_versions(names) if not one.startswith("."))
@@ -215,8 +215,8 @@ def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
     if kind == "run":
         return [Found(name, "run")]
     if kind in ("trainer", "checkpoint"):
-        ones = checkpoints_in(place.storage(), names, most=1)
-        writer = framework_of(name.rpartition("/")[2], names) if kind == "checkpoint" else ones[0].framework
+        checkpoints = checkpoints_in(place.storage(), names, most=1)
+        writer = framework_of(name.rpartition("/")[2], names) if kind == "checkpoint" else checkpoints[0].framework
         return [Found(name, kind, writer or "")]
     if kind == "step":  # a step outside of a run, such as a copy of one step
         return [Found(name, "checkpoint", "async_ckpt")]

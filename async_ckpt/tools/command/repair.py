@@ -56,24 +56,24 @@ def _repair(place: Place, *, unretire: int | None, apply: bool, unattended: bool
     chosen = whole_runs_at(place)
     damages = []
     with ExitStack() as taken:
-        for one in chosen:
-            refuse_newer(one.run)
+        for chosen_run in chosen:
+            refuse_newer(chosen_run.run)
             if apply:
-                refuse_writer(one.run, unattended=unattended)
-                taken.enter_context(one.run.changing())
+                refuse_writer(chosen_run.run, unattended=unattended)
+                taken.enter_context(chosen_run.run.changing())
         for damage in damages_of(chosen, unretire):
             damages.append(damage)
             if apply and damage.mend is not None:
-                for one in chosen:
-                    one.run.check_taken()
+                for chosen_run in chosen:
+                    chosen_run.run.check_taken()
                 damage.mend()
     if as_json:
         print_json("repairs", {"place": place.shown, "applied": apply, "damages": damages})
     else:
         if damages:
-            print_table(("what", "is"), ((one.subject, one.text) for one in damages))
+            print_table(("what", "is"), ((damage.subject, damage.text) for damage in damages))
         print_text(_summary(place, damages, apply=apply))
-    if any(not apply or one.mend is None for one in damages):
+    if any(not apply or damage.mend is None for damage in damages):
         raise typer.Exit(NO)
 
 
@@ -92,8 +92,8 @@ def damages_of(chosen: list[ChosenRun], unretire: int | None = None, *, leftover
     """
     if unretire is not None:
         yield _retired(chosen, unretire)
-    for one in chosen:
-        run = one.run
+    for chosen_run in chosen:
+        run = chosen_run.run
         commits = run.view()
         broken = broken_steps(run, commits)
         for step, manifest in commits.items():
@@ -146,8 +146,8 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
     """A retired step as damage, which is mended by committing it again. Raises StepExistsError if it is committed, and
     NotCommittedError if it does not exist, or its archives are gone.
     """
-    for one in chosen:
-        run, folder = one.run, one.run.folder(step)
+    for chosen_run in chosen:
+        run, folder = chosen_run.run, chosen_run.run.folder(step)
         names = run.storage.names(folder)
         if runs.MANIFEST_NAME in names and step in run.steps():
             raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; there is nothing to put back")

@@ -42,33 +42,33 @@ def step_named(place: Place) -> Place:
     storage, name = place.inside()
     if name and (storage.exists(name) or storage.names(name)):
         return place
-    root, which = replace(place, url=match["run"]), match["which"]
+    root, selector = replace(place, url=match["run"]), match["which"]
     if kind_of(root) == "trainer":
-        return place_below(root, chosen_checkpoints(root, which)[0].folder)
-    there = [one.run for one in whole_runs_at(root, " before the @")]
-    run = there[0]
-    if which == "latest":
-        run = max(there, key=lambda run: run.manifest(run.steps()[-1]).created)
-    elif which.isdecimal():
-        run = next((run for run in there if int(which) in run.steps()), run)
-    return place_below(root, run.folder(chosen_steps(run, which)[0]))
+        return place_below(root, chosen_checkpoints(root, selector)[0].folder)
+    step_runs = [one.run for one in whole_runs_at(root, " before the @")]
+    run = step_runs[0]
+    if selector == "latest":
+        run = max(step_runs, key=lambda run: run.manifest(run.steps()[-1]).created)
+    elif selector.isdecimal():
+        run = next((run for run in step_runs if int(selector) in run.steps()), run)
+    return place_below(root, run.folder(chosen_steps(run, selector)[0]))
 
 
-def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
+def chosen_checkpoints(place: Place, *selectors: str) -> list[StepRow]:
     """The checkpoints of a trainer for "latest", "best:loss", or ranges such as "100:500"; by default all."""
-    rows = checkpoints_of(place, place.storage().names(""), with_second_names=not which)
-    chosen = [] if which else rows
-    for text in which:
-        if text == "latest":
+    rows = checkpoints_of(place, place.storage().names(""), with_second_names=not selectors)
+    chosen = [] if selectors else rows
+    for selector in selectors:
+        if selector == "latest":
             chosen += rows[-1:]
-        elif text.startswith("best"):
-            best = parse_best(text.partition(":")[2])
+        elif selector.startswith("best"):
+            best = parse_best(selector.partition(":")[2])
             found = [row for _, row in best_of(rows, best)]
             if not found:
                 raise Answer(f"{place.shown}: no record of a checkpoint there has the metric {best.metric!r}")
             chosen += found[:1]
         else:
-            steps = _within([row.step for row in rows if row.step >= 0], text, place.shown)
+            steps = _within([row.step for row in rows if row.step >= 0], selector, place.shown)
             chosen += [row for row in rows if row.step in steps]
     return chosen
 
@@ -142,21 +142,21 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
     return None
 
 
-def chosen_steps(run: runs.Run, *which: str) -> list[int]:
+def chosen_steps(run: runs.Run, *selectors: str) -> list[int]:
     """The committed steps for "latest", "best:loss", or ranges such as "100", "100:500", ":500" and "100:", which
     include both ends. By default, all steps.
     """
     committed = run.steps()
     if not committed:
         raise Answer(f"{run.storage.locate('')}: nothing is committed there")
-    chosen = set() if which else {*committed}
-    for text in which:
-        if text == "latest":
+    chosen = set() if selectors else {*committed}
+    for selector in selectors:
+        if selector == "latest":
             chosen.add(committed[-1])
-        elif text.startswith("best"):
-            chosen.add(_best_step(run, text.partition(":")[2]))
+        elif selector.startswith("best"):
+            chosen.add(_best_step(run, selector.partition(":")[2]))
         else:
-            chosen.update(_within(committed, text, run.storage.locate("")))
+            chosen.update(_within(committed, selector, run.storage.locate("")))
     return sorted(chosen)
 
 

@@ -220,15 +220,15 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
         root, name = parent_of(place)
         names = [name]
     storage = root.storage()
-    ones = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
+    checkpoints = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
     steps = {row.folder: row.step for row in checkpoints_of(root, names) if row.step >= 0}
     notes: dict[str, None] = {}
     unchecked: list[str] = []
-    with _reading(sum(size_of(storage, one.name) for one in ones)) as reading:
+    with _reading(sum(size_of(storage, checkpoint.name) for checkpoint in checkpoints)) as reading:
         found = reading.found
-        for one in ones:
+        for checkpoint in checkpoints:
             faults = []
-            for path, call in _checks_of_files(root, one.name, reading):
+            for path, call in _checks_of_files(root, checkpoint.name, reading):
                 try:
                     notes |= dict.fromkeys(call() or ())
                 except (ForeignFileError, EOFError, ValueError):
@@ -238,12 +238,12 @@ def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
                 except CheckpointError as error:
                     faults.append(_fault_of_file(path, error))
             found.faults += faults
-            if one.name in steps:
-                (found.damaged if faults else found.sound).append(steps[one.name])
+            if checkpoint.name in steps:
+                (found.damaged if faults else found.sound).append(steps[checkpoint.name])
     if unchecked:
         notes[f"{len(unchecked):,} files have no checksums, and were not verified, such as {min(unchecked)}"] = None
     found.notes += notes
-    if len(ones) > 1:
+    if len(checkpoints) > 1:
         _note_newest(found)
     return found
 

@@ -150,7 +150,7 @@ def test_rank_0_logs_which_rank_has_made_no_call_and_not_which_one_still_writes(
     from racing import until
     from async_ckpt.core.ranks import heartbeats, rendezvous
     heartbeats._INTERVAL_SECONDS = rendezvous._LOOK_AROUND_SECONDS = 0.1
-    rendezvous._SAID_SECONDS, warned = 1.0, []
+    rendezvous._LOGGED_SECONDS, warned = 1.0, []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("async_ckpt").addHandler(handler)

@@ -88,7 +88,7 @@ class OpenArchive(Contents):
             self.read(Extent(0, self._head_bytes))
         self._headers: dict[int, Extent] = {}  # the headers of checked members, from the tar header on
         self.num_begun = len(self._first_bytes)
-        """The number of bytes that opening has read, in whole blocks or to the end; compared, with `verify`."""
+        """The number of bytes read while opening: whole blocks, or the whole file. With `verify`, they are verified."""
         self._copies = copies
 
     @property

@@ -53,9 +53,9 @@ class Contents:
 
     index: Index
     lender_of: Callable[[str, str], Contents] | None = None
-    """Opens an archive of an earlier step, by its folder and name; None for a file outside of its run."""
+    """Opens an archive of an earlier step by its folder and name; None if this file is stored outside of its run."""
     of_some: Mapping[Path, Collection[int]] = MappingProxyType({})
-    """The paths of entries that only some of the ranks that saved the step had, and these ranks."""
+    """The paths of entries that only some of the saving ranks had, each with these ranks."""
     # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
@@ -70,7 +70,7 @@ class Contents:
     # --- for subclasses ---------------------------------------------------------------------------------------
 
     keeps_empty: ClassVar[bool] = True
-    """False if torch.distributed.checkpoint has written it, which leaves out dicts without entries."""
+    """False if the file was saved through torch.distributed.checkpoint, which leaves out empty dicts."""
 
     @property
     def is_verified(self) -> bool:
@@ -374,7 +374,7 @@ class Part(NamedTuple):
     archive: Contents
     groups: Groups = None
     manifest: Manifest | None = None
-    """The manifest that names it, if one does."""
+    """The manifest that names the file; None if there is no manifest."""
 
     def has_group(self, name: str) -> bool:
         """Whether the top-level entry of this name is read from this file."""

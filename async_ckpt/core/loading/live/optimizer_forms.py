@@ -44,7 +44,7 @@ class _ByName(NamedTuple):
     states: Mapping[str, dict[Any, Any]]
     group_of: Mapping[str, int]
     groups: list[dict[str, Any]]
-    """The settings of the groups; in a flat state, each parameter is a group."""
+    """The settings of each group. In a flat state, each parameter is a group of its own."""
     is_flat: bool
 
     def key_of(self, name: str) -> str:

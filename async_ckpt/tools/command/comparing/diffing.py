@@ -129,7 +129,7 @@ def differences(ours: states.Items, theirs: states.Items, *, rtol: float = 0.0, 
     pairs = [*_pairs(ours.leaves, theirs.leaves, naming)]
     if not (ours.keeps_empty and theirs.keeps_empty):
         pairs = [(a, b) for a, b in pairs if (a and b) or (a or b).kind != "empty"]  # type: ignore[union-attr]
-    names = _Names([one.path for items in (ours, theirs) for one in items.leaves])
+    names = _Names([leaf.path for items in (ours, theirs) for leaf in items.leaves])
     compared = (_compared(a, b, names, rtol=rtol, atol=atol) for a, b in pairs)
     rows = [row for row in compared if row is not None]
     num_names, num_equal = len(pairs), len(pairs) - len(rows)
@@ -197,7 +197,7 @@ def _containers_compared(
     ours: Iterable[states.Container], theirs: Iterable[states.Container], names: _Names
 ) -> Iterator[DifferenceRow | None]:
     """The differences of containers that both checkpoints have, apart from their items."""
-    others = {states.typed(one.path): one for one in theirs}
+    others = {states.typed(container.path): container for container in theirs}
     for a in ours:
         b = others.get(states.typed(a.path))
         if b is None:
@@ -214,10 +214,10 @@ def _compared(
 ) -> DifferenceRow | None:
     """The difference of two items; None if they are equal in every bit."""
     if a is None or b is None:
-        one = a or b
-        assert one is not None
-        what = "only in A" if b is None else "only in B"
-        return DifferenceRow(names.of(one.path), what, _about(a), _about(b))
+        item = a or b
+        assert item is not None
+        side = "only in A" if b is None else "only in B"
+        return DifferenceRow(names.of(item.path), side, _about(a), _about(b))
     row = DifferenceRow(names.of(a.path), "", _about(a), _about(b))
     if a.kind != b.kind:  # one of them may be an unread pickle
         return replace(row, what=_NOT_COMPARED if states.Unread in (type(a.value), type(b.value)) else "kind")

@@ -158,15 +158,15 @@ class RunWatch:
         found = list(runs.possible_steps(names))
         if self._naming is None:
             newest: dict[str, list[str]] = {}
-            for one, name in sorted(found, reverse=True):
-                newest.setdefault(one.rest, []).append(name)
+            for parsed, name in sorted(found, reverse=True):
+                newest.setdefault(parsed.rest, []).append(name)
             namings = {
                 f"{name}/{runs.MANIFEST_NAME}": rest for rest, last in newest.items() for name in last[:_LOOKED_INTO]
             }
             self._num_requests += len(namings)
             self._naming = next((namings[path] for path in self._storage.existing([*namings])), None)
         namings_here = USUAL_NAMINGS if self._naming is None else {self._naming}
-        return {one.step: name for one, name in found if one.rest in namings_here}
+        return {parsed.step: name for parsed, name in found if parsed.rest in namings_here}
 
     def _newest(self, folders: dict[int, str]) -> tuple[runs.Manifest | None, UnderWay | None]:
         """The manifest of the newest committed step, and the step above it that is in progress."""
@@ -207,7 +207,7 @@ class RunWatch:
             self._before = self._log.read_before()
         self._num_newest = len(newest)
         events = [*self._before, *newest]
-        if any(one["kind"] == "save" for one in events):
+        if any(event["kind"] == "save" for event in events):
             return events
         last = [folders[step] for step in sorted(folders)[-_SHOWN:]]
         missing = [folder for folder in last if folder not in self._manifests]
@@ -241,9 +241,9 @@ def _status(
 ) -> RunStatus:
     """The status from the newest step, its time, and the history, without warnings."""
     step, created = newest
-    saves = [one for one in events if one["kind"] in ("save", "failed")]
-    committed = [one for one in saves if one["kind"] == "save"][-_IN_TREND:]
-    pairs = pairwise(one["time"] for one in committed)
+    saves = [event for event in events if event["kind"] in ("save", "failed")]
+    committed = [event for event in saves if event["kind"] == "save"][-_IN_TREND:]
+    pairs = pairwise(event["time"] for event in committed)
     between = [later - earlier for earlier, later in pairs if later > earlier]  # not where the clock was set back
     return RunStatus(
         place.shown,
@@ -254,7 +254,7 @@ def _status(
         median(between) if between else None,
         free_bytes,
         saves=tuple(reversed(saves[-_SHOWN:])),
-        stalls=tuple(one["stall_seconds"] for one in committed if one["stall_seconds"] is not None),
+        stalls=tuple(event["stall_seconds"] for event in committed if event["stall_seconds"] is not None),
         bandwidths=tuple(filter(None, map(run_events.bandwidth_of, committed))),
         ended=events[-1]["time"] if events and events[-1]["kind"] == "closed" else None,
     )
@@ -309,7 +309,7 @@ def failure_of(one: run_events.Event) -> str:
 
 def _space(status: RunStatus) -> Iterator[str]:
     """A warning if the free space is enough for few saves of the recent size."""
-    free = [one["free_bytes"] for one in reversed(status.saves) if one.get("free_bytes") is not None]
+    free = [event["free_bytes"] for event in reversed(status.saves) if event.get("free_bytes") is not None]
     left = status.free_bytes if status.free_bytes is not None else free[-1] if free else None
     if left is None or len(free) < 2 or free[-1] >= free[0]:
         return

@@ -152,9 +152,9 @@ def _lines_of_one(status: RunStatus, width: int) -> list[str]:
     if status.bandwidths:
         lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {shown_rate(status.bandwidths[-1])}")
     if status.saves:
-        rows = [_row(one, status.time, status.marks) for one in status.saves]
+        rows = [_row(event, status.time, status.marks) for event in status.saves]
         head, *table = table_lines(_COLUMNS, rows)
-        failures = ("" if one["kind"] == "save" else f"  failed: {failure_of(one)}" for one in status.saves)
+        failures = ("" if event["kind"] == "save" else f"  failed: {failure_of(event)}" for event in status.saves)
         lines += ["", head, *map(str.__add__, table, failures)]
     return lines
 
@@ -196,7 +196,7 @@ def _newest(status: RunStatus) -> list[str]:
     if status.places:
         durable = (f"{where}: {_of(step)}" for where, step in durable_steps(status.places).items())
         lines.append(f"durable {', '.join(durable)}")
-        lines += [f"{_of(max(one.steps, default=None))} in {one.described}" for one in status.places]
+        lines += [f"{_of(max(place.steps, default=None))} in {place.described}" for place in status.places]
     if status.ended is not None:
         lines.append(f"ended {span(max(0.0, status.time - status.ended))} ago")
     if (seen := status.under_way) is not None:
@@ -212,18 +212,18 @@ def _of(step: int | None) -> str:
     return "no step" if step is None else f"step {step}"
 
 
-def _row(one: events.Event, now: float, marks: Mapping[int, str]) -> Sequence[object]:
-    ago = span(max(0.0, now - one["time"]))
-    if one["kind"] == "failed":
-        return one["step"], ago, *[None] * 5
+def _row(event: events.Event, now: float, marks: Mapping[int, str]) -> Sequence[object]:
+    ago = span(max(0.0, now - event["time"]))
+    if event["kind"] == "failed":
+        return event["step"], ago, *[None] * 5
     return (
-        one["step"],
+        event["step"],
         ago,
-        if_known(one["num_bytes"], in_table),
-        if_known(one["total_seconds"], shown_seconds),
-        if_known(one["stall_seconds"], shown_seconds),
-        if_known(events.bandwidth_of(one), shown_rate),
-        marks.get(one["step"]),
+        if_known(event["num_bytes"], in_table),
+        if_known(event["total_seconds"], shown_seconds),
+        if_known(event["stall_seconds"], shown_seconds),
+        if_known(events.bandwidth_of(event), shown_rate),
+        marks.get(event["step"]),
     )
 
 

@@ -173,17 +173,17 @@ def stored_bytes(events: Sequence[Mapping[str, Any]]) -> list[Value]:
     """
     live: dict[int, int] = {}
     total, totals = 0, []
-    for one in events:
-        gone = one.get("deleted", ()) if one["kind"] == "retention" else one.get("retired", ())
-        if one["kind"] == "save":
-            gone = [one["step"]]
+    for event in events:
+        gone = event.get("deleted", ()) if event["kind"] == "retention" else event.get("retired", ())
+        if event["kind"] == "save":
+            gone = [event["step"]]
         total -= sum(live.pop(step, 0) for step in gone)
-        if one["kind"] == "save":
-            live[one["step"]] = one["num_bytes"] or 0
-            total += live[one["step"]]
+        if event["kind"] == "save":
+            live[event["step"]] = event["num_bytes"] or 0
+            total += live[event["step"]]
         totals.append(total)
     if totals:
-        totals[-1] = sum(one["num_bytes"] or 0 for one in events if one["kind"] == "save" and one["kept"])
+        totals[-1] = sum(event["num_bytes"] or 0 for event in events if event["kind"] == "save" and event["kept"])
     return [*totals]
 
 
@@ -211,22 +211,22 @@ def _written_after(event: Mapping[str, Any]) -> float | None:
 def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """The bytes of each group that a save wrote. The smaller groups share one column."""
     largest: dict[str, int] = {}
-    for one in events:
-        for group, num_bytes in one.get("groups", {}).items():
+    for event in events:
+        for group, num_bytes in event.get("groups", {}).items():
             largest[group] = max(largest.get(group, 0), num_bytes)
     own = sorted(largest, key=lambda group: -largest[group])[:MAX_GROUPS]
     columns = {
         f"group {number}": Column(
             _shortened(group),
             "bytes",
-            [one["groups"].get(group, 0) if one.get("groups") else None for one in events],
+            [event["groups"].get(group, 0) if event.get("groups") else None for event in events],
         )
         for number, group in enumerate(own)
     }
     if len(largest) > len(own):
         rest = [
-            sum(size for group, size in one["groups"].items() if group not in own) if one.get("groups") else None
-            for one in events
+            sum(size for group, size in event["groups"].items() if group not in own) if event.get("groups") else None
+            for event in events
         ]
         columns[f"group {len(own)}"] = Column(OTHER_GROUPS, "bytes", rest)
     return columns
@@ -236,14 +236,14 @@ def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """The entries of the records: numbers first, then those that most saves have."""
     counts: Counter[str] = Counter()
     numeric: Counter[str] = Counter()
-    for one in events:
-        for key, value in one.get("record", {}).items():
+    for event in events:
+        for key, value in event.get("record", {}).items():
             counts[key] += 1
             numeric[key] += _rounded(value) is not None
     keys = sorted(counts, key=lambda key: (-bool(numeric[key]), -counts[key]))[:MAX_ENTRIES]
     columns = {}
     for number, key in enumerate(keys):
-        values = [one.get("record", {}).get(key) for one in events]
+        values = [event.get("record", {}).get(key) for event in events]
         if numeric[key]:
             columns[f"entry {number}"] = Column(
                 _shortened(key), "number", [_rounded(value, _ENTRY_DIGITS) for value in values]

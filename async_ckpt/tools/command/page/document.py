@@ -217,7 +217,7 @@ def _figure(number: int, picture: Picture, level: int) -> str:
     """The element that a picture is drawn into. `number` is its index among all pictures of the page."""
     return f"""<figure id="picture{number}" data-picture="{escape(picture.name)}">
 <figcaption><h{level}>{escape(picture.title)}</h{level}>
-<p>{escape(picture.says)}</p></figcaption>
+<p>{escape(picture.caption)}</p></figcaption>
 <div class="chart"></div>
 <details class="rows"><summary>Table</summary></details>
 </figure>

@@ -68,7 +68,7 @@ class Picture:
 
     name: str
     title: str
-    says: str
+    caption: str
     x: Literal["step", "time"]
     series: Sequence[Series]
     table: Sequence[str]
@@ -318,13 +318,13 @@ def _ranks(run: RunColumns) -> Iterator[Picture]:
         middles = dict(run.known("median_rank_seconds"))
         gaps = [slow - middles[row] for row, slow in slowest if row in middles]
         often = Counter(map(_value, run.known("slowest_rank"))).most_common(1)
-        who = f" Rank {often[0][0]} was the slowest most often, in {counted(often[0][1], 'save')}." if often else ""
+        worst = f" Rank {often[0][0]} was the slowest most often, in {counted(often[0][1], 'save')}." if often else ""
         after = shown_seconds(median(gaps)) if gaps else ""
         late = f"The slowest rank's archive was durable {after} after the median rank's, at the median." if gaps else ""
         yield Picture(
             "ranks",
             "Spread of the ranks",
-            f"{late}{who}",
+            f"{late}{worst}",
             *_of_ranks("slowest", "slowest_rank", "median_rank_seconds", "plain"),
         )
     if stalls := run.known("most_stalled_rank_seconds"):
@@ -351,14 +351,14 @@ def _of_ranks(word: str, rank: str, middle: str, colour: Colour) -> tuple[Litera
 
 def comparison_of(runs: Sequence[RunColumns]) -> Iterator[Picture]:
     """The pictures that compare runs, with a line for each."""
-    for name, title, says in (
+    for name, title, caption in (
         ("stall_seconds", "Stall", "How long each save held the training up. Lower is better."),
         ("bandwidth", "Bandwidth", "Bytes per second from the call until the commit. Higher is better."),
         ("num_bytes", "Size", "The bytes that each save wrote."),
     ):
         series = [_line(run, number, name) for number, run in enumerate(runs) if run.known(name)]
         if series:
-            yield Picture(f"compared {name}", title, says, "step", series, ())
+            yield Picture(f"compared {name}", title, caption, "step", series, ())
     titles = Counter(run.columns[name].title for run in runs for name in run.entries if _is_number(run, name))
     for title, _ in titles.most_common(MAX_RECORDS):
         series = [

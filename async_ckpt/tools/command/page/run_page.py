@@ -37,10 +37,10 @@ def show(places: Sequence[Place], *, output: str, best: Sequence[str] | None, ov
     if not overwrite and storage.exists(name):
         raise Answer(f"{target.shown} already exists; pass --overwrite to replace it, or give another name with -o")
     chosen = [*map(parse_best, best or ())]
-    runs = [columns for one, name in targets_of(places, RUNS) for columns in _columns_at(one, name)]
-    for one in chosen:
-        if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
-            raise Answer(f"no record of these runs has the metric {one.metric!r}")
+    runs = [columns for place, name in targets_of(places, RUNS) for columns in _columns_at(place, name)]
+    for criterion in chosen:
+        if not any(run.columns[entry].title == criterion.metric for run in runs for entry in run.entries):
+            raise Answer(f"no record of these runs has the metric {criterion.metric!r}")
     page = page_of(runs, timing.wall_time(), chosen)
     storage.replace(name, page)
     if as_json:
@@ -58,7 +58,7 @@ def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
         events: list[run_events.Event] = history(place)
     except NotCommittedError:
         there = {*storage.names("")}
-        events = [{**one, "kept": one.get("name") in there} for one in events_at(place)]
+        events = [{**event, "kept": event.get("name") in there} for event in events_at(place)]
         if not events and not name:
             raise
     if events:
