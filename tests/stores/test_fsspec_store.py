@@ -287,7 +287,7 @@ def test_an_object_that_was_acknowledged_and_lost_is_found_missing(through, prox
     sink = through.create("x", num_bytes=num_bytes, segment_bytes=SEGMENT)
     for offset, lease in cut(os.urandom(num_bytes)):
         write(sink, offset, lease)
-    with pytest.raises(StorageUnavailableError, match="acknowledged and lost"):
+    with pytest.raises(StorageUnavailableError, match="bytes but has"):
         sink.finish()
     sink.abort()
 
