@@ -276,7 +276,7 @@ def test_the_command_makes_room(disk):
         save(ckpt, 1, 2, 3, 4)
     wanted = free_at(disk) + STEP_BYTES
     shown = run_command("prune", disk / "run", "--keep", f"free={wanted}", "--dry-run").stdout
-    assert "2 of 4 steps would go" in shown
+    assert "2 of 4 steps would be deleted" in shown
     assert run_command("prune", disk / "run", "--keep", f"free={wanted}", "--yes").returncode == 0
     assert free_at(disk) >= wanted
     assert open_run(disk / "run").steps() == [3, 4]
