@@ -110,8 +110,8 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     """
     for value in parts_in(entry.value, ValuesByRank):
         raise ValueError(
-            f"{shown((name,))} has a value of each rank that saved, and none for this rank of a world of "
-            f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
+            f"{shown((name,))} has a separate value for each rank that saved, and the number of ranks has "
+            f"changed; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
         )
     file, stored = entry.file, list(parts_in(entry.value, StoredLeaf))
     objects = file.objects(stored, trust=trust)
