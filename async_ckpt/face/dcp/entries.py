@@ -84,8 +84,8 @@ def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
         if not isinstance(tree, dict):
             kind = tree.kind if isinstance(tree, StoredLeaf) else type(tree).__name__
             raise TypeError(
-                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(kind)}; "
-                "load it by async_ckpt.load"
+                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, but this is {with_article(kind)}; "
+                "load it with async_ckpt.load"
             )
         for name, (path, value) in flattened(tree).items():
             items[name] = SavedItem(path, value, part.archive)
