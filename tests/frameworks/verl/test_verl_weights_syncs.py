@@ -194,7 +194,7 @@ def test_rollouts_that_wait_for_another_step_are_told(nursery, tmp_path):
         one.prepare()
         one.senders[0].ask("send", 1, 1)
         one.receivers[0].ask("receive", 2)
-        assert "has sent version 1, and 2 is to be received" in str(outcome(one.receivers[0]))
+        assert "has sent version 1, but 2 was expected" in str(outcome(one.receivers[0]))
 
 
 def test_a_sender_that_sends_nothing_is_waited_for_until_the_deadline(nursery, tmp_path):
