@@ -408,7 +408,7 @@ def run(here: Path) -> Path:
         ("CheckpointsFail", 0, r"\n +2 .*not committed"),
         ("CheckpointStallHigh", 0, r"^1\t[\d.e-]+\t[\d.e-]+\n3\t"),
         ("CheckpointBandwidthLow", 0, r"raw write(.|\n)*save until durable"),
-        ("StorageSpaceLow", 1, r"1 of 3 steps would go(.|\n)*can be mended"),  # 1: there is something to mend
+        ("StorageSpaceLow", 1, r"1 of 3 steps would be deleted(.|\n)*can be repaired"),  # 1: there is something to mend
     ],
 )
 def test_the_command_of_an_alert_shows_what_it_is_for(run: Path, alert: str, status: int, shown: str) -> None:

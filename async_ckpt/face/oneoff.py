@@ -87,7 +87,7 @@ def save(
     request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
     try:
         if compression is not None:
-            raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
+            raise ValueError("compression= is for one file, but several ranks write a folder; leave it out")
         return saver.save(request)
     except BaseException as error:  # reported to the other ranks
         ranks.failed(request.joint, error)

@@ -111,7 +111,7 @@ class RunMovers:
 def _left(arrivals: Arrivals) -> str:
     """A text that names the step that a place lacks, or why that is not known; empty if it lacks none."""
     error = arrivals.error
-    return arrivals.lag() or ("" if error is None else f"{arrivals.shown} is not known to have all: {error}")
+    return arrivals.lag() or ("" if error is None else f"{arrivals.shown} may lack steps: {error}")
 
 
 def conflicts_of(tiers_file: TiersFile) -> list[Conflict]:
@@ -216,7 +216,7 @@ class _Turn(MovingProcess):
             other = self.moving.announce(step, num_bytes)
         if other is not None:
             where = self._roots.names[-1]
-            raise StorageUnavailableError(f"{where}: {other.by} moves steps there now", path=where)
+            raise StorageUnavailableError(f"{where}: {other.by} is moving steps there now", path=where)
 
     def found(self, step: int) -> None:
         with suppress(CheckpointError):  # the process that copied it may have been killed before it wrote the tracker

@@ -74,7 +74,7 @@ class Tracking:
         """Wait until the tracker has handled everything, for at most `timeout` seconds. May be called again."""
         if not self._listening.flush(self._timeout):
             _log.warning(
-                "%s has not taken the last checkpoints within %g s, and is given up; they are committed, and "
+                "%s has not handled the last checkpoints within %g s, and is dropped; they are committed, and "
                 "async_ckpt.history(%r) lists them",
                 self,
                 self._timeout,

@@ -44,7 +44,7 @@ DURATION: Final = Metric(
     "async_ckpt.operation.duration",
     "histogram",
     "s",
-    "Duration of an operation that was done; of a save, from its call until the checkpoint is durable and committed.",
+    "Duration of a completed operation; for a save, from its call until the checkpoint is durable and committed.",
     buckets=_LONG,
 )
 PHASE: Final = Metric(
@@ -56,7 +56,7 @@ PHASE: Final = Metric(
     buckets=_LONG,
 )
 STALL: Final = Metric(
-    "async_ckpt.stall.duration", "histogram", "s", "Time for which a save held the training.", buckets=_SHORT
+    "async_ckpt.stall.duration", "histogram", "s", "Time for which a save stalled the training.", buckets=_SHORT
 )
 IO: Final = Metric(
     "async_ckpt.io", "counter", "By", "Bytes that saves of this process have written, and pulls have read."
@@ -66,7 +66,7 @@ RECOVERY_POINT: Final = Metric(
     "async_ckpt.recovery_point.timestamp",
     "gauge",
     "s",
-    "Unix time since when work would be lost if the process died: the call of the newest save that is committed, or "
+    "Unix time after which work would be lost if the process died: the call of the newest save that is committed, or "
     "the end of a later restore.",
     ("run",),
 )
@@ -92,7 +92,7 @@ TIME: Final = Metric(
     "async_ckpt.training.time",
     "gauge",
     "s",
-    "Time of this process so far, by what it went to: trained, stall, slower, restore or redone.",
+    "Time of this process so far, by activity: trained, stall, slower, restore or redone.",
     ("run", "part"),
 )
 
@@ -100,7 +100,7 @@ MARKS: Final = Metric(
     "async_ckpt.marks",
     "counter",
     "{mark}",
-    "Marks of steps that this process has put: good, bad, or none for one that was taken back.",
+    "Marks that this process has put on steps: good, bad, or none for a removed mark.",
     ("run", "mark"),
 )
 

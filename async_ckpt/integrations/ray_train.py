@@ -177,7 +177,7 @@ def _root_of(kind: str, folder: str, options: Mapping[str, Any] | None) -> Place
         return folder
     if kind not in _SCHEMES:
         raise ValueError(
-            f"the storage path is on a file system of the kind {kind!r}, whose URL is not known here; known are local "
+            f"the storage path is on a file system of type {kind!r}, which async_ckpt has no URL for; known are local "
             f"disks and {', '.join(sorted(_SCHEMES))}"
         )
     return Place(_SCHEMES[kind] + folder, options=dict(options or {}))

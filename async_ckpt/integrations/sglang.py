@@ -227,7 +227,7 @@ def _serialized(sglang: _Sglang, bucket: Any) -> bytes:
     if not backends.is_on_host(flat):
         sglang.patch_reductions()  # handles with names of devices, whose numbers may differ in the engine
     elif hasattr(torch.multiprocessing.reductions, "_reduce_tensor_original"):
-        raise ValueError("in this process SGLang makes handles of the memory of devices alone; give device=")
+        raise ValueError("in this process, SGLang can share only the memory of devices; pass device=")
     else:  # file descriptors only reach children, file names any process
         torch.multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -118,7 +118,7 @@ def test_a_tracker_that_hangs_holds_up_neither_saves_nor_the_end(tmp_path, caplo
     assert list(other.aliases) == [1, 2]
     assert async_ckpt.load(tmp_path)["step"] == 2
     (warning,) = warnings_in(caplog)
-    assert "Recorder has not taken the last checkpoints within 0.01 s" in warning
+    assert "Recorder has not handled the last checkpoints within 0.01 s" in warning
 
 
 def test_a_tracker_that_raises_is_one_warning_and_is_told_of_later_steps(tmp_path, caplog):

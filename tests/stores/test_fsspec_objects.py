@@ -529,7 +529,7 @@ def test_a_store_that_is_not_there_is_told_from_one_that_refuses(s3, bucket, pro
     options = {**s3.options, "endpoint": proxy.endpoint, "config_kwargs": {"retries": {"max_attempts": 0}}}
     proxy.refuse()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    with pytest.raises(StorageUnavailableError, match="can be reached"):
+    with pytest.raises(StorageUnavailableError, match="reachable from this host"):
         FsspecStorage(f"s3://{bucket}", options).names("")
 
 

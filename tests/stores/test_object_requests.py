@@ -503,7 +503,7 @@ def test_an_error_says_what_to_do(far, proxy, code, status, advice):
 
 def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3, bucket, proxy):
     far = behind(proxy, s3, bucket)
-    with pytest.raises(StorageUnavailableError, match="stores take 1,024; shorten it"):
+    with pytest.raises(StorageUnavailableError, match="stores accept at most 1,024; shorten it"):
         far.create("ü" * 600, num_bytes=1, segment_bytes=SEGMENT)
     with pytest.raises(StorageUnavailableError, match="shorten it"):
         far.put_new("x" * 1025, b"1")

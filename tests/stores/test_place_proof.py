@@ -106,7 +106,7 @@ def test_credentials_that_may_not_delete_save_all_the_same(bucket, proxy, caplog
     with caplog.at_level(logging.WARNING, "async_ckpt"), open_run(at(bucket, proxy, "runs/a")) as ckpt:
         for step in (1, 2):
             assert ckpt.save(state_at(step), step=step).result().status == "committed"
-    (line,) = [record.message for record in caplog.records if "may not delete" in record.message]
+    (line,) = [record.message for record in caplog.records if "could not be deleted" in record.message]
     assert f"{PROBE}" in line
 
 

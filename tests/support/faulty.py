@@ -24,7 +24,7 @@ SOON = {"deadline_seconds": 1.5}
 NO_RETRIES = {"retry_config": {"max_retries": 0}}
 # What the two engines say to do.
 FORBIDDEN = "credentials|access key|make sure that one may"
-AWAY = "see that the store is up|make sure that the endpoint is right"
+AWAY = "check that the store is up|make sure that the endpoint is right"
 BIG = 9  # MiB of a state that goes by two parts
 
 

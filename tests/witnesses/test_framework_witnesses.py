@@ -119,7 +119,7 @@ def test_trackers_and_journals_that_were_lost_are_made_again_as_they_were(witnes
 def test_nothing_is_mended_where_nothing_is_broken(witness: Callable[[str], Path], name: str):
     """Archives below DeepSpeed's tags are one-off saves, which have no journal."""
     ended = run_command("repair", witness(name) / RUNS[name])
-    assert (ended.returncode, "nothing to mend" in ended.stdout) == (0, True)
+    assert (ended.returncode, "nothing to repair" in ended.stdout) == (0, True)
 
 
 LAYOUTS = {

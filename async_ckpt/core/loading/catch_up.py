@@ -138,7 +138,7 @@ def copy_step(
         for path, archive in sent.items():
             if not _is_there(target.storage, path, archive, reads_all=False):
                 shown = target.storage.locate(path)
-                why = f"{shown}: another process has copied it, and it is not there"
+                why = f"{shown}: the copy made by another process is missing"
                 raise StorageUnavailableError(why, path=shown)
             locks.callback(target.storage.hold(path))
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():

@@ -108,7 +108,7 @@ class Verification:
             if isinstance(contents, OpenArchive):
                 self._compare([Part(contents)])
                 return ()
-            note = "a safetensors file has no digests: its header was compared with its size, and its tensors not"
+            note = "a safetensors file has no digests: its header was compared with its size, but not its tensors"
         except ForeignFileError:
             note = of_others().compare_foreign(reader, path, self._on_bytes)
         self.errors[path, ""], self.num_bytes = None, self.num_bytes + reader.num_bytes

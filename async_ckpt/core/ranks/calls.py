@@ -375,7 +375,7 @@ class Calls:
                 why = (
                     "rank 0 has closed its checkpointer"
                     if self._is_closed
-                    else f"rank {self._meeting.world.rank} has made this call alone"
+                    else f"only rank {self._meeting.world.rank} has made this call"
                 )
                 self._end(joint, f"{why}; {self._meeting.advice}")
             elif joint is None:

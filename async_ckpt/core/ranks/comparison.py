@@ -139,11 +139,10 @@ class Comparison:
                     other, there = first.setdefault((part, name), (rank, digest))
                     if there != digest:
                         raise UnsupportedStateError(
-                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that "
-                            "have the same part of a tensor, "
-                            "as all have of a plain one, must have the same values. If each has a part of a larger "
-                            "one, such as its experts, declare that by async_ckpt.sharded; if each has its own, give "
-                            "its group in per_rank=",
+                            f"{name} should be the same on ranks {other} and {rank}, but differs: ranks that hold the "
+                            "same part of a tensor (for a plain tensor, all ranks) must have the same values. If each "
+                            "rank holds a part of a larger tensor, such as its experts, declare that with "
+                            "async_ckpt.sharded; if each rank has its own tensor, name its group in per_rank=",
                             path=name,
                         )
 

@@ -170,7 +170,7 @@ class WorldStart:
             if rank in here:
                 answer = f"- rank 0 knows another process as rank {rank}: this one was started again alone"
             elif int(size) != self.size or rank >= self.size:
-                answer = f"- rank 0 counts {self.size} ranks, and rank {rank} {size}"
+                answer = f"- rank 0 counts {self.size} ranks, but rank {rank} counts {size}"
             else:
                 answer = f"{self.token.result()} {own_process()}"
                 news[rank] = nonce

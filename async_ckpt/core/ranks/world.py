@@ -42,7 +42,7 @@ def world_of(given: tuple[int, int] | None = None, store: Any = None) -> World:
             )
         return World(rank, size, store if size > 1 else None, is_given=True)
     if store is not None:
-        raise ValueError("store= goes with ranks=(rank, world_size); leave it out if there is a process group")
+        raise ValueError("store= needs ranks=(rank, world_size); leave it out if there is a process group")
     if _group() is None:
         _check_environment()
     return world_of_group()
@@ -66,8 +66,8 @@ def refuse_if_changed(world: World) -> None:
         return
     rank, size = group
     raise ValueError(
-        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has {size}, of "
-        f"which this is {rank}; create a new AsyncCheckpointer for each process group"
+        f"this process was rank {world.rank} of {world.size}, but in the current process group it is rank {rank} of "
+        f"{size}; create a new AsyncCheckpointer for each process group"
     )
 
 

@@ -116,7 +116,8 @@ def foreign_kind(names: Collection[str]) -> str | None:
         return f"{', '.join(of_torch[:5])}, which torch.load reads"
     if files := [name for name in names if name.endswith(_FILE_SUFFIXES)]:
         return (
-            f"{', '.join(sorted(files)[:5])}, no step of a run: name that file, or load it by the program that wrote it"
+            f"{', '.join(sorted(files)[:5])}, not a step of a run: name the file, or load it with the program that "
+            "wrote it"
         )
     return None
 

@@ -58,7 +58,7 @@ class Mark(NamedTuple):
 def kind_of(kind: object) -> str:
     """The kind for the user's argument: "good", "bad" or None. Raises ValueError for any other value."""
     if kind is not None and kind not in (GOOD, BAD):
-        raise ValueError(f'a step is marked "good", "bad", or None to take its mark back; got {kind!r:.100}')
+        raise ValueError(f'a mark must be "good" or "bad", or None to remove it; got {kind!r:.100}')
     return NONE if kind is None else str(kind)
 
 
@@ -94,8 +94,8 @@ def no_good_step(where: str, skipped: Mapping[int, str]) -> NoGoodStepError:
     shown = "; ".join(f"step {step}: {skipped[step]}" for step in steps[:5])
     more = f"; and {len(steps) - 5} more" if len(steps) > 5 else ""
     return NoGoodStepError(
-        f"{where}: the marks leave no step to continue from: {shown}{more}. Name a step to take it all the same, as "
-        f"step={steps[0]}; take a mark back by mark({steps[0]}, None); or give a new run another folder",
+        f"{where}: the marks leave no step to continue from: {shown}{more}. Name a step to restore it anyway, as "
+        f"step={steps[0]}; remove a mark by mark({steps[0]}, None); or give a new run another folder",
         path=where,
         steps=tuple(reversed(steps)),
     )

@@ -413,7 +413,7 @@ class Roots:
             raise errors[0]
         if errors and not any(answer for _, answer in answers):  # a training must not start from scratch by mistake
             raise StorageUnavailableError(
-                "no step is committed at the roots that answer, and there may be one at a root that does not answer: "
+                "no step is committed at the roots that answer, but there may be one at a root that does not answer: "
                 f"{errors[0]}. Try again once that root answers; to start over without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]

@@ -99,8 +99,8 @@ class Run:
         """
         if keep is not None and keep.free is not None and (storage.remote or storage.free_bytes() is None):
             raise ValueError(
-                f"{storage.locate('')} does not tell how much is free there, so Keep(free=…) cannot be used; give "
-                "Keep(bytes=…), and of several places each a retention of its own: Place(…, keep=…)"
+                f"{storage.locate('')} does not report its free space, so Keep(free=…) cannot be used; pass "
+                "Keep(bytes=…), or with several places, give each place its own retention: Place(…, keep=…)"
             )
         self._opening = opening or os.urandom(4).hex()
         self.root = Root(storage, step_format)
@@ -218,8 +218,8 @@ class Run:
         tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else other
         if halves := incomplete_steps(self.storage, self.root.is_step):
             return (
-                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
-                "its save ended just before it was committed; copy it again where it is whole"
+                f"the archives of all ranks without their manifest, in {halves[0]}: the copy is incomplete, or its "
+                "save ended just before it was committed; copy the step again from a place that has all of it"
             )
         if kind is not None or not (shown or tracker_note):
             return kind
@@ -692,8 +692,8 @@ class Run:
         if lack := self.lack_bytes(num_bytes):
             self.root.warn_once(
                 "free",
-                f"{self.storage.locate('')}: Keep(free=…) cannot be kept: after step {step}, {lack:,.0f} bytes less "
-                "will be free there, though all steps were deleted that may be. Make room there, or lower free=",
+                f"{self.storage.locate('')}: Keep(free=…) cannot be kept: after step {step}, {lack:,.0f} bytes too "
+                "few will be free, although no further step may be deleted. Make room there, or lower free=",
             )
 
     def lack_bytes(self, num_bytes: float = 0) -> float:

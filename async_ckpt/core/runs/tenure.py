@@ -239,7 +239,7 @@ def _taken_error(
     owner = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
     if is_alive:
         text = (
-            f"{root}: {owner}, is alive and has the run; stop it, let it close its checkpointer, or save to another "
+            f"{root}: {owner}, is alive and owns the run; stop it, let it close its checkpointer, or save to another "
             "root"
         )
     else:
@@ -249,7 +249,7 @@ def _taken_error(
         )
     if put is not None:
         text += (
-            f". The manifest of step {put} was put before that was known, so the step may be committed all the same: "
-            "look at what is committed"
+            f". The manifest of step {put} was written before that was known, so the step may be committed: check "
+            "which steps are committed"
         )
     return RunTakenError(text, path=root, host=host, pid=pid, since=since, undecided=put is not None)

@@ -329,7 +329,7 @@ class Drain:
     def _check_lane(self, lane: Lane) -> None:
         self.check()
         if lane.has_ended:  # dropped: the save continues without it
-            raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
+            raise StorageUnavailableError(f"{lane.sink!r} was abandoned", path=repr(lane.sink))
 
     def _count_written(self, lane: Lane, num_bytes: int) -> None:
         with self._lock:

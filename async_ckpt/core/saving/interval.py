@@ -162,7 +162,7 @@ class AdaptiveInterval:
         if not self._has_decided and self._mtbf == mtbf and mtbf is not None and mtbf <= cost:
             raise ValueError(
                 f"Due(mtbf={mtbf:g}): a save costs {cost:.3g} s of training, so a training that fails every {mtbf:g} s "
-                "gets nowhere; give the mean time between failures in seconds, or make saves cheaper"
+                "makes no progress; give the mean time between failures in seconds, or make saves cheaper"
             )
         self._has_decided = True
         by_share = 0.0 if self._overhead is None else cost / self._overhead

@@ -275,7 +275,7 @@ def raise_error_of(failed: Iterable[SaveHandle]) -> None:
 def abandon(saves: list[Save], why: str) -> None:
     """Give saves up: they will not be committed. Returns when they have ended, or after a short timeout."""
     for save in saves:
-        save.give_up(SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact"))
+        save.give_up(SaveAbandonedError(f"abandoned before it was committed: {why}; earlier checkpoints are intact"))
     wait_for_all([save.finished for save in saves], min(map(_abandon_seconds, saves), default=0.0))
 
 

@@ -235,7 +235,7 @@ class Arrivals:
 
     def _left(self) -> StorageUnavailableError:
         """The error for those who wait for the place, when nothing is copied there any more."""
-        return StorageUnavailableError(self.lag() or f"{self.shown}: no step is copied there any more", path=self.shown)
+        return StorageUnavailableError(self.lag() or f"{self.shown}: no more steps are copied there", path=self.shown)
 
     def _behind(self, step: int, error: CheckpointError | None) -> str:
         newest, why = self._newest, "" if error is None else f": {error}"

@@ -148,8 +148,8 @@ class TakenOver:
             names = tuple(sorted({".".join(map(str, one.key[0])) for one in changed}))
             raise TornSnapshotError(
                 f"{', '.join(names[:_MANY])}{' and others' if len(names) > _MANY else ''} does not require a gradient "
-                f"and was taken over from step {changed[0].saved.location.step}, but was written to since, by .data, "
-                "numpy or a kernel, past its version counter; later saves write it. unchanged=() takes nothing over",
+                f"and was taken over from step {changed[0].saved.location.step}, but has changed since, past its "
+                "version counter, by .data, NumPy or a kernel; later saves write it. unchanged=() avoids this",
                 names=names,
             )
 

@@ -118,7 +118,7 @@ class FolderTarget(JointTarget):
         if not self.storage.remote:
             refuse_in_running(Path(self.path))
             if Path(self.path).exists() and not Path(self.path).is_dir():
-                raise NotAFolderError(f"{self.path} is a file, and several ranks write a folder; give another path")
+                raise NotAFolderError(f"{self.path} is a file, but several ranks write a folder; give another path")
 
     def _archive_path(self) -> str:
         return self._folder.attempt_path(STEP, self._agreement.attempt, self._agreement.rank)

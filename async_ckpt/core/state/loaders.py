@@ -22,8 +22,8 @@ from ..spec import Json
 HOW_TO_KEEP_ORDER: Final = "construct the data loader as it was at the save"
 # The warning, with the checkpoint, the loader, and the facts that differ.
 ANOTHER_ORDER: Final = (
-    "async_ckpt: %s: %s gives its data in another order than it did: %s; "
-    f"{HOW_TO_KEEP_ORDER}, or some items come twice and others not at all"
+    "async_ckpt: %s: %s yields its data in another order than at the save: %s; "
+    f"{HOW_TO_KEEP_ORDER}, or some items are repeated and others skipped"
 )
 # The names of facts in messages.
 _WORDS: Final = {

@@ -191,7 +191,7 @@ class _MergeWalk:
             return len(self.tensors) - 1
         number_before = known.pop()
         if known or number_before is None or self.tensors[number_before] != numbers:
-            raise ValueError("a tensor is at two places of the state on some ranks, and not on others")
+            raise ValueError("a tensor has two paths in the state on some ranks, but only one on others")
         return number_before
 
     def _kept_apart(self, variants: Sequence[_Variant], path: Path) -> Json:

@@ -340,7 +340,7 @@ class CompressingSink(Sink):
 
     def finish(self, num_bytes: int | None = None) -> None:  # noqa: ARG002
         if self._next != self._num_segments:
-            raise RuntimeError(f"{self._next} segments arrived of {self._num_segments}")
+            raise RuntimeError(f"only {self._next} of {self._num_segments} segments were written")
         self._appender.append(memoryview(self._packing.end(self._facts)))
         self._appender.finish()
 
@@ -352,7 +352,7 @@ class CompressingSink(Sink):
         self._appender.sink.close()
 
     def give_up(self) -> None:
-        self._fail(RuntimeError("the object was given up"))
+        self._fail(RuntimeError("the upload was abandoned"))
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -444,7 +444,7 @@ class _InBlocks(Reader):
         size, package = self._starts[number + 1] - self._starts[number], zstandard_package()
         content_bytes = package.get_frame_parameters(data).content_size
         if content_bytes != size:
-            raise ValueError(f"it holds {content_bytes:,} bytes where the table says {size:,}")
+            raise ValueError(f"it contains {content_bytes:,} bytes, but the table says {size:,}")
         content: bytes = package.ZstdDecompressor().decompress(data)
         return content
 
@@ -516,7 +516,7 @@ class ZstdReader(_InBlocks):
                 f"{error}; the file is cut off: fetch it again; or another program has compressed it: then use unpack()"
             ) from error
         if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
-            raise self._corrupt("its frames are not those of an archive; use unpack()")
+            raise self._corrupt("its frames do not match an archive; use unpack()")
         return frames
 
     def _is_foreign(self) -> bool:

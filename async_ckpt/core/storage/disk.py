@@ -46,7 +46,7 @@ _ADVICE: Final = {
     errno.EPERM: _RIGHTS,
     errno.EROFS: "mount the file system for writing, or choose another folder",
     errno.EIO: "the disk may be failing: look at the kernel's log, and choose another disk",
-    errno.ESTALE: "the file system of a server has gone: mount it again",
+    errno.ESTALE: "the network file system is no longer available: mount it again",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EFBIG: "the file system, or the limit of this process (ulimit -f), allows no file of that size: raise the "
     "limit, or choose a file system that holds larger files",
@@ -82,7 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
     """The error for a disk without enough free space. `needed_bytes` is 0, and `free_bytes` None, if unknown."""
-    free = "less" if free_bytes is None else f"{free_bytes:,}"
+    free = "fewer are" if free_bytes is None else f"{free_bytes:,}"
     needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
     return StorageFullError(
         f"{path}: {needed}; delete old steps or keep fewer (keep=), then save again",
@@ -173,7 +173,7 @@ def open_to_change(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise StorageUnavailableError(
-                f"{path} is a link, and its target is never written to; replace the link by a copy, or delete it",
+                f"{path} is a link, and files are never written through links; replace it with a copy, or delete it",
                 path=str(path),
             ) from error
         raise

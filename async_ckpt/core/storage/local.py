@@ -344,7 +344,7 @@ class LocalSink(Sink):
             sync_file(self._fd)
             size = os.fstat(self._fd).st_size
             if size != self.num_bytes:
-                raise OSError(errno.EIO, f"{size} bytes arrived of {self.num_bytes}")
+                raise OSError(errno.EIO, f"{size} bytes were written instead of {self.num_bytes}")
             if fcntl is None:  # Windows cannot rename an open file, and has no lock to keep
                 self.close()
             os.replace(self._temp, self._target)

@@ -81,7 +81,7 @@ class Appender:
 
     def abort(self) -> None:
         """Leave no trace of the object. Idempotent."""
-        self.fail(RuntimeError("the object was given up"))
+        self.fail(RuntimeError("the upload was abandoned"))
         if self._lease is not None:
             self._lease.release()
             self._lease = None

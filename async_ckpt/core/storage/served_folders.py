@@ -255,7 +255,7 @@ def _prove(connection: socket.socket, key: bytes, *, is_first: bool) -> None:
     other = _received(connection, _NONCE_BYTES)
     connection.sendall(hmac.digest(key, mine + other, "sha256"))
     if not hmac.compare_digest(_received(connection, 32), hmac.digest(key, theirs + nonce, "sha256")):
-        raise ValueError("another training answers there")
+        raise ValueError("the keys differ: another training is listening there")
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -266,10 +266,10 @@ def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 def _receive(connection: socket.socket) -> Mapping[str, Any]:
     (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
     if length > _MAX_BYTES:
-        raise ValueError("the request cannot be understood")
+        raise ValueError("the message is not valid")
     message = json.loads(_received(connection, length))
     if not isinstance(message, dict):
-        raise ValueError("the request cannot be understood")
+        raise ValueError("the message is not valid")
     return message
 
 

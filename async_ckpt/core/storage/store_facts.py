@@ -37,7 +37,7 @@ NO_KEYS: Final = {
 }
 CLOCK: Final = "this host's clock is wrong; set it, by NTP for instance"
 RIGHTS: Final = "let these credentials get, put, delete and list there, or use others"
-AWAY: Final = "see that the store is up and can be reached from this host, then try again"
+AWAY: Final = "check that the store is up and reachable from this host, then try again"
 ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
 # Names of options and variables whose values must not appear in messages.
@@ -57,7 +57,7 @@ def part_segments(num_bytes: int, segment_bytes: int) -> int:
 
 def key_too_long(shown: str, num_bytes: int) -> str:
     """The message about a key that exceeds the limit of all stores."""
-    return f"{shown:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"
+    return f"{shown:.100}…: the key has {num_bytes:,} bytes, but stores accept at most {MAX_KEY_BYTES:,}; shorten it"
 
 
 def endless_listing(shown: str) -> StorageUnavailableError:

@@ -183,8 +183,8 @@ def _tensors_of(given: Any) -> Tensors:
             )
         if is_of_fsdp1(value):
             raise UnsupportedStateError(
-                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published "
-                "model; use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: "
+                f"{name!a} is a shard of FSDP1, but only whole tensors and DTensors have the names of a published "
+                "model; use fully_shard (FSDP2), or pass the state dict that FSDP1 gathers on rank 0 by "
                 "StateDictType.FULL_STATE_DICT with rank0_only",
                 path=name,
             )
@@ -306,13 +306,13 @@ def _config_in(data: bytes) -> dict[str, Any]:
         config = json.loads(data)
     except ValueError as error:
         raise UnsupportedStateError(
-            f"{ADAPTER_CONFIG} is not JSON ({error}); give a config_folder with that of this adapter",
+            f"{ADAPTER_CONFIG} is not JSON ({error}); pass a config_folder with the adapter's config",
             path=ADAPTER_CONFIG,
         ) from error
     if not isinstance(config, dict):
         raise UnsupportedStateError(
-            f"{ADAPTER_CONFIG} is {with_article(type(config).__name__)}, not an object; give a config_folder with that "
-            "of this adapter",
+            f"{ADAPTER_CONFIG} is {with_article(type(config).__name__)}, not an object; pass a config_folder with the "
+            "adapter's config",
             path=ADAPTER_CONFIG,
         )
     return config
@@ -333,7 +333,7 @@ def _refuse_other_config(tensors: Tensors, config: Mapping[str, Any]) -> None:
         second = name[: match.start()] + match[0].replace("_A", "_B")
         if second not in tensors:
             raise UnsupportedStateError(
-                f"{name!a} has no {second!a} beside it; give all weights of the adapter", path=name
+                f"{name!a} comes without {second!a}; pass all weights of the adapter", path=name
             )
         why = _why_misfit(name[: match.start()].removeprefix(_ADAPTER_PREFIX), tensor, config)
         if why is not None:
@@ -441,7 +441,7 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     raise UnsupportedStateError(
         f"the config contains {with_article(type(value).__qualname__)}, which JSON cannot represent; "
-        "give a config_folder with a config that is right",
+        "pass a config_folder with a valid config",
         path="",
     )
 

@@ -218,7 +218,7 @@ def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
         needed = 0
         for offset, length in runs:
             if length and (length < 0 or not end <= offset <= member.size - length):
-                raise DamagedTarError("its map of holes is not valid")
+                raise DamagedTarError("its sparse map is not valid")
             needed, end = needed + length, max(end, offset + length)
     free = free_bytes_at(folder) if needed > BUFFER_BYTES else None
     if free is not None and needed > free:

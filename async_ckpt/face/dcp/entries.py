@@ -84,8 +84,8 @@ def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
         if not isinstance(tree, dict):
             kind = tree.kind if isinstance(tree, StoredLeaf) else type(tree).__name__
             raise TypeError(
-                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(kind)}; "
-                "load it by async_ckpt.load"
+                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, but this is {with_article(kind)}; "
+                "load it with async_ckpt.load"
             )
         for name, (path, value) in flattened(tree).items():
             items[name] = SavedItem(path, value, part.archive)
@@ -110,8 +110,8 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     """
     for value in parts_in(entry.value, ValuesByRank):
         raise ValueError(
-            f"{shown((name,))} has a value of each rank that saved, and none for this rank of a world of "
-            f"this size; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
+            f"{shown((name,))} has a separate value for each rank that saved, and the number of ranks has "
+            f"changed; choose a rank, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
         )
     file, stored = entry.file, list(parts_in(entry.value, StoredLeaf))
     objects = file.objects(stored, trust=trust)

@@ -52,7 +52,7 @@ def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
         name = ".".join(map(str, path))
         if name in items:
             raise ValueError(
-                f"torch.distributed.checkpoint calls both {path} and {items[name][0]} {name!r}; load it by async_ckpt"
+                f"torch.distributed.checkpoint names both {path} and {items[name][0]} {name!r}; load with async_ckpt"
             )
         items[name] = path, value
 

@@ -262,9 +262,9 @@ class _PlanReader:
                 misplaced[name] = list(zip(slices.rectangles, parts, strict=True))
             elif not _matches_torch(target, slices.rectangles):
                 raise ValueError(
-                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that "
-                    "torch takes for this rank's, but that are another's; load it by the name and in the shape that "
-                    "it was saved with"
+                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at offsets that "
+                    "torch assigns to this rank, although another rank holds them; load it under the name and with "
+                    "the shape that it was saved with"
                 )
         return misplaced
 

@@ -396,7 +396,7 @@ class _PlannedTensors:
         offsets, sizes = tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
         if tuple(data.shape) != sizes:
             raise _unsupported(
-                name, f"the planner has planned a piece of shape {list(sizes)}, and it has {list(data.shape)}"
+                name, f"the planner planned a piece of shape {list(sizes)}, but its tensor has {list(data.shape)}"
             )
         self._compare(name, offsets, sizes)
         piece, marker = (Rectangle(offsets, (0,) * len(offsets), sizes), data), self._markers.get(name)

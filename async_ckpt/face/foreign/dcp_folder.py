@@ -293,7 +293,7 @@ class OpenDcp(Contents):
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]
         if blob.offset + blob.length > file.num_bytes:
-            raise file.corrupt(f"it has {file.num_bytes:,} bytes, and {dcp_metadata.NAME} names more: truncated")
+            raise file.corrupt(f"it has {file.num_bytes:,} bytes, but {dcp_metadata.NAME} names more: truncated")
         return file
 
     def _read_blobs(self, numbers: Sequence[int]) -> list[bytes]:

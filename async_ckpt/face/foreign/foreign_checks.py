@@ -93,7 +93,7 @@ def compare_dcp(storage: Storage, on_bytes: Callable[[int], None]) -> tuple[set[
 
 def _no_checksums(path: str, kind: str, why: str) -> ForeignFileError:
     return ForeignFileError(
-        f"{path}: async_ckpt has not written it, and it has no checksums to verify: {why}",
+        f"{path}: this file was not written by async_ckpt, and has no checksums to verify: {why}",
         path=path,
         kind=kind,
     )
@@ -122,8 +122,8 @@ def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
                 pass
     if not is_tar:
         return f"a file of another program: its bytes were compared with {checksums}"
-    data = f"the data with {checksums}" if checksums else "and not the data, since a tar has no checksums of it"
-    return f"a tar of no digests: the headers of its members were compared with their checksums, {data}"
+    data = f"the data with {checksums}" if checksums else "but not the data, since a tar has no checksums of its data"
+    return f"a tar without digests: the headers of its members were compared with their checksums, {data}"
 
 
 class _Counted(Reader):

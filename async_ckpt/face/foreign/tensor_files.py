@@ -178,7 +178,7 @@ def _member_file(
         return None
     file = _open(storage, member.name, stack, index.MEMBER)
     if file.num_bytes != member.data.length:
-        why = f"it has {file.num_bytes:,} bytes, and {index.MEMBER} says {member.data.length:,}"
+        why = f"it has {file.num_bytes:,} bytes, but {index.MEMBER} says {member.data.length:,}"
         raise _corrupt(storage, member.name, why)
     return file
 

@@ -136,7 +136,7 @@ def _weights_in(view: captured.SnapshotView) -> hf_weights.Weights:
         )
     for name, tensor in weights.tensors.items():
         if sharded.is_sharded(tensor) and not sharded.is_dtensor(tensor):
-            raise UnsupportedStateError(f"{name!a} is a shard that only DTensors may be here; export it", path=name)
+            raise UnsupportedStateError(f"{name!a} is a shard but not a DTensor; use export_hf instead", path=name)
     return weights
 
 

@@ -52,13 +52,13 @@ class StepGuard:
         if has_hooks and not has_modes:
             return optimizer
         if not (hasattr(inner, "param_groups") and hasattr(inner, "state") and hasattr(inner, "step")):
-            self._warn(inner, "it is not like those of torch", "training waits at each save until all is copied")
+            self._warn(inner, "it is not like torch's optimizers", "training waits at each save until all is copied")
             return None
         if has_modes:
             waits = "these methods, and step(), wait instead until all is copied"
             self._warn(inner, "its train() and eval() change the weights", waits)
         else:
-            self._warn(inner, "its step() runs none", "its step() waits instead until all is copied")
+            self._warn(inner, "its step() runs no hooks", "its step() waits instead until all is copied")
         return _held(inner, wrappers)
 
     def _warn(self, optimizer: Any, reason: str, consequence: str) -> None:

@@ -87,14 +87,14 @@ def _refuse(engine: Any) -> None:
     """Raise for an engine that is not supported."""
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         raise ValueError(
-            f"the engine's config has it save by {type(engine.checkpoint_engine).__name__}; remove that from the config"
+            f"the engine's config makes {type(engine.checkpoint_engine).__name__} save; remove that from the config"
         )
     if engine.zero_nvme_offload_optimizer():
         raise NotImplementedError("an optimizer that is offloaded to NVMe is not supported; use plain DeepSpeed there")
     if engine.use_node_local_storage():
         raise NotImplementedError("all ranks must save into one folder: set use_node_local_storage to false")
     if getattr(engine, "zenflow", False):
-        raise NotImplementedError("ZenFlow steps behind the training, and is not supported; use plain DeepSpeed there")
+        raise NotImplementedError("ZenFlow updates asynchronously, and is not supported; use plain DeepSpeed there")
 
 
 class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
@@ -220,7 +220,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 custom_load_fn=custom_load_fn,
             )
         if custom_load_fn is not None:
-            raise ValueError("custom_load_fn is for DeepSpeed's own files, and this is an archive; leave it out")
+            raise ValueError("custom_load_fn is for DeepSpeed's own files, but this is an archive; leave it out")
         zero_archive.refuse(self._engine)
         client_state = zero_archive.fill(
             self._engine,
@@ -330,7 +330,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         if not place.is_local and self._layout == "archive":
             return StoredFolder(place, tag, save_latest=save_latest, world_size=world_size)
         path = places.local_place(
-            place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder'
+            place, 'DeepSpeed\'s own files need a folder; to save to a URL, call use(engine, layout="archive")'
         )
         return TagFolder(path, tag, save_latest=save_latest, rank=rank, world_size=world_size)
 

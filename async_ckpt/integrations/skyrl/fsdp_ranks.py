@@ -236,8 +236,8 @@ def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
     if isinstance(value, PerRank):
         if rank is None:
             raise StateMismatchError(
-                f"{leaf_names.shown(path)} has a value of each rank that saved, and now there are not as many; load "
-                "it with async_ckpt.load, or save values that are the same on all ranks",
+                f"{leaf_names.shown(path)} has a separate value for each rank that saved, and the number of ranks has "
+                "changed; load it with async_ckpt.load, or save values that are the same on all ranks",
                 mismatched=(leaf_names.shown(path),),
             )
         return value[rank]

@@ -450,7 +450,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             or ((archive := archive_in(checkpoint)) is not None and not missing_in(archive, ["scaler"]))
         ):
             raise StateMismatchError(
-                f"{checkpoint} has the state of a GradScaler, and this training has none; train in the precision that "
+                f"{checkpoint} has the state of a GradScaler, but this training has none; train in the precision that "
                 "was saved; nothing was overwritten",
                 unexpected=("scaler",),
             )

@@ -126,8 +126,8 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         folder, is_async = PartFolder(local_path), self._is_async()
         if is_async and folder.is_step:
             warnings.warn(
-                f"async_save: {folder.path} is of verl's SFT trainer, which moves the tracker at once: each save waits "
-                "until it is durable",
+                f"async_save: {folder.path} belongs to verl's SFT trainer, which updates the tracker immediately, so "
+                "each save waits until it is durable",
                 UserWarning,
                 stacklevel=2,
             )
@@ -223,7 +223,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     def _check(self, what: str, needs_model: bool, needs_optimizer: bool) -> None:
         if (needs_model and self.model is None) or (needs_optimizer and self.optimizer is None):
-            raise ValueError(f"{what}_contents names what this manager was not given: the model, or the optimizer")
+            raise ValueError(f"{what}_contents names the model or the optimizer, but this manager was made without it")
 
     def _is_async(self) -> bool:
         config = self.checkpoint_config
@@ -388,6 +388,6 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         for name in _CONTENTS:
             if name in self.checkpoint_load_contents and name not in facts["contents"]:
                 raise ValueError(
-                    f"{folder.path} has {', '.join(facts['contents'])} alone, and no {name}, which load_contents names"
+                    f"{folder.path} has only {', '.join(facts['contents'])}, but load_contents also names {name}"
                 )
         return facts

@@ -114,8 +114,8 @@ class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         """
         if len(metadata) != actor_wg_world_size + rollout_world_size or not metadata or not metadata[0]["address"]:
             raise ValueError(
-                f"{len(metadata)} workers have prepared, and {actor_wg_world_size} ranks of the training with rank 0 "
-                f"first and {rollout_world_size} workers of rollouts were expected; see how the workers were made"
+                f"{len(metadata)} workers called prepare, but {actor_wg_world_size} training ranks (rank 0 first) and "
+                f"{rollout_world_size} rollout workers were expected; check how the workers are created"
             )
         if len(roots := {facts["root"] for facts in metadata}) > 1:
             raise ValueError(f"the workers have different roots: {', '.join(sorted(roots))}; give all the same root")
@@ -219,10 +219,10 @@ def _refuse_other_methods() -> None:
     if required == _METHODS:
         return
     unknown, missing = sorted(required - _METHODS), sorted(_METHODS - required)
-    change = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
+    change = f"{unknown[0]} is new" if unknown else f"{missing[0]} is gone"
     raise RuntimeError(
-        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({change}), and async_ckpt does not "
-        f"know the new one; install verl {' to '.join(TESTED['verl'])}, or use another checkpoint_engine.backend"
+        f"verl {version_of(_verl)}: the interface of checkpoint engines has changed ({change}), and async_ckpt does "
+        f"not support the new one; install verl {' to '.join(TESTED['verl'])}, or use another checkpoint_engine.backend"
     )
 
 

@@ -76,7 +76,7 @@ class WeightReceiver:
         version = SentVersion(*await line.wait_for("version"))
         if number not in (None, version.number):
             raise PeerFailedError(
-                f"rank 0 of the training has sent version {version.number}, and {number} is to be received; call "
+                f"rank 0 of the training has sent version {version.number}, but {number} was expected; call "
                 "update_weights with the same global_steps everywhere",
                 rank=0,
             )

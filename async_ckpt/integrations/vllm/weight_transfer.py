@@ -46,7 +46,7 @@ class StoredUpdate(_base.WeightTransferUpdateInfo):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if (self.weights is None) == (self.failed is None):
-            raise ValueError("an update has weights, or says why the training has failed")
+            raise ValueError("an update needs either weights=, or failed=, the reason why the training failed")
 
 
 @dataclass

@@ -58,7 +58,7 @@ class _HoldingSink(Sink):
 
     def _check_size(self, num_bytes: int | None) -> None:
         if num_bytes != self.num_bytes:
-            raise OSError(errno.EIO, f"acknowledged and lost: the store has {num_bytes} bytes of {self.num_bytes}")
+            raise OSError(errno.EIO, f"the store acknowledged {self.num_bytes} bytes but has {num_bytes}")
 
     def _discard(self) -> None:
         raise NotImplementedError
@@ -73,7 +73,7 @@ class _HoldingSink(Sink):
         self._give_up(StorageUnavailableError(f"{self._shown_as} is closed", path=self._shown_as))
 
     def give_up(self) -> None:
-        self._give_up(StorageUnavailableError(f"{self._shown_as} was given up", path=self._shown_as))
+        self._give_up(StorageUnavailableError(f"{self._shown_as}: the upload was abandoned", path=self._shown_as))
 
 
 class MultipartSink(_HoldingSink):
@@ -182,13 +182,13 @@ class MultipartSink(_HoldingSink):
         segments = self._take(0)
         with self._body_of(segments) as body:
             if not segments:
-                raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes arrived")
+                raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes were written")
             self._bucket.call("put_object", self._name, Body=body)
 
     def _complete(self) -> None:
         parts = [self._parts[number] for number in sorted(self._parts)]
         if len(parts) != self._num_parts:
-            raise OSError(errno.EIO, f"{len(parts)} parts arrived of {self._num_parts}")
+            raise OSError(errno.EIO, f"only {len(parts)} of {self._num_parts} parts were uploaded")
         try:
             self._bucket.call(
                 "complete_multipart_upload", self._name, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
@@ -262,7 +262,7 @@ class AppendingSink(_HoldingSink):
         self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
         with self._translate():
             if self._draft is None or self._next != self.num_bytes:
-                raise OSError(errno.EIO, f"{self._next} bytes arrived of {self.num_bytes}")
+                raise OSError(errno.EIO, f"{self._next} bytes were written instead of {self.num_bytes}")
             self._draft.commit()
             self._check_size(self._files.info(self._name).num_bytes)
         self._finished = True

@@ -50,8 +50,8 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
     except StorageUnavailableError as error:
         known.log_once(
             storage.locate(""),
-            f"{name} of {len(_NEW)} bytes stays there, since these credentials may not delete ({error}); nor will old "
-            "steps and leftovers of killed processes be deleted",
+            f"the probe {name} ({len(_NEW)} bytes) could not be deleted with these credentials ({error}); old steps "
+            "and leftovers of killed processes cannot be deleted either",
         )
     known.serves_files = True
     known.serves_runs = for_run or known.serves_runs

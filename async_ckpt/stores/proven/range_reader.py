@@ -94,8 +94,8 @@ class RangeReader(Reader):
         free_bytes = shutil.disk_usage(folder).free
         if self.num_bytes > free_bytes:
             raise StorageFullError(
-                f"{self._shown}: a part of it cannot be read, and all {self.num_bytes:,} bytes do not fit into "
-                f"{folder}, where {free_bytes:,} are free; set TMPDIR to a folder on a larger disk",
+                f"{self._shown}: ranges of it cannot be read, and the whole object ({self.num_bytes:,} bytes) does not "
+                f"fit into {folder} ({free_bytes:,} bytes free); set TMPDIR to a folder on a larger disk",
                 path=self._shown,
                 needed_bytes=self.num_bytes,
                 free_bytes=free_bytes,

@@ -98,9 +98,8 @@ class ObjectSink:
         segments = self._segments
         if not segments.complete(num_bytes):
             self.abort()
-            raise StorageUnavailableError(
-                f"{self._shown}: {segments.num_arrived} segments arrived of {segments.num_segments}", path=self._shown
-            )
+            why = f"only {segments.num_arrived} of {segments.num_segments} segments were written"
+            raise StorageUnavailableError(f"{self._shown}: {why}", path=self._shown)
         if self._thread is not None:
             self._thread.join()
         with segments.changed:
@@ -126,7 +125,7 @@ class ObjectSink:
 
     def _failure(self) -> BaseException:
         if self._error is None or isinstance(self._error, GivenUpError):
-            return StorageUnavailableError(f"{self._shown}: the upload was given up", path=self._shown)
+            return StorageUnavailableError(f"{self._shown}: the upload was abandoned", path=self._shown)
         return self._error
 
     @property
@@ -254,8 +253,8 @@ class _UploadTarget:
         if head["size"] != num_bytes or not is_ours:
             shown = self._client.locate(self._path)
             raise StorageUnavailableError(
-                f"{shown}: the store acknowledged {num_bytes:,} bytes and lost them: it has {head['size']} with "
-                f"e-tag {head['e_tag']}; find out what the store does with its objects",
+                f"{shown}: the store acknowledged {num_bytes:,} bytes but does not have them: it has {head['size']} "
+                f"with e-tag {head['e_tag']}; check the store",
                 path=shown,
                 transient=True,
             )

@@ -388,5 +388,5 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
         )
     if save.median > _LONG_SAVE:
         slow = shown_rate(write.num_bytes / write.median)
-        return f"The place itself gives {slow}: with unchanged=, only what has changed is written."
+        return f"The place itself writes {slow}: with unchanged=, only what has changed is written."
     return "Nothing stands out; the defaults suit this place."

@@ -261,7 +261,7 @@ def _why_not(item: states.NamedItem, strip: str) -> str | None:
         return f"a {states.kind_of_tensor(item.value)} tensor"
     if safetensors.held_as(leaf_names.dtype_name(item.dtype), item.shape) is None:
         return f"dtype {leaf_names.dtype_name(item.dtype)}"
-    return "a name that it does not take" if name == safetensors.RESERVED_NAME or not fields.is_unicode(name) else None
+    return "a name that is not allowed" if name == safetensors.RESERVED_NAME or not fields.is_unicode(name) else None
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def _write_torch(request: ConversionRequest, state: Any) -> int:
     with _local_target(request) as written, _refused_by("torch.save"):
         write_by_torch(tree_map(_plain, state), written)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(written):
-            print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
+            print_note(f"plain torch.load refuses the file, which contains objects of {', '.join(sorted(unsafe)[:3])}")
         return written.stat().st_size
 
 

@@ -141,7 +141,7 @@ def _credentials() -> Iterator[Finding]:
     except OSError as error:  # such as a service whose HOME belongs to another user
         yield Finding("note", "credentials", f"{home}: {error.strerror}: set HOME or AWS_SHARED_CREDENTIALS_FILE")
         return
-    yield Finding("ok", "credentials", f"{home} is there, for s3://")
+    yield Finding("ok", "credentials", f"{home} exists, for s3://")
 
 
 def _disk(root: Place) -> Iterator[Finding]:
@@ -210,7 +210,7 @@ def _clock(root: Place) -> Iterator[Finding]:
         middle = (begin + timing.wall_time()) / 2
         skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the header has whole seconds
     except (OSError, ValueError, TypeError) as error:
-        yield Finding("note", "clock", f"{endpoint} does not say its time ({error})")
+        yield Finding("note", "clock", f"{endpoint} sent no valid Date header ({error})")
         return
     seconds, direction = abs(skew), "ahead of" if skew > 0 else "behind"
     if seconds <= _MAX_SKEW_SECONDS:

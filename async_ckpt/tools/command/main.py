@@ -145,7 +145,7 @@ def inspect(
 
 @_word("verify runs/a", "soundness")
 def verify(places: Wheres, all_: AllPlaces = False, base: Base = None) -> None:
-    """Compare every byte with its digest, and say how to mend damage.
+    """Compare every byte with its digest, and report how to repair damage.
 
     A PLACE is an archive, a step, a run, a publication, or a folder of these.
     """
@@ -181,7 +181,7 @@ def prune(
         Option(
             metavar="RULE",
             help="Keep by last=3, every=1000, best=loss:min:2, seconds=86400, good=2 or bytes=200e9; with free=50e9, "
-            "delete the oldest steps until so many bytes are free. Each once.",
+            "delete the oldest steps until this many bytes are free. Each rule at most once.",
         ),
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only show which steps would be deleted.")] = False,
@@ -206,11 +206,11 @@ def mark(
     good: Annotated[
         str | None, Option(metavar="NOTE", help="Mark it as good: Keep(good=…) keeps the newest such steps.")
     ] = None,
-    clear: Annotated[bool, Option("--clear", help="Take its mark back.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove its mark.")] = False,
 ) -> None:
     """Mark a step as good or bad, at all places of its run.
 
-    NOTE says why, and may be empty. The newest mark of a step counts. The run's training may go on meanwhile.
+    NOTE says why, and may be empty. The newest mark of a step counts. The run's training may continue.
     """
 
 
@@ -276,8 +276,8 @@ def convert(
     """Write a checkpoint in another format.
 
     A step of several ranks becomes one state. With --to hf --config, the folder also gets the config and the tokenizer
-    of the model, and the names of the weights are compared with those of the model. Weights of LoRA become the folder
-    of an adapter, for which --config names one with the same settings.
+    of the model, and the names of the weights are compared with those of the model. LoRA weights become an
+    adapter folder; --config then names an adapter with the same settings.
     """
 
 
@@ -345,7 +345,7 @@ def watch(
 ) -> None:
     """Show the status of a run until Ctrl-C.
 
-    The status is the newest step and its age, the step under way, the last saves with their trend, and warnings.
+    The status is the newest step and its age, the step in progress, the last saves with their trend, and warnings.
     Several runs, and runs in a folder, have one line each. The command only reads, and sends a store at most two
     requests per second. With --json, each look is a line of JSON.
     """

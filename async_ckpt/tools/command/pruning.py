@@ -74,7 +74,7 @@ def _prune(place: Place, *, rules: Sequence[str], dry_run: bool, yes: bool, unat
                 for row in rows
             ),
         )
-        verb = "would go" if dry_run else "go"
+        verb = "would be deleted" if dry_run else "will be deleted"
         print_text(f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {place.shown}")
     if going and not dry_run:
         if not (yes or typer.confirm("Delete them?", err=True)):

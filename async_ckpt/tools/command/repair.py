@@ -80,8 +80,8 @@ def _repair(place: Place, *, unretire: int | None, apply: bool, unattended: bool
 def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
     num_mendable = sum(one.mend is not None for one in damages)
     if not damages:
-        return f"{place.shown}: nothing to mend"
-    ends = "mended" if apply else "can be mended, by --apply; nothing was changed"
+        return f"{place.shown}: nothing to repair"
+    ends = "repaired" if apply else "can be repaired, by --apply; nothing was changed"
     return f"{place.shown}: {num_mendable} of {len(damages)} {ends}"
 
 
@@ -150,7 +150,7 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
         run, folder = chosen_run.run, chosen_run.run.folder(step)
         names = run.storage.names(folder)
         if runs.MANIFEST_NAME in names and step in run.steps():
-            raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; there is nothing to put back")
+            raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; it needs no repair")
         found = [
             (name, manifest) for name in names if runs.is_retired_name(name) if (manifest := _read(run, step, name))
         ]
@@ -161,7 +161,7 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
         if missing:
             shown = run.storage.locate(folder)
             raise NotCommittedError(
-                f"{shown}: step {step} cannot be put back, for {min(missing)} is gone; its retired manifest names it",
+                f"{shown}: step {step} cannot be committed again: {min(missing)}, named in its manifest, is missing",
                 path=shown,
                 step=step,
             )

@@ -85,7 +85,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
         if step_name is None:
             raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
     elif kind != "run":
-        there = {"runs": "several runs; name one of them", "publication": "a publication, and no run"}
+        there = {"runs": "several runs; name one of them", "publication": "a publication, not a run"}
         raise Answer(f"{place.shown}: {there[kind]}", USAGE) if kind in there else nothing_at(place)
     storage = place.storage()
     names = storage.names("")

@@ -42,7 +42,7 @@ from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
 
 _SHOWN_NAMES: Final = 3
 # The cost of a file in a newer format, and the command that helps.
-_NEWER: Final = ("it cannot be read here", "pip install --upgrade async_ckpt")
+_NEWER: Final = ("this version of async_ckpt cannot read it", "pip install --upgrade async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,7 @@ def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
     lies_in = runs.parse_step_name(path.rpartition("/")[0].rpartition("/")[2])
     step = lies_in.step if lies_in else check.step
     if step != check.step:
-        cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps what is borrowed from step {step}"
+        cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps the groups borrowed from step {step}"
     mend = f"async-ckpt cp OTHER_ROOT {root} --steps {step} --overwrite, where another root has the step"
     found.faults.append(SoundnessFault(subject, text, cost, mend, tensors))
 

@@ -403,7 +403,7 @@ def test_a_frame_that_holds_another_size_than_the_table_says_is_damage(small):
     swapped = [ZstdFrame(len(frames[0]), BLOCK - 1), ZstdFrame(len(frames[1]), 513)]
     small.write_bytes(b"".join(frames) + dump(swapped))
     with pytest.raises(
-        CorruptCheckpointError, match=r"block 0 is damaged .it holds 4,194,304 bytes where the table says"
+        CorruptCheckpointError, match=r"block 0 is damaged .it contains 4,194,304 bytes, but the table says"
     ):
         load(small)
 

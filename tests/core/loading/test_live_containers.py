@@ -319,7 +319,7 @@ def test_a_record_with_other_fields_than_were_saved_is_a_difference_and_stays_as
 
 def test_items_of_a_longer_list_cannot_be_selected(ckpt: AsyncCheckpointer) -> None:
     live = [0]
-    with pytest.raises(StateMismatchError, match="h is selected in part, and has other items here"):
+    with pytest.raises(StateMismatchError, match="h is partly selected, and the selected items differ"):
         restored(ckpt, {"h": [1, 2, 3]}, {"h": live}, select="h.2")
     assert live == [0]
 

@@ -273,7 +273,7 @@ def test_another_order_is_a_warning_by_name_and_an_error_with_strict(
     live: dict[str, Any] = {"loader": after(), "epoch": 0}
     with pytest.raises(StateMismatchError, match="leave strict=True out to go on with another order") as caught:
         restore(live, path, strict=True)
-    assert f"loader gives its data in another order than it did: {', '.join(facts)}" in str(caught.value)
+    assert f"loader yields its data in another order than at the save: {', '.join(facts)}" in str(caught.value)
     assert caught.value.mismatched == (str(caught.value).splitlines()[1].strip(),)
     assert live["epoch"] == 0
     assert not told(caplog)
@@ -281,7 +281,7 @@ def test_another_order_is_a_warning_by_name_and_an_error_with_strict(
         caplog.clear()
         restore({"loader": after(), "epoch": 0}, path, **how)
         (warning,) = told(caplog)
-        assert f"loader gives its data in another order than it did: {', '.join(facts)}; construct" in warning
+        assert f"loader yields its data in another order than at the save: {', '.join(facts)}; construct" in warning
 
 
 SILENT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -514,7 +514,7 @@ def test_one_rank_instead_of_two_is_told_and_as_many_are_not(worlds: Worlds, kin
     (end,) = worlds.run(1, loader + _RESTORE.replace("{how}", str(how)))
     refused, *warnings = end.told
     assert OTHER_SIZE in refused[0]
-    assert any("loader gives its data in another order" in line and OTHER_SIZE in line for line in warnings)
+    assert any("loader yields its data in another order" in line and OTHER_SIZE in line for line in warnings)
 
 
 def test_a_dataset_that_no_rank_has_split_is_the_same_on_any_number_of_ranks(worlds: Worlds):

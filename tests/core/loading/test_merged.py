@@ -452,7 +452,7 @@ LIES = {
     "larger on one rank": (grow, r"model\.w is float32\[12, 5\] on rank 0 and float32\[\d+, 5\] on rank 2"),
     "of another dtype on one rank": (shrink, r"model\.b is float32\[5\] on rank 0 and int32\[5\] on rank 2"),
     "tied on one rank": (untie, r"index and model\.safetensors disagree about \['again'\]"),
-    "at two places on one rank": (repeat, "at two places"),
+    "at two places on one rank": (repeat, "has two paths in the state"),
     "a skeleton of nonsense": (nonsense, "cannot be read as one"),
     "a tensor that is not there": (nowhere, "is not the number of a tensor of rank 2"),
     "of the same rank as another": (same_rank, "it is rank 1's, and so is"),

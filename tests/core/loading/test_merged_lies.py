@@ -38,7 +38,7 @@ WAYS: list[dict[str, Any]] = [
 TOLD = [
     (KeyError, "matches nothing"),
     (UnknownChoiceError, "from_ranks"),
-    (ValueError, "m.w has a value of each rank"),
+    (ValueError, "m.w has a separate value for each rank"),
 ]
 
 

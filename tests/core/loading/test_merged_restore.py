@@ -163,7 +163,7 @@ def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path: Path):
         restore_at(2, 4, paths, live, per_rank=["rng"])
 
     assert difference(live, nothing()) is None
-    assert "rng has a value of each rank that saved" in str(caught.value)
+    assert "rng has a separate value for each rank that saved" in str(caught.value)
     assert "from_ranks={'timer': 0}" in str(caught.value)
 
 
@@ -190,8 +190,8 @@ def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path: P
     with pytest.raises(StateMismatchError) as caught:
         restore_at(0, 1, paths, trained(None), per_rank=["model.1.running_mean"])
 
-    assert "model.1.running_mean has a value of each rank that saved" in str(caught.value)
-    assert "optimizer.param_groups has a value of each rank that saved" in str(caught.value)
+    assert "model.1.running_mean has a separate value for each rank that saved" in str(caught.value)
+    assert "optimizer.param_groups has a separate value for each rank that saved" in str(caught.value)
     assert len(caught.value.mismatched) == 2
 
 
@@ -212,7 +212,7 @@ def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
     paths = write_all(tmp_path, 2, lambda rank: {"scheduler": {"last": {"lr": 0.1 * rank}, "step": 1}})
 
     live = {"scheduler": Scheduler(), "empty": {}}
-    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr has a value of each rank"):
+    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr has a separate value for each rank"):
         restore_at(0, 3, paths, {"scheduler": live["scheduler"]})
     assert live["scheduler"].state is None
 

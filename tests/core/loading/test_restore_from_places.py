@@ -102,7 +102,7 @@ def assert_sound(read: Callable[..., Any], ckpt: AsyncCheckpointer, near: Path |
     with pytest.warns(RuntimeWarning) as told:
         assert states_equal(read(ckpt, **how), state_at(1))
     (message,) = [str(one.message) for one in told]
-    assert message.startswith(f"step 1 is read from another place where one is not sound: {near}")
+    assert message.startswith(f"step 1 is read from another place, since a copy is damaged or missing: {near}")
 
 
 @READS
@@ -136,7 +136,7 @@ def test_a_block_that_is_whole_nowhere_fails_the_step_and_an_older_one_is_restor
         flip(archive(root, 2), 2 * BLOCK_BYTES)
     with pytest.warns(RuntimeWarning, match="step 2 is skipped, .*near.*far"):
         assert states_equal(restored(ckpt), state_at(1))
-    with pytest.raises(CorruptCheckpointError, match=r"no place has it whole: .*near.*; .*far") as refused:
+    with pytest.raises(CorruptCheckpointError, match=r"no place has an undamaged copy: .*near.*; .*far") as refused:
         ckpt.restore(state_at(0), step=2)
     assert refused.value.partly_overwritten
 
@@ -269,7 +269,9 @@ def test_a_damaged_archive_that_lends_a_group_is_read_from_the_next_place(roots)
         everywhere(ckpt, ckpt.save(state, 2, unchanged=["a"]))
         lender = archive(roots[0], 1)
         flip(lender, BLOCK_BYTES)
-        with pytest.warns(RuntimeWarning, match=f"step 2 is read from another place where one is not sound: {lender}"):
+        with pytest.warns(
+            RuntimeWarning, match=f"is read from another place, since a copy is damaged or missing: {lender}"
+        ):
             assert states_equal({name: ckpt.load(2)[name] for name in state}, state_at(1))
 
 

@@ -282,7 +282,7 @@ CHECKED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         True,
     ),
     "small.npz": (lambda path: np.savez_compressed(path, a=np.arange(90_000.0)), "the CRC-32", True),
-    "x.tar": (_packed, "headers .* with their checksums, and not the data", False),
+    "x.tar": (_packed, "headers .* with their checksums, but not the data", False),
     "x.tar.zst": (lambda path: _packed(path, compression="zstd"), "the data with the checksums of zstd", True),
     "by_zstd.tar.zst": (_compressed, "the data with the checksums of zstd", True),
     "x.tar.gz": (_zipped, "the data with the CRC-32 of gzip", True),
@@ -337,7 +337,7 @@ def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damage
     path = tmp_path / name
     UNCHECKED[name](path)
     for call, said in (
-        (async_ckpt.verify, "it has no checksums to verify: this is"),
+        (async_ckpt.verify, "and has no checksums to verify: this is"),
         (async_ckpt.load, "not an async_ckpt archive"),
     ):
         with pytest.raises(ForeignFileError, match=said) as caught:

@@ -108,7 +108,7 @@ def test_what_no_launcher_sets_is_refused(tmp_path, monkeypatch, rank, world_siz
         ({"ranks": (0, True)}, TypeError, "ranks must be"),
         ({"ranks": (0.0, 4)}, TypeError, "ranks must be"),
         ({"ranks": (0, 1, 2)}, TypeError, "ranks must be"),
-        ({"store": dist.HashStore()}, ValueError, "store= goes with ranks="),
+        ({"store": dist.HashStore()}, ValueError, "store= needs ranks="),
         (
             {"ranks": (0, 4), "store": "localhost:29500"},
             TypeError,

@@ -226,7 +226,7 @@ with open_run(here.root) as ckpt:
 """,
     )
     for one in ended:
-        assert "such as its experts, declare that by async_ckpt.sharded" in one.told[0]
+        assert "such as its experts, declare that with async_ckpt.sharded" in one.told[0]
 
 
 def test_a_snapshot_holds_declared_tensors_as_shards(worlds: Worlds):

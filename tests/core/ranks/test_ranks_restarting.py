@@ -173,7 +173,10 @@ def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, 
     first, second = worlds.run(2, SIZES.format(sizes=sizes, store=AGENT_STORE), has_group=False)
 
     assert second.saves[0]["error"] == "PeerFailedError"
-    assert f"rank 0 counts {sizes[0]} ranks, and rank 1 {sizes[1]}; start all ranks again" in second.saves[0]["text"]
+    assert (
+        f"rank 0 counts {sizes[0]} ranks, but rank 1 counts {sizes[1]}; start all ranks again"
+        in second.saves[0]["text"]
+    )
     assert first.told == [[]]
 
 

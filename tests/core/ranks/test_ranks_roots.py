@@ -144,7 +144,7 @@ def test_a_rank_that_saves_another_step_leaves_nothing_at_any_of_several_roots(w
     assert [save.get("status") for save in first.saves] == ["committed", None, "committed", "committed"]
     assert [save.get("status") for save in second.saves] == ["committed", "committed", None, "committed"]
     assert "rank 1: it has made no call for step 2; make the same calls on every rank" in first.saves[1]["text"]
-    assert "rank 1 has made this call alone" in second.saves[2]["text"]
+    assert "only rank 1 has made this call" in second.saves[2]["text"]
     assert_committed(roots[0], [1, 7, 8])
     assert open_run(roots[1]).latest() == 8
     for root in roots:

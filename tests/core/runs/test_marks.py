@@ -245,7 +245,7 @@ def test_a_run_with_marks_is_listed_as_often_as_one_without(ckpt: AsyncCheckpoin
     ("step", "kind", "note", "error", "says"),
     [
         (7, "bad", "", NotCommittedError, "no step 7; committed: 1, 2, 3"),
-        (3, "ugly", "", ValueError, '"good", "bad", or None'),
+        (3, "ugly", "", ValueError, '"good" or "bad", or None'),
         (-1, "bad", "", ValueError, "step must be"),
         (3, "bad", 7, TypeError, "note must be text"),
         (3, "bad", "x" * 5000, ValueError, "5,000 characters; at most 4,096"),

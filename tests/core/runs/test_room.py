@@ -173,7 +173,7 @@ def test_the_newest_step_stays_though_there_is_too_little_room_and_that_is_said_
             assert_is_state(ckpt.load(step), step)
     said = [record.message for record in caplog.records if "Keep(free=…) cannot be kept" in record.message]
     assert len(said) == 1
-    assert "bytes less will be free" in said[0]
+    assert "bytes too few will be free" in said[0]
 
 
 @needs_mount
@@ -233,7 +233,7 @@ def test_a_save_goes_on_though_old_steps_cannot_be_deleted_and_they_still_load(d
 def test_a_place_that_does_not_tell_its_free_space_is_refused(tmp_path, given):
     store = InMemory().place
     root = Place(store.url, fs=store.fs) if given == "alone" else [tmp_path, store]
-    with pytest.raises(ValueError, match=r"does not tell how much is free there, so Keep\(free=…\) cannot be used"):
+    with pytest.raises(ValueError, match=r"does not report its free space, so Keep\(free=…\) cannot be used"):
         AsyncCheckpointer(root, keep=Keep(free=1e9))
     if given == "further":
         AsyncCheckpointer([Place(tmp_path, keep=Keep(free=1e9)), store], keep=3).close()
@@ -276,7 +276,7 @@ def test_the_command_makes_room(disk):
         save(ckpt, 1, 2, 3, 4)
     wanted = free_at(disk) + STEP_BYTES
     shown = run_command("prune", disk / "run", "--keep", f"free={wanted}", "--dry-run").stdout
-    assert "2 of 4 steps would go" in shown
+    assert "2 of 4 steps would be deleted" in shown
     assert run_command("prune", disk / "run", "--keep", f"free={wanted}", "--yes").returncode == 0
     assert free_at(disk) >= wanted
     assert open_run(disk / "run").steps() == [3, 4]

@@ -338,7 +338,7 @@ def test_a_second_process_is_refused_by_name_while_the_first_lives(tmp_path, nur
     if sleeps:
         child.send(signal.SIGSTOP)
     with open_run(tmp_path) as ckpt:
-        with pytest.raises(RunTakenError, match="is alive and has the run; stop it") as taken:
+        with pytest.raises(RunTakenError, match="is alive and owns the run; stop it") as taken:
             ckpt.save(state_at(2), step=2)
         assert taken.value.pid == child.pid
         with pytest.warns(RuntimeWarning, match=f"no step can be saved: .*: process {child.pid} .* is alive"):

@@ -215,7 +215,9 @@ def test_an_mtbf_below_the_cost_of_a_save_is_an_error_at_the_first_decision_that
     training.until_due()
     training.save(stall=40.0)
 
-    with pytest.raises(ValueError, match=r"Due\(mtbf=30\): a save costs 40 s .* fails every 30 s gets nowhere; give"):
+    with pytest.raises(
+        ValueError, match=r"Due\(mtbf=30\): a save costs 40 s .* fails every 30 s makes no progress; give"
+    ):
         training.run()
 
 

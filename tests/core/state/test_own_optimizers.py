@@ -251,7 +251,7 @@ def test_one_name_for_several_parameters_is_refused(tmp_path: Path):
     optimizer = torch.optim.AdamW([actor.weight, critic.weight])
     saved = {"state": {}, "param_groups": [{"params": ["weight"], "lr": 0.5}]}
     async_ckpt.save({"actor": before, "critic": before, "optimizer": saved}, tmp_path / "x.tar").result()
-    with pytest.raises(StateMismatchError, match="several parameters of one name"):
+    with pytest.raises(StateMismatchError, match="has parameters with the same name"):
         restore({"actor": actor, "critic": critic, "optimizer": optimizer}, tmp_path / "x.tar")
 
 

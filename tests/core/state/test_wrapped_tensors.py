@@ -270,7 +270,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "nothing here": (
         lambda: scaled(3, 4),
         lambda: None,
-        "w is a tensor_classes.Scaled in the checkpoint, and nothing here can be filled: give its class in types=",
+        "w is a tensor_classes.Scaled in the checkpoint, but there is no live tensor to fill: pass its class in types=",
     ),
 }
 

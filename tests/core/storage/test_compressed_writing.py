@@ -238,7 +238,7 @@ def test_an_object_that_lacks_a_segment_cannot_be_finished_and_leaves_no_trace(t
     sink = sink_for(LocalStorage(tmp_path), segments)
     for number in (0, 1, 3):
         segments.write(sink, number)
-    with pytest.raises(RuntimeError, match="segments arrived of 4"):
+    with pytest.raises(RuntimeError, match="of 4 segments were written"):
         sink.finish()
     sink.abort()
     sink.abort()
@@ -275,7 +275,7 @@ def test_when_it_is_given_up_elsewhere_what_is_held_comes_back_and_nothing_more_
     assert segments.num_lent > 0
     sink.give_up()
     assert segments.num_lent == 0
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="abandoned"):
         segments.write(sink, 0)
     assert segments.num_lent == 0
     sink.give_up()

@@ -154,7 +154,7 @@ def test_the_history_of_a_run_is_not_added_to_what_a_link_in_its_place_leads_to(
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
         ckpt.wait()
     assert elsewhere.read_bytes() == before
-    assert "is a link, and its target is never written to" in caplog.text
+    assert "is a link, and files are never written through links" in caplog.text
 
 
 @needs_pipes

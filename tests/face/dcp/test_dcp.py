@@ -415,12 +415,12 @@ def test_one_archive_is_read_and_what_is_no_dict_is_named(tmp_path):
         async_ckpt.save(state, tmp_path / "y.tar").result()
         with pytest.raises(CheckpointException) as raised:
             load({"w": torch.zeros(5)}, tmp_path / "y.tar")
-        assert f"loads dicts, and this is {kind}" in str(cause(raised)) + str(raised.value)
+        assert f"loads dicts, but this is {kind}" in str(cause(raised)) + str(raised.value)
 
 
 def test_two_entries_that_torch_gives_one_name_are_refused(tmp_path):
     async_ckpt.save({"a": {"b.c": 1}, "a.b": {"c": 2}}, tmp_path / "x.tar").result()
-    with pytest.raises(ValueError, match=r"calls both .* 'a\.b\.c'"):
+    with pytest.raises(ValueError, match=r"names both .* 'a\.b\.c'"):
         TarStorageReader(tmp_path / "x.tar").read_metadata()
 
 

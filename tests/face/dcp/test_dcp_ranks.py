@@ -126,7 +126,7 @@ def test_a_step_of_a_checkpointer_and_a_folder_of_torch_are_loaded_by_each_other
         try:
             load({"rng": {"own": 0}, "items": [numbered(3)]}, here.root + "/step_00000001")
         except CheckpointException as error:
-            here.tell("rng has a value of each rank that saved" in str(error))
+            here.tell("rng has a separate value for each rank that saved" in str(error))
         here.tell(load({"rng": {"own": 5}}, here.root + "/step_00000001", from_ranks={"rng": 1})["rng"]["own"])
     """)
     worlds.run(2, saved)

@@ -51,9 +51,9 @@ def test_engines_that_are_not_served_are_refused(worlds):
     told = refusals(worlds, _ENGINES)
     assert [kind for kind, _ in told] == ["ValueError"] * 3 + ["NotImplementedError"] * 3
     texts = (
-        "layout must be", "call use() once", "has it save by OtherEngine; remove that from the config",
+        "layout must be", "call use() once", "makes OtherEngine save; remove that from the config",
         "an optimizer that is offloaded to NVMe is not supported", "set use_node_local_storage to false",
-        "ZenFlow steps behind the training, and is not supported",
+        "ZenFlow updates asynchronously, and is not supported",
     )  # fmt: skip
     for (_, text), expected in zip(told, texts, strict=True):
         assert expected in text

@@ -247,7 +247,7 @@ def test_a_storage_file_system_whose_url_is_not_known_is_refused(tmp_path: Path)
         scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(name="run", storage_path=str(tmp_path), storage_filesystem=filesystem),
     )
-    with pytest.raises(ray.train.TrainingFailedError, match="whose URL is not known here"):
+    with pytest.raises(ray.train.TrainingFailedError, match="which async_ckpt has no URL for"):
         trainer.fit()
 
 

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_before_the_engine_is_told_anything():
 def test_memory_of_the_host_is_refused_where_sglang_makes_handles_of_devices_alone(monkeypatch):
     trained, engine = Policy(), Engine()
     monkeypatch.setattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor, raising=False)
-    with async_ckpt.snapshot({"model": trained}) as snap, pytest.raises(ValueError, match="give device="):
+    with async_ckpt.snapshot({"model": trained}) as snap, pytest.raises(ValueError, match="pass device="):
         send_weights(engine, snap["model"])
 
     assert engine.begin_weight_update()[0]  # its session was ended

@@ -159,7 +159,7 @@ def test_values_that_each_rank_has_saved_for_itself_are_refused_on_other_numbers
     for end in worlds.run(size, _OTHER_RANKS.format(folder=folder)):
         (name, mismatched, text), is_as_before = end.told
         assert (name, mismatched) == ("StateMismatchError", ["client_state.rank"])
-        assert "has a value of each rank that saved, and now there are not as many" in text
+        assert "has a separate value for each rank that saved, and the number of ranks has changed" in text
         assert is_as_before
 
 

@@ -176,7 +176,7 @@ def test_another_seed_of_a_seedable_sampler_is_told_when_it_is_loaded(tmp_path, 
                 state.save_state(tmp_path / "one")
         lines = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
         assert len(lines) == told
-    assert "data loader 0 gives its data in another order than it did: seed 1 in the checkpoint and 2 here" in lines[0]
+    assert "loader 0 yields its data in another order than at the save: seed 1 in the checkpoint and 2 here" in lines[0]
 
 
 @pytest.mark.parametrize("kind", [DistributedType.XLA, DistributedType.MEGATRON_LM])

@@ -147,7 +147,7 @@ def assert_told_of_order(caplog: pytest.LogCaptureFixture, told: Sequence[str]) 
     ("batch", "workers", "as_list", "told"),
     [
         (2, 0, False, ()),
-        (2, 1, False, ("data loader 0 gives its data in another order than it did: number of workers 0 in the checkpoint and 1 here",)),
+        (2, 1, False, ("data loader 0 yields its data in another order than at the save: number of workers 0 in the checkpoint and 1 here",)),
         (1, 0, True, ("data loader 0", "data loader 1")),
     ],
 )  # fmt: skip
@@ -163,7 +163,7 @@ def test_data_in_another_order_is_told_when_a_training_is_resumed(
 
 
 @pytest.mark.parametrize(
-    ("seed", "told"), [(1, ()), (2, ("data loader 0 gives its data in another order than it did: seed 1 in",))]
+    ("seed", "told"), [(1, ()), (2, ("data loader 0 yields its data in another order than at the save: seed 1 in",))]
 )
 def test_another_seed_of_a_sampler_is_told_when_a_training_is_resumed(kit, checkpoints, tmp_path, caplog, seed, told):
     def loader(seed: int) -> Any:

@@ -584,7 +584,7 @@ def test_data_in_another_order_is_told_when_a_training_is_resumed(tmp_path, capl
     trainer.train(resume_from_checkpoint=str(whole[kind.__name__][1] / saved(2)))
     warnings = [record.getMessage() for record in caplog.records if "in another order" in record.getMessage()]
     assert len(warnings) == (facts is not None)
-    assert facts is None or f"data loader 0 gives its data in another order than it did: {facts}" in warnings[0]
+    assert facts is None or f"data loader 0 yields its data in another order than at the save: {facts}" in warnings[0]
 
 
 def tuner_of_trl(folder: Path, **given: Any) -> Any:

@@ -194,7 +194,7 @@ def test_rollouts_that_wait_for_another_step_are_told(nursery, tmp_path):
         one.prepare()
         one.senders[0].ask("send", 1, 1)
         one.receivers[0].ask("receive", 2)
-        assert "has sent version 1, and 2 is to be received" in str(outcome(one.receivers[0]))
+        assert "has sent version 1, but 2 was expected" in str(outcome(one.receivers[0]))
 
 
 def test_a_sender_that_sends_nothing_is_waited_for_until_the_deadline(nursery, tmp_path):
@@ -294,12 +294,12 @@ def test_a_sender_that_is_gone_before_the_sync_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("methods", "what"), [({"pause_weights"}, "asks for pause_weights"), ({"finalize"}, "does not ask for finalize")]
+    ("methods", "what"), [({"pause_weights"}, "pause_weights is new"), ({"finalize"}, "finalize is gone")]
 )
 def test_an_interface_that_has_moved_is_named_when_the_engine_is_registered(monkeypatch, methods, what):
     moved = type("Moved", (), {"__abstractmethods__": weight_engine._METHODS ^ methods})
     monkeypatch.setattr(weight_engine, "CheckpointEngineWithCache", moved)
-    with pytest.raises(RuntimeError, match=rf"has moved \({what}.*install verl 0\.9"):
+    with pytest.raises(RuntimeError, match=rf"has changed \({what}.*install verl 0\.9"):
         weight_engine._refuse_other_methods()
 
 

@@ -184,7 +184,7 @@ def test_an_engine_is_told_why_there_will_be_no_more():
     with pytest.raises(ValueError, match="Invalid update_info"):
         worker.update_weights({"names": ["a"]})
     worker.start_weight_update()
-    with pytest.raises(ValueError, match="has weights, or says why"):
+    with pytest.raises(ValueError, match="needs either weights="):
         worker.update_weights({})
 
 

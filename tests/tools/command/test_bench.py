@@ -102,7 +102,7 @@ def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, arguments: tuple[s
         (0.5, 0.001, 0.4, True, "Nothing stands out"),
         (0.5, 0.2, 0.4, True, "guard=optimizer"),
         (1.0, 0.001, 0.4, True, "Saves are slower than the place"),
-        (9.0, 0.001, 8.0, True, "The place itself gives"),
+        (9.0, 0.001, 8.0, True, "The place itself writes"),
         (9.0, 0.2, 8.0, False, "AsyncCheckpointer([a local folder, this root])"),
     ],
 )

@@ -500,7 +500,7 @@ def test_a_folder_of_runs_and_several_runs_are_repaired(tmp_path: Path) -> None:
     refused = run_command("repair", tmp_path / "runs", "--unretire", "1")
     assert (refused.returncode, "one run" in refused.stderr) == (2, True)
     told = run_command("repair", tmp_path / "runs").stdout
-    assert all(f"{tmp_path}/runs/{name}: 1 of 1 can be mended" in told for name in ("a", "b", "c"))
-    assert run_command("repair", a, c, "--apply").stdout.count("1 of 1 mended") == 2
-    assert "b: nothing to mend" not in run_command("repair", tmp_path / "runs", "--apply").stdout
-    assert run_command("repair", tmp_path / "runs").stdout.count("nothing to mend") == 3
+    assert all(f"{tmp_path}/runs/{name}: 1 of 1 can be repaired" in told for name in ("a", "b", "c"))
+    assert run_command("repair", a, c, "--apply").stdout.count("1 of 1 repaired") == 2
+    assert "b: nothing to repair" not in run_command("repair", tmp_path / "runs", "--apply").stdout
+    assert run_command("repair", tmp_path / "runs").stdout.count("nothing to repair") == 3

@@ -337,7 +337,7 @@ def test_a_file_of_another_program_is_not_called_damaged(tmp_path: Path) -> None
     (tmp_path / "file").write_text("no archive")
     ended = run_command("verify", tmp_path / "file")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "file: async_ckpt has not written it, and it has no checksums to verify" in ended.stderr
+    assert "file: this file was not written by async_ckpt, and has no checksums to verify" in ended.stderr
 
     torch.save({"w": torch.arange(9000.0)}, tmp_path / "x.pt")
     told = documented("verify", tmp_path / "x.pt")

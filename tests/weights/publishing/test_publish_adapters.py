@@ -291,7 +291,7 @@ def lacks_its_second(state: Tensors) -> None:
             None,
             r"embed_tokens.* target_modules .* \(q_proj, v_proj\) do not name its layer",
         ),
-        (config_of(), lacks_its_second, r"q_proj.lora_A.weight' has no '.*q_proj.lora_B.weight' beside it"),
+        (config_of(), lacks_its_second, r"q_proj.lora_A.weight' comes without '.*q_proj.lora_B.weight'"),
         (b'{"peft_type": ', None, "adapter_config.json is not JSON"),
         (b"[]", None, "adapter_config.json is a list, not an object"),
         (config_of(peft_type="IA3"), None, "an adapter of the type IA3 cannot be exported, only LORA"),

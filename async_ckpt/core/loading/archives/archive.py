@@ -182,7 +182,7 @@ class OpenArchive(Contents):
                 begin = number * BLOCK_BYTES - offset
                 self._copies.read_into(number * BLOCK_BYTES, data[begin : begin + BLOCK_BYTES])
         except CorruptCheckpointError as nowhere:
-            message = f"{error}, for no place has it whole: {self._copies.troubles}"
+            message = f"{error}, and no place has an undamaged copy: {self._copies.troubles}"
             raise CorruptCheckpointError(message, path=self.path, tensors=error.tensors) from nowhere
 
     def damaged_blocks(self, offset: int, data: memoryview) -> list[int]:

@@ -125,8 +125,8 @@ class Copies(Reader):
 
     def _nowhere(self) -> CheckpointError:
         if self._away is not None:
-            return StorageUnavailableError(f"no place that answers has it whole: {self.troubles}", path=self._away.path)
+            why = f"no reachable place has an undamaged copy: {self.troubles}"
+            return StorageUnavailableError(why, path=self._away.path)
         file = self._holders.storages[0].locate(self._path)
-        return CorruptCheckpointError(
-            f"{file}: no place has it whole: {self.troubles}; load an earlier checkpoint", path=file
-        )
+        why = f"{file}: no place has an undamaged copy: {self.troubles}; load an earlier checkpoint"
+        return CorruptCheckpointError(why, path=file)

@@ -138,7 +138,7 @@ def from_step(
         first, *others = holders.troubles.values()
         more = f", and {len(others)} more" if others else ""
         warnings.warn(
-            f"step {step} is read from another place where one is not sound: {first}{more}",
+            f"step {step} is read from another place, since a copy is damaged or missing: {first}{more}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -274,8 +274,8 @@ class MergedArchives(Contents):
         if gaps and number in self._parts:
             (rank,) = self.merged.tensors[number]
             raise ValueError(
-                f"{self.path}: {shown(self.index.tensors[number].path)} has a value of each rank that saved, and rank "
-                f"{rank} has only its shard; restore on as many ranks as saved it, or leave it out with select="
+                f"{self.path}: {shown(self.index.tensors[number].path)} has a separate value for each rank that saved, "
+                f"but rank {rank} has only its shard; restore on as many ranks, or leave it out with select="
             )
         if gaps and self._unopened:
             # A caller that did not announce its tensors will probably read all tensors that the ranks divided.

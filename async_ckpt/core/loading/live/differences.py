@@ -48,7 +48,7 @@ class Differences:
         """
         missing, unexpected = (self._missing, self._unexpected) if names else ([], [])
         orders = [
-            f"{name} gives its data in another order than it did: {facts}" for name, facts in self._orders.items()
+            f"{name} yields its data in another order than at the save: {facts}" for name, facts in self._orders.items()
         ]
         mismatched = [*self._mismatched, *(orders if order else [])]
         if not (missing or unexpected or mismatched):
@@ -59,7 +59,7 @@ class Differences:
             *mismatched,
         ]
         if not self._shares_a_name:
-            lines.insert(0, f"none of its names is one of the live state; it holds {holds}")
+            lines.insert(0, f"no name in the checkpoint is in the live state; the checkpoint holds {holds}")
         more = len(lines) - _MAX_LINES
         text = "\n  ".join([*lines[:_MAX_LINES], *([f"… and {more} more"] if more > 0 else [])])
         advice = ""
@@ -122,7 +122,7 @@ class Differences:
         """Add a difference for a value that each rank saved separately: only the caller may choose one of them."""
         name = shown(saved.path)
         self._mismatched.append(
-            f"{name} has a value of each rank that saved, and none for this rank of a world of this size; "
+            f"{name} has a separate value for each rank that saved, and the number of ranks has changed; "
             f"choose a rank, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
         )
 

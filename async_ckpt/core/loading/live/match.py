@@ -101,7 +101,7 @@ from .optimizer_forms import OptimizerConverter, another_kind, is_optimizer_stat
 from .optimizer_kinds import has_shape_of_parameter
 
 _HOW_TO_MAKE_ONE: Final = (
-    "nothing here can be filled: give its class in types=, or make it first, as an optimizer does in its first step"
+    "there is no live tensor to fill: pass its class in types=, or create it first, as an optimizer's first step does"
 )
 
 
@@ -442,8 +442,8 @@ class Match:
         if len(live) not in (0, len(items)) and not is_plain(live, with_arrays=True):
             self.differences.add(
                 path,
-                f"has {len(live)} entries here and {len(items)} in the checkpoint; give it as many, or none: an empty "
-                "list takes all that was saved",
+                f"has {len(live)} entries here and {len(items)} in the checkpoint; make it equally long, or pass "
+                "an empty list, which receives all saved items",
             )
             return live
         comes_and_goes = len(live) != len(items) or isinstance(live, deque)
@@ -459,7 +459,7 @@ class Match:
         assert chosen is not None
         reached = [i for i in range(len(live)) if self._is_chosen((*path, i)) or chosen.reaches(dotted((*path, i)))]
         if len(reached) != len(items):
-            self.differences.add(path, "is selected in part, and has other items here than in the checkpoint")
+            self.differences.add(path, "is partly selected, and the selected items differ from those in the checkpoint")
             return live
         values = list(live)
         for i, item in zip(reached, items, strict=True):
@@ -495,7 +495,7 @@ class Match:
         """A wrapped tensor that the live state lacks, built from inner tensors that are filled later."""
         if saved.wrapper is not None and not saved.wrapper.shards:
             return self.visit(self.archive.made(saved, inner, are_read=False), saved, saved.path)
-        self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
+        self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, but {_HOW_TO_MAKE_ONE}")
         return None
 
     def _array(self, live: Any, saved: Any, path: Path) -> Any:
@@ -841,7 +841,7 @@ class Match:
         """Match a wrapped tensor of an optimizer, which has no state before its first step."""
         if not isinstance(live, torch.Tensor):
             if saved.wrapper is None:
-                self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, and {_HOW_TO_MAKE_ONE}")
+                self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, but {_HOW_TO_MAKE_ONE}")
                 return None
             live = self._new_wrapped(param, saved)
         return self._tensor(live, saved, path)

@@ -145,7 +145,7 @@ class OptimizerConverter:
         live = self._optimizer.param_groups
         if self._own is not None and _sizes(live) != (sizes := _sizes(self._own["param_groups"])):
             if _sizes(inner) != sizes:
-                raise ValueError("numbers its parameters in its own way, and the checkpoint has names")
+                raise ValueError("has its own numbering of parameters, but the checkpoint has names")
             live = inner
         return [group["params"] for group in live]
 
@@ -193,7 +193,7 @@ class OptimizerConverter:
         saved_name = _saved_names([*chain(*names)], [*chain(*saved_names)])
         if has_one_state(self._optimizer) and [*saved_name.values()] != [*chain(*saved_names)]:
             raise ValueError(
-                "has one state for all its parameters, in another order than here; pass the parameters in the order "
+                "has one state for all parameters, which were in another order at the save; pass them in the order "
                 f"{', '.join(chain(*saved_names))!s:.200}"
             )
         numbers = count()
@@ -362,13 +362,13 @@ def _flatten(by_name: _ByName) -> dict[str, Any]:
 
 
 _IS_NAMED: Final = (
-    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its "
-    "parameters by these names; restore it together with its model, or into "
-    "get_optimizer_state_dict(model, optimizer), and hand that to set_optimizer_state_dict"
+    "was saved by parameter names, as by get_optimizer_state_dict, but no module in the live state has its parameters "
+    "under these names; restore it together with its model, or restore into "
+    "get_optimizer_state_dict(model, optimizer), and pass that to set_optimizer_state_dict"
 )
 _IS_NUMBERED: Final = (
-    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters "
-    "by the names of its state dict; restore it together with its model, or give the optimizer named parameters"
+    "was saved by parameter numbers and is loaded by names, but no module in the live state has its parameters under "
+    "the names of its state dict; restore it together with its model, or give the optimizer named parameters"
 )
 
 
@@ -382,7 +382,7 @@ def _name_of(parameter: torch.Tensor, known: Names, saved_names: Collection[str]
 def _refuse_twice(names: Sequence[str]) -> None:
     if len({*names}) < len(names):
         twice = sorted(name for name, times in Counter(names).items() if times > 1)
-        raise ValueError(f"has several parameters of one name, as those of several modules: {', '.join(twice)[:200]}")
+        raise ValueError(f"has parameters with the same name, perhaps from several modules: {', '.join(twice)[:200]}")
 
 
 def _refuse_odd_names(groups: Iterable[Mapping[str, Any]]) -> None:

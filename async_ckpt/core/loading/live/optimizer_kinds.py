@@ -32,9 +32,7 @@ _UNSAID: Final = frozenset({"decoupled_weight_decay"})
 # Class names of bitsandbytes that differ only in bits or in paging.
 _VARIANT: Final = re.compile(r"^Paged|(8|32)bit$")
 _ADAM: Final = frozenset({"torch.Adam", "torch.AdamW"})  # in older versions, neither is derived from the other
-_WHAT_TO_DO: Final = (
-    "; leave it out with select=, or load() the state, and give load_state_dict what this optimizer can use of it"
-)
+_WHAT_TO_DO: Final = "; leave it out with select=, or load() the state and pass the usable parts to load_state_dict()"
 
 
 class _Likeness(IntEnum):

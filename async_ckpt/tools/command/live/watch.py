@@ -101,7 +101,7 @@ def _kind_of_run(place: Place, *, once: bool) -> str:
     names = place.storage().names("")
     kind = kind_of(place, names)
     there = {
-        "publication": "is a publication, and no run",
+        "publication": "is a publication, not a run",
         "step": "is the folder of one step; name the root of its run",
     }
     if kind in there:

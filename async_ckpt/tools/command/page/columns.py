@@ -50,7 +50,7 @@ _MEASURED: Final[Mapping[str, tuple[str, Unit]]] = {
     "world_size": ("ranks", "count"),
     "slowest_rank": ("slowest rank", "count"),
     "slowest_rank_seconds": ("its archive durable after", "seconds"),
-    "median_rank_seconds": ("that of the median rank after", "seconds"),
+    "median_rank_seconds": ("the median rank's archive durable after", "seconds"),
     "most_stalled_rank": ("most stalled rank", "count"),
     "most_stalled_rank_seconds": ("its stall", "seconds"),
     "median_rank_stall_seconds": ("stall of the median rank", "seconds"),
