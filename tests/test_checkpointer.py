@@ -52,11 +52,7 @@ def test_a_report_says_what_was_written_where_and_how_fast(tmp_path):
     assert 0 < report.stage_seconds <= report.total_seconds
     assert report.bandwidth == report.num_bytes / report.total_seconds
     (destination,) = report.destinations
-    assert (destination.path, destination.num_bytes, destination.error) == (
-        report.path,
-        report.num_bytes,
-        None,
-    )
+    assert (destination.path, destination.num_bytes) == (report.path, report.num_bytes)
 
 
 def test_one_line_of_the_log_tells_of_each_commit(tmp_path, caplog):

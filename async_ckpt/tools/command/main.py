@@ -145,7 +145,7 @@ def inspect(
 
 @_word("verify runs/a", "soundness")
 def verify(places: Wheres, all_: AllPlaces = False, base: Base = None) -> None:
-    """Compare every byte with its digest, and report how to repair damage.
+    """Compare every byte with its digest; show how to repair damage.
 
     A PLACE is an archive, a step, a run, a publication, or a folder of these.
     """

@@ -393,7 +393,7 @@ def test_a_live_tensor_that_cannot_be_filled_is_named_before_anything_is_overwri
 @pytest.mark.parametrize("strict", [True, False])
 def test_where_no_name_fits_it_is_said_what_there_is(strict: bool, ckpt: AsyncCheckpointer) -> None:
     ckpt.save({"model": nn.Linear(2, 2), "epoch": 1}, step=1).result()
-    with pytest.raises(StateMismatchError, match="it holds epoch, model"):
+    with pytest.raises(StateMismatchError, match="the checkpoint holds epoch, model"):
         ckpt.restore(nn.Linear(2, 2), strict=strict)
 
 

@@ -95,7 +95,7 @@ def test_stages_of_megatron_are_one_state_by_its_keys_and_each_restores_its_own(
         ),
         (
             "state = {'m': {'w': part}}; part.data += here.rank",
-            "w should be the same on ranks 0 and 1, and is not",
+            "w should be the same on ranks 0 and 1, but differs",
         ),
         (
             "part.replica_id = 0; part.global_shape = (3 + here.rank,); state = {'m': {'w': part}}",

@@ -148,21 +148,21 @@ class _Start:
         self.nonces = dict.fromkeys(range(player.size), self.nonce)
         self.connection = self.heartbeats = self.log = self
         self.prefix = "async_ckpt/token"
-        self.hearers: dict[str, Callable[[Word], None]] = {}
+        self.subscribers: dict[str, Callable[[Word], None]] = {}
         self.early: dict[str, list[Word]] = {}
 
-    def say(self, topic: str, word: Word) -> Future[Any]:
+    def append(self, topic: str, word: Word) -> Future[Any]:
         self._player.words.append(json.dumps([topic, word]))
         return _done(None)
 
-    def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
-        self.hearers[topic] = hearer
+    def subscribe(self, topic: str, subscriber: Callable[[Word], None]) -> None:
+        self.subscribers[topic] = subscriber
         for word in self.early.pop(topic, []):
-            hearer(word)
+            subscriber(word)
 
     def read(self, topic: str, word: Word) -> None:
-        if topic in self.hearers:
-            self.hearers[topic](word)
+        if topic in self.subscribers:
+            self.subscribers[topic](word)
         else:
             self.early.setdefault(topic, []).append(word)
 

@@ -206,8 +206,8 @@ def test_the_page_gives_the_groups_of_rank_0_as_parts_of_nothing_else():
         for step, world in ((1, 1), (2, 4))
     ]
     alone, joint = (next(one for one in pictures_of(columns_of("a", told[:n])) if one.name == "sizes") for n in (1, 2))
-    assert alone.says.startswith("The last save wrote 4.0 kB: model 700 bytes, optim 200 bytes.")
-    assert joint.says.startswith("The last save wrote 4.0 kB on 4 ranks, and of that rank 0: model 700 bytes, optim")
+    assert alone.caption.startswith("The last save wrote 4.0 kB: model 700 bytes, optim 200 bytes.")
+    assert joint.caption.startswith("The last save wrote 4.0 kB on 4 ranks, and of that rank 0: model 700 bytes, optim")
     assert (alone.title, joint.title) == (
         "Size by entry of the state",
         "Size by entry of the state, as rank 0 wrote them",
