@@ -128,7 +128,10 @@ def of_others(*names: str) -> Callable[[Path], None]:
             of_others("iter_0000005/model.pt", "latest_checkpointed_iteration.txt"),
             "the folder holds iter_0000005 and latest_checkpointed_iteration.txt; another program",
         ),
-        (of_others("last.ckpt", "epoch=1-step=9.ckpt"), r"the folder holds epoch=1-step=9\.ckpt, last\.ckpt, not a step"),
+        (
+            of_others("last.ckpt", "epoch=1-step=9.ckpt"),
+            r"the folder holds epoch=1-step=9\.ckpt, last\.ckpt, not a step",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
