@@ -280,7 +280,7 @@ def test_calls_outside_of_a_sync_are_refused(tmp_path):
 
 def test_a_topology_without_a_sender_or_with_several_roots_is_refused(tmp_path):
     receivers = [AsyncCkptEngine(BUCKET_BYTES, str(tmp_path / name)).prepare() for name in ("a", "b")]
-    with pytest.raises(ValueError, match="1 training ranks \(rank 0 first\) and 1 rollout workers were expected"):
+    with pytest.raises(ValueError, match=r"1 training ranks \(rank 0 first\) and 1 rollout workers were expected"):
         AsyncCkptEngine.build_topology(1, 1, receivers)
     sender = {**receivers[0], "address": ("127.0.0.1", 1, "sync")}
     with pytest.raises(ValueError, match="the workers have different roots"):
