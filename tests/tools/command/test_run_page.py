@@ -239,7 +239,7 @@ def test_best_marks_the_best_steps_of_a_metric(root: Path, tmp_path: Path) -> No
     (picture,) = [one for one in pictures_of(columns_of("a", events), best) if one.name.startswith("record")]
     (marked,) = [one for one in picture.series if one.label == "best"]
     assert marked.rows == [1, 2]
-    assert picture.says.startswith("Best 0.9 at step 2;")
+    assert picture.caption.startswith("Best 0.9 at step 2;")
 
     ended = run_command("page", root, "-o", tmp_path / "x.html", "--best", "speed")
     assert (ended.returncode, ended.stderr) == (1, "async-ckpt: no record of these runs has the metric 'speed'\n")
