@@ -68,7 +68,7 @@ def content_of(page: str) -> Any:
 def says(events: Sequence[Event], name: str, best: Sequence[Best] = ()) -> str:
     """The sentence of a picture."""
     (picture,) = [one for one in pictures_of(columns_of("a", events), best) if one.name == name]
-    return picture.says
+    return picture.caption
 
 
 def names_of(events: Sequence[Event]) -> list[str]:
