@@ -433,14 +433,14 @@ def test_ranks_borrow_the_same_though_some_know_of_a_commit_sooner(worlds):
     import asyncio
     from async_ckpt.core.ranks.agreement import Agreement
 
-    heard = Agreement.hear
+    receive = Agreement.receive
 
     async def late(agreed, *arguments):
         while here.rank and agreed._joint.step == 1 and not here.is_said("second"):
             await asyncio.sleep(0.01)
-        return await heard(agreed, *arguments)
+        return await receive(agreed, *arguments)
 
-    Agreement.hear = late
+    Agreement.receive = late
     with open_run(here.root, max_in_flight=2) as ckpt:
         frozen = spread(9, 9)
         states = [{**small(step), "frozen": {"t": frozen}} for step in range(5)]

@@ -232,8 +232,8 @@ def test_rank_0_alone_says_what_has_arrived(worlds, roots):
     """The log of words is its own: a word of another rank would stand in the place of one of these."""
     script = """
 from async_ckpt.core.ranks.word_log import WordLog
-said, real = [], WordLog.say
-WordLog.say = lambda log, topic, word: (said.append(word), real(log, topic, word))[1]
+said, real = [], WordLog.append
+WordLog.append = lambda log, topic, word: (said.append(word), real(log, topic, word))[1]
 for step in (1, 2):
     ckpt.save(small(step), step).at(ckpt.roots[1]).result(PATIENCE)
 here.tell([word["copied"] for word in said if "copied" in word])
