@@ -353,8 +353,11 @@ class Roots:
             if others and not retired:
                 retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
             if others and self._is_retired(step, runs[0], others, frozenset().union(*(retired[run] for run in others))):
-                for run in runs:
-                    if manifest := run.root.known_or_found(step):
+                for run in runs:  # a nearer place brings its rollback here by itself, once it is durable here
+                    further = [one for one in others if self.runs.index(one) > self.runs.index(run)]
+                    retired_further = frozenset[Retired]().union(*(retired[one] for one in further))
+                    manifest = run.root.known_or_found(step) if further else None
+                    if manifest and self._is_retired(step, run, further, retired_further):
                         run.root.leave_out(step, manifest.attempt)
                 del holders[step]
         return self._in_line(holders, steps_of)
