@@ -352,27 +352,22 @@ class Roots:
             # A root that was away during a rollback still holds the step.
             if others and not retired:
                 retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
-            if others and self._is_retired(step, runs[0], others, frozenset().union(*(retired[run] for run in others))):
-                for run in runs:  # a nearer place brings its rollback here by itself, once it is durable here
-                    further = [one for one in others if self.runs.index(one) > self.runs.index(run)]
-                    retired_further = frozenset[Retired]().union(*(retired[one] for one in further))
-                    manifest = run.root.known_or_found(step) if further else None
-                    if manifest and self._is_retired(step, run, further, retired_further):
-                        run.root.leave_out(step, manifest.attempt)
+            if others and self._is_retired(step, runs[0], {other: retired[other] for other in others}):
+                for run in runs:  # a nearer root brings its rollback here by itself, once it is durable here
+                    further = {one: retired[one] for one in others if self.runs.index(one) > self.runs.index(run)}
+                    if further and self._is_retired(step, run, further) and (found := run.root.known_or_found(step)):
+                        run.root.leave_out(step, found.attempt)
                 del holders[step]
         return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
         """Remove commits of processes that had lost the run, according to the starts of each root and all steps."""
-
-        @cache
-        def commit(run: Run, step: int) -> Manifest | None:
-            return run.root.known_or_found(step)
+        commit = cache(lambda run, step: run.root.known_or_found(step))
 
         def elsewhere(step: int) -> Iterable[Manifest | None]:
             return (commit(run, step) for run in holders[step][1:])
 
-        steps, sound = sorted(holders), {step: [*holders[step]] for step in holders}
+        steps, sound = sorted(holders), {step: dict.fromkeys(holders[step]) for step in holders}
         for listed in (run.root.starts for run in runs):  # a root that lists two starts knows their order
             line = Line(steps, listed, lambda step: commit(holders[step][0], step), elsewhere=elsewhere)
             for step in line.unseen(steps):
@@ -381,15 +376,14 @@ class Roots:
                     if manifest is None or line.counts(step, manifest):
                         break
                     run.root.leave_out(step, manifest.attempt)
-                    if run in sound[step]:
-                        sound[step].remove(run)
-        return {step: left for step, left in sound.items() if left}
+                    sound[step].pop(run, None)
+        return {step: [*left] for step, left in sound.items() if left}
 
-    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], retired: Collection[Retired]) -> bool:
-        """Whether `others` have retired the commit of `holder`. `retired` are those named in their newest manifests."""
+    def _is_retired(self, step: int, holder: Run, others: Mapping[Run, Collection[Retired]]) -> bool:
+        """Whether `others`, each with the commits that its newest manifest retires, have retired that of `holder`."""
         try:
             manifest, _ = holder.root.read(step, explain=False)
-            return Retired(step, manifest.attempt) in retired or any(
+            return any(Retired(step, manifest.attempt) in of_newest for of_newest in others.values()) or any(
                 manifest.attempt in other.retired_attempts(step) for other in others
             )
         except NotCommittedError:  # since the root was listed, it was retired or deleted there, too

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Final, NamedTuple
 
 from ...errors import CheckpointError
@@ -197,8 +198,8 @@ class Line:
 
     def _is_of(self, start: Start, step: int) -> bool:
         """Whether a step has a commit of this start that counts."""
-        commits = (one for found in ((self._committed(step),), self._elsewhere(step)) for one in found)
-        return any(one and self._starts.of(one.start) == start and self.counts(step, one) for one in commits)
+        commits = filter(None, chain([self._committed(step)], self._elsewhere(step)))
+        return any(self._starts.of(commit.start) == start and self.counts(step, commit) for commit in commits)
 
     def counts(self, step: int, commit: Manifest) -> bool:
         own = self._starts.of(commit.start) if self._later else None

@@ -37,7 +37,6 @@ class ClientFacts:
         return f"<ClientFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
 
 
-# The ClientFacts for the identity of a client.
 known_of = process.OnceInProcess(ClientFacts)
 
 

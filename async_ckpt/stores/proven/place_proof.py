@@ -34,16 +34,14 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
     name = store_facts.probe_name()
     try:
         if for_run:
-            storage.put_new(name, _OLD)
+            _prove_creation(storage, name)
         storage.replace(name, _NEW)
         _prove_reads(storage, name, replaced=for_run)
         if for_run:
             _prove_listing(storage, name, timer)
-    except BaseException as error:
+    except BaseException:
         with suppress(StorageUnavailableError):
             storage.delete(name)
-        if isinstance(error, FileExistsError):
-            raise _useless(storage, "an object with a new name cannot be created, as if it existed") from error
         raise
     try:
         storage.delete(name)
@@ -55,6 +53,13 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: timing.
         )
     known.serves_files = True
     known.serves_runs = for_run or known.serves_runs
+
+
+def _prove_creation(storage: Storage, name: str) -> None:
+    try:
+        storage.put_new(name, _OLD)
+    except FileExistsError as error:
+        raise _useless(storage, "an object with a new name cannot be created, as if it existed") from error
 
 
 def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:

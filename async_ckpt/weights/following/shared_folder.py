@@ -144,7 +144,8 @@ class SharedFolder:
         self.record = record._replace(boot=boot_id())
         with disk.translated(self.path):
             os.makedirs(self.path, exist_ok=True)
-        fields = {name.replace("loaded", "told"): value for name, value in self.record._asdict().items()}
+        fields = self.record._asdict()
+        fields["told"] = fields.pop("loaded")  # the name in the file, which earlier versions read
         self._files.replace(f"{FOLDER}/follow.{self._id}.json", json.dumps(fields).encode())
 
     def note_loading(self, held: Held, seconds: float) -> None:
