@@ -74,16 +74,11 @@ NEW_CODES: Final[dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Bytes [offset, offset + length) of one object."""
 
     offset: int
     length: int
-
-    def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 0:
-            raise ValueError(f"negative extent: {self!r}")
 
     @property
     def end(self) -> int:

@@ -9,7 +9,6 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -337,7 +336,7 @@ class AsyncCheckpointer(RunReader):
         def answer() -> tuple[Any, ...]:
             self._is_preempted = leaving
             is_due = self._policy.should_save(number)
-            return is_due, leaving, astuple(self._policy.interval()) if self._policy.has_interval else None
+            return is_due, leaving, self._policy.interval() if self._policy.has_interval else None
 
         is_due, self._is_preempted, interval = self._ranks.answers_of_rank_0("should_save()", number, answer)
         self._interval = None if interval is None else SaveInterval(*interval)

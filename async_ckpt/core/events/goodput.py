@@ -13,15 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 # Events whose step is one that the training had reached.
 _REACHED: Final = frozenset({"save", "failed", "skipped", "progress"})
 PARTS: Final = ("trained", "stall", "slower", "restore", "redone")
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(NamedTuple):
     """How a run, or one of its starts, has spent its time. For a single start, `starts` is empty.
 
         print(async_ckpt.history("runs/a").goodput())  # 97.1 % of 3.2 h trained, 0.4 % stall, …

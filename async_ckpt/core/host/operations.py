@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
 
 from ..report import PullReport, SaveReport
 from ..timing import TIMEKEEPER, Interval, Spans, wall_time
@@ -35,8 +35,7 @@ _MAX_ERROR_CHARACTERS: Final = 500
 _log: Final = logging.getLogger("async_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """An operation that has ended. Times are in seconds since the epoch.
 
     `roots` are the roots of the run or the publication, empty for a one-off save to a path. `step` is the version for a
@@ -57,7 +56,7 @@ class Ended:
     error_type: str
     error: str
     context: Context
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = MappingProxyType({})
     """For "train", which comes about once a minute: the seconds of the training so far, by use. For "mark": the mark.
     """
 

@@ -92,8 +92,7 @@ class Past(NamedTuple):
         return cls(Failures(spent.num_failed, spent.total_seconds), costs[-NUM_SAVES:])
 
 
-@dataclass(frozen=True, slots=True)
-class SaveInterval:
+class SaveInterval(NamedTuple):
     """The seconds from the beginning of one save to that of the next, and the rule that gave them.
 
         print(ckpt.interval())  # 420 s by overhead: a save costs 4.2 s of training, durable after 9.1 s

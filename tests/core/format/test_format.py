@@ -461,14 +461,6 @@ def test_a_file_of_any_size_has_few_places_for_digests(file_bytes: int) -> None:
     assert len(index.places_of_digests(file_bytes)) <= 8
 
 
-def test_an_extent_cannot_be_negative() -> None:
-    assert Extent(3, 4).end == 7
-    with pytest.raises(ValueError, match="negative"):
-        Extent(-1, 2)
-    with pytest.raises(ValueError, match="negative"):
-        Extent(1, -2)
-
-
 @given(st.integers(0, 2**50), st.integers(1, 2**20))
 def test_aligning_up_reaches_the_next_multiple(value: int, to: int) -> None:
     assert align_up(value, to) % to == 0
