@@ -35,7 +35,7 @@ from .marks import BAD, GOOD, Mark, MarkKind, kind_of, marked_bad, marks_of, new
 from .naming import Naming
 from .retention import Commits
 from .root import attempt_of
-from .run import Run
+from .run import Elsewhere, Run
 from .starts import Line
 from .tiers_file import TiersFile
 
@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
     step: int | None
     """The step to copy next; None if there is none."""
     stale: tuple[Retired, ...]
-    """The commits at the further root that a rollback has retired at a nearer one."""
+    """The commits at the further root that were retired or replaced at a nearer one. The copy of `step` retires them."""
 
 
 class Roots:
@@ -270,18 +270,18 @@ class Roots:
         stale = tuple(
             Retired(step, manifest.attempt)
             for step, manifest in views[run].items()
-            if step not in current and manifest is not None
+            if manifest is not None and step != chosen and run not in current.get(step, ())
         )
         return Ahead(current, chosen, stale)
 
-    def known_elsewhere(self, run: Run) -> dict[int, list[Manifest]]:
-        """The commits that other roots are known to have, by step. Makes no request."""
-        found: dict[int, list[Manifest]] = {}
-        for other in self.runs:
-            for step, manifest in other.root.known.items() if other is not run else ():
+    def known_elsewhere(self, run: Run) -> Elsewhere:
+        """The commits that other roots are known to have. Makes no request."""
+        found, others = Elsewhere({}, True), [other.root for other in self.runs if other is not run]
+        for other in others:
+            for step, manifest in other.known.items():
                 if manifest is not None:
-                    found.setdefault(step, []).append(manifest)
-        return found
+                    found.commits.setdefault(step, []).append(manifest)
+        return found._replace(is_complete=all(other.is_viewed for other in others))
 
     def take(self, run: Run, step: int) -> bool:
         """Take one of the roots for this process, at its first save there. Returns True if it was taken by this call.

@@ -26,8 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...errors import (
     CheckpointError,
@@ -70,6 +69,14 @@ _SEEN_TRIES: Final = 30
 _SEEN_PAUSE_SECONDS: Final = 0.1
 # How long a save that needs room waits for a deletion in progress.
 _DELETING_SECONDS: Final = 10.0
+
+
+class Elsewhere(NamedTuple):
+    """The commits of a run at its other roots, by step, as far as this process knows."""
+
+    commits: dict[int, list[Manifest]]
+    is_complete: bool
+    """True if each of these roots has answered since the run was opened."""
 
 
 class Run:
@@ -287,13 +294,13 @@ class Run:
         ranks: RankFiles | None = None,
         world_size: int = 1,
         times: SaveTimes | None = None,
-        known_elsewhere: Mapping[int, Sequence[Manifest]] = MappingProxyType({}),
+        known_elsewhere: Elsewhere = Elsewhere({}, True),  # noqa: B008 - never changed
     ) -> Manifest:
         """Commit an attempt, whose archives are durable, by putting its manifest. Call `announce` after that.
 
         With `ranks`, several ranks have written the attempt, and the objects in `ranks` list their archives. With
         `retire`, the manifest retires all newer steps. It also replaces and retires the commits `known_elsewhere`, and
-        repeats what the newest manifest has retired, if another root still has it.
+        repeats what the newest manifest has retired or replaced, if another root still has it or has not answered yet.
 
         Raises StepExistsError if another writer was faster; its commit stands. Raises NotCommittedError if a step that
         this one borrows from is gone. If it raises RunTakenError with `undecided`, the manifest exists.
@@ -307,9 +314,11 @@ class Run:
             self.root.finish_rollbacks(listing)
         newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         here = {Retired(s, manifest.attempt if manifest else "") for s, manifest in newer.items()}
-        retires = _in_order(self._retired_elsewhere(step, known_elsewhere, retire=retire), here)
-        before = replaces[0] if replaces else None
-        replaced = [*filter(None, (before,)), *known_elsewhere.get(step, ())]
+        before, there = self._retired_elsewhere(known_elsewhere)
+        rolled_back = here | {one for one in there - before if retire and one.step > step}
+        retires = _in_order(before | rolled_back, here)
+        previous = replaces[0] if replaces else None
+        replaced = [*filter(None, (previous,)), *known_elsewhere.commits.get(step, ())]
         earlier = dict.fromkeys(name for one in replaced for name in (one.attempt, *one.replaces) if name)
         manifest = Manifest(
             step,
@@ -322,7 +331,7 @@ class Run:
             elsewhere,
             retires,
             ranks,
-            self._start_label(None if retires else before, listing),
+            self._start_label(None if rolled_back else previous, listing),
             times,
         )
         try:
@@ -332,19 +341,19 @@ class Run:
                 f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
             ) from error
         self.root.note_commit(manifest, newer, listing)
-        if retires:
-            self.events.note("rollback", step, retired=sorted({retired.step for retired in retires}))
+        if rolled_back:
+            self.events.note("rollback", step, retired=sorted({retired.step for retired in rolled_back}))
         self.look_again(manifest)
         if out is not None:
             with suppress(CheckpointError):  # the next sweep deletes them
                 self.sweeper.delete_replaced(step, out)
         return manifest
 
-    def _retired_elsewhere(self, step: int, known: Mapping[int, Sequence[Manifest]], *, retire: bool) -> set[Retired]:
-        """The commits at other roots that a commit of `step` retires, or that the newest manifest here has retired."""
-        there = {Retired(s, one.attempt) for s, manifests in known.items() for one in manifests}
-        before = self.retired_by(next(reversed(self.root.known), None)) if there else frozenset()
-        return {one for one in there if one in before or (retire and one.step > step)}
+    def _retired_elsewhere(self, known: Elsewhere) -> tuple[set[Retired], set[Retired]]:
+        """The commits that the newest manifest here has retired and other roots may still have; and all commits there."""
+        there = {Retired(step, one.attempt) for step, manifests in known.commits.items() for one in manifests}
+        retired = self.retired_by(next(reversed(self.root.known), None))
+        return {one for one in retired if one in there or not known.is_complete}, there
 
     def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
         """Raise NotCommittedError if `step` borrows from a step that was deleted or replaced meanwhile."""
@@ -509,9 +518,11 @@ class Run:
                 yield manifest, stranger
 
     def retired_by(self, step: int | None) -> frozenset[Retired]:
-        """The commits that the manifest of this step retires."""
+        """The commits that the manifest of this step retires or replaces."""
         manifest = None if step is None else self.root.known_or_found(step)
-        return frozenset(() if manifest is None else manifest.retires)
+        if manifest is None:
+            return frozenset()
+        return frozenset((*manifest.retires, *(Retired(manifest.step, name) for name in manifest.replaces)))
 
     def takes(self, step: int) -> bool:
         """Whether this step is copied here from other roots."""

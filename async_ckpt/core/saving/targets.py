@@ -162,7 +162,7 @@ class StepAdmission:
         self.overwrite = call.overwrite or call.step in lineage.damaged
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
         # Needed until this process has taken the place; after that, the commits at the place show it.
-        self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run))
+        self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run).commits)
         self._is_done = False  # a check has passed
         if agreement.decides:
             run.check_start()

@@ -16,7 +16,7 @@ from slices import examples
 
 from async_ckpt.core.format import digests, index, safetensors, tar
 from async_ckpt.core.format.layout import MAX_TENSORS_PER_MEMBER, Layout, TensorPlan, _split, lay_out
-from async_ckpt.core.spec import BLOCK_BYTES, DTYPES, GIB, MIB, PAGE_BYTES, Extent, TensorSpec, align_up
+from async_ckpt.core.spec import BLOCK_BYTES, DTYPES, GIB, MIB, PAGE_BYTES, TensorSpec, align_up
 
 # --- the plan ----------------------------------------------------------------------------------------------------
 

@@ -587,6 +587,63 @@ def test_a_rollback_retires_what_an_overwritten_step_was_at_a_place_that_has_not
         assert_is_state(open_run(roots[1]).load(2), 20)
 
 
+@pytest.mark.parametrize("back", [1, 3], ids=["a rollback", "an overwriting"])
+def test_what_an_overwritten_step_was_does_not_return_when_the_new_one_is_passed_over_and_deleted(roots, back):
+    with open_run(roots, on_rollback="retire", keep=3) as ckpt, scripted(ckpt, 1) as far:
+        save(ckpt, 1, 2, 3)
+        stop = far.stop("create", times=1)
+        ckpt.save(state_at(4), step=4).result()
+        stop.wait_reached()
+        assert ckpt.restore(state_at(0), step=back) == back
+        ckpt.save(state_at(back * 10), step=back, overwrite=True).result()
+        for step in (5, 6, 7, 8):
+            last = ckpt.save(state_at(step), step=step)
+            last.result()
+        stop.release()
+        last.at(roots[1]).result(PATIENCE)
+        ckpt.wait()
+        for step in ckpt.steps():
+            assert_is_state(ckpt.load(step), back * 10 if step == back else step)
+
+
+@pytest.mark.filterwarnings("ignore:.* away")
+@pytest.mark.parametrize("back", [1, 3], ids=["a rollback", "an overwriting"])
+def test_what_was_rolled_back_or_overwritten_does_not_return_with_a_place_that_was_away_all_the_time(roots, back):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with open_run(roots, on_rollback="retire", keep=2) as ckpt:
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+        assert ckpt.restore(state_at(0), step=back) == back
+        ckpt.save(state_at(back * 10), step=back, overwrite=True).result()
+        for step in (5, 6, 7):
+            ckpt.save(state_at(step), step=step).result()
+        ckpt.wait()
+    kept = [1, 2] if back == 3 else []
+    with open_run(roots, keep=9) as ckpt:
+        assert ckpt.steps() == [*kept, 6, 7]
+        assert ckpt.save(state_at(8), step=8).at(roots[1]).result(PATIENCE) == 8
+        ckpt.wait()
+        assert ckpt.steps() == [*kept, 6, 7, 8]
+    assert_holds(roots[1], *kept, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.* away")
+def test_newer_steps_stay_when_one_is_overwritten_after_a_rollback_that_a_place_has_not_seen(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with open_run(roots, on_rollback="retire") as ckpt:
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+        assert ckpt.restore(state_at(0), step=1) == 1
+        for step in (2, 5, 6):
+            ckpt.save(state_at(step), step=step, overwrite=step == 2).result()
+    with open_run(roots) as ckpt:
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+        ckpt.save(state_at(7), step=7).result()
+        ckpt.save(state_at(50), step=5, overwrite=True).result()
+        assert ckpt.steps() == [1, 2, 5, 6, 7]
+    assert open_run(roots[0]).steps() == [1, 2, 5, 6, 7]
+
+
 def test_a_rollback_whose_own_step_was_passed_over_reaches_further_places(roots):
     with open_run(roots, on_rollback="retire") as ckpt:
         save(ckpt, 1, 2, 9)
