@@ -48,9 +48,9 @@ from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
+from async_ckpt.core.saving.attempt import SaveOutcome
 from async_ckpt.core.saving.ledger import Ledger
 from async_ckpt.core.saving.lineage import Lineage, StepCall
-from async_ckpt.core.saving.story import SaveOutcome
 from async_ckpt.core.saving.targets import begin_step
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS

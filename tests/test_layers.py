@@ -25,21 +25,21 @@ FLOORS: list[tuple[str, ...]] = [
     ("weights", "stores"),  # versions of weights; the wing that places ask for by its name
     ("plumbing",),  # what wings may use of the core
     ("__init__", "face", "files"),  # what users call
-    ("core.saving", "core.loading"),  # the story
+    ("core.saving", "core.loading"),  # saves and loads
     ("core.ranks",),  # the ranks that save together
-    ("core.runs",),  # agreement
+    ("core.runs",),  # commits
     ("core.events",),  # the history of a run
     ("core.storage",),  # places
-    ("core.staging",),  # the instant
-    ("core.host",),  # the host
+    ("core.staging",),  # snapshots
+    ("core.host",),  # host
     ("core.format",),  # bytes
-    ("core.state",),  # meaning
-    ("core.slicing",),  # geometry
-    ("core.pickles",),  # programs
+    ("core.state",),  # states
+    ("core.slicing",),  # slices
+    ("core.pickles",),  # pickles
     ("core.backends",),  # devices
     (
         "core.spec", "core.fields", "core.report", "errors", "core.timing", "core.trace", "core.garbage", "core.notebooks",
-    ),  # words
+    ),  # values
 ]  # fmt: skip
 # What imports from another room on its own floor, or, on first use, from one above.
 NEIGHBOURS = {
@@ -144,7 +144,7 @@ def named(*tops: str) -> list[str]:
 
 
 def test_there_is_a_house():
-    assert {"saving.story", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= {
+    assert {"saving.attempt", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= {
         name.removeprefix("core.") for name in modules()
     }
 
@@ -340,7 +340,7 @@ def test_optional_packages_are_imported_on_use():
 
 
 def test_the_story_neither_logs_nor_starts_threads():
-    for name in ["core.saving.story", "core.loading.load", "core.loading.live.match", "core.loading.restore"]:
+    for name in ["core.saving.attempt", "core.loading.load", "core.loading.live.match", "core.loading.restore"]:
         assert "logging" not in foreign(name), name
         assert not starts_threads(name), name
 
@@ -448,7 +448,7 @@ MOST_MODULES = 134
 # Parts that a training on one rank, at one place, does without.
 BY_NEED = {
     "core.ranks.agreement", "core.ranks.shared_values", "core.state.division", "core.saving.file_target",
-    "core.saving.weight_mean", "core.staging.file_segments", "core.storage.compressed",
+    "core.saving.ema", "core.staging.file_segments", "core.storage.compressed",
 }  # fmt: skip
 
 
@@ -477,7 +477,7 @@ def test_the_way_of_a_plain_save_is_told_with_fifteen_modules():
 
     told = {name.removeprefix("core.").removeprefix("face.") for name in modules()} & named_there
 
-    assert "saving.story" in told
+    assert "saving.attempt" in told
     assert len(told) <= 15, sorted(told)
 
 

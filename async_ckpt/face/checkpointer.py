@@ -52,7 +52,7 @@ from .tracking import ExperimentTracker, Tracking
 
 if TYPE_CHECKING:
     from ..core.loading.load import Verify
-    from ..core.saving.weight_mean import WeightMean
+    from ..core.saving.ema import WeightMean
 
 
 class AsyncCheckpointer(RunReader):
@@ -567,7 +567,7 @@ class AsyncCheckpointer(RunReader):
         # Imported here, as in `load`: the reading code is large, and a training may start without it.
         from ..core.loading.restore import RestoreOptions
         from ..core.loading.run_restore import RunRestore
-        from .mean_restore import MeanRestore
+        from .ema_restore import MeanRestore
 
         step = _wanted_step(step, marked)
         options = RestoreOptions(
@@ -688,7 +688,7 @@ def _checked_rules(commit: str | None, due: Due | None, check: object, on_rollba
 
 
 def _mean_of(ema: Ema) -> WeightMean:
-    from ..core.saving.weight_mean import WeightMean  # only a run with a mean needs it
+    from ..core.saving.ema import WeightMean  # only a run with a mean needs it
 
     return WeightMean(ema)
 

@@ -2,9 +2,9 @@
 
 In: the run's `tiers.json`. Out: the newest step at each further place. Knows nothing of: arguments.
 
-Only one process at a time copies steps to a place: the process whose file is there (`runs.moving`). It continues when
-the training ends; if it ends itself, another process takes over. While the training is alive, only the training copies
-its steps up to the first place that is not volatile, since its handles wait for these copies.
+Only one process at a time copies steps to a place: the process whose file is there (`runs.mover_file`). It continues
+when the training ends; if it ends itself, another process takes over. While the training is alive, only the training
+copies its steps up to the first place that is not volatile, since its handles wait for these copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from ..core.host.waits import LIVENESS_SECONDS, wait_for
 from ..core.runs.conflict import Conflict as Conflict
 from ..core.runs.conflict import conflict_at
-from ..core.runs.moving import Announcement, Moving
+from ..core.runs.mover_file import Announcement, Moving
 from ..core.runs.naming import JOURNAL
 from ..core.runs.roots import Ahead, Roots, open_roots
 from ..core.runs.run import Run

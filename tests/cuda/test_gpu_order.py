@@ -22,7 +22,7 @@ import async_ckpt
 from async_ckpt import SaveHandle, TornSnapshotError
 from async_ckpt.core.host.loop import get_loop
 from async_ckpt.core.saving import ledger
-from async_ckpt.core.saving.story import StateSave
+from async_ckpt.core.saving.attempt import StateSave
 from async_ckpt.core.staging.side_stream import side_of
 from async_ckpt.errors import UsageError
 from async_ckpt.integrations.dcp import PinnedStager

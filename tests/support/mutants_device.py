@@ -26,7 +26,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "tests" / "matrices" / "reports" / "mutants_device.json"
 # Where mutants are made.
-CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py", "core/host/process.py", "core/saving/story.py")
+CODE = (
+    "core/staging/*.py",
+    "core/backends/*.py",
+    "core/host/pool.py",
+    "core/host/process.py",
+    "core/saving/attempt.py",
+)
 # What must notice them, in this order; a file that is named like the mutated one comes first.
 TESTS = (
     "core/staging/test_device_order.py", "core/staging/test_device_faults.py", "core/staging/test_gpu.py", "core/staging/test_guard_storage.py",

@@ -22,7 +22,7 @@ from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, intent_name, parse_intent, retired_name, seal, unseal
 from .manifest import parse as parse_manifest
 from .marks import Mark, marks_of, split_marks
-from .moving import NAME as MOVING
+from .mover_file import NAME as MOVING
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits

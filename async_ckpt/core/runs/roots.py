@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
     step: int | None
     """The step to copy next; None if there is none."""
     stale: tuple[Retired, ...]
-    """The commits at the further root that were retired or replaced at a nearer one. The copy of `step` retires them."""
+    """The commits at the further root that were retired or replaced at a nearer one; the copy retires them there."""
 
 
 class Roots:

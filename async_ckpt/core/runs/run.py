@@ -350,7 +350,7 @@ class Run:
         return manifest
 
     def _retired_elsewhere(self, known: Elsewhere) -> tuple[set[Retired], set[Retired]]:
-        """The commits that the newest manifest here has retired and other roots may still have; and all commits there."""
+        """The commits that the newest manifest here retires and other roots may have; and all known commits there."""
         there = {Retired(step, one.attempt) for step, manifests in known.commits.items() for one in manifests}
         retired = self.retired_by(next(reversed(self.root.known), None))
         return {one for one in retired if one in there or not known.is_complete}, there

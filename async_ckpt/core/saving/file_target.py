@@ -14,7 +14,7 @@ from ..storage.compressed import CompressingSink, Zstd, ZstdFrames, promises_zst
 from ..storage.interface import Sink, Storage
 from ..storage.locks import refuse_in_running, temps_of
 from ..storage.place import Place
-from .story import ObjectSize, Target
+from .attempt import ObjectSize, Target
 
 Compression = Zstd | Literal["zstd"] | None
 

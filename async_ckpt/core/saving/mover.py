@@ -31,7 +31,7 @@ from ..host import waits
 from ..host.loop import ask_for_exception, awaitable, get_loop, off_loop
 from ..host.threads import Crew, running_future
 from ..host.waits import LIVENESS_SECONDS, growing_pauses, wait_for
-from ..runs.moving import Announcement
+from ..runs.mover_file import Announcement
 from ..runs.roots import Ahead, Roots
 from ..runs.run import Run
 from ..runs.tiers_file import NAME as TIERS

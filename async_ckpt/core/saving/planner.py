@@ -18,8 +18,8 @@ from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
 from ..timing import wall_time
+from .attempt import Target
 from .block_digests import BlockDigests, GroupDigests, Groups
-from .story import Target
 from .taken_over import TakenOver
 
 if TYPE_CHECKING:

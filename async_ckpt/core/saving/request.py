@@ -20,13 +20,13 @@ from ..staging.snapshot import Snapshot
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
+from .attempt import Target
 from .lineage import Driver, Lineage, StateOutline, StepCall, StepContents
-from .story import Target
 from .taken_over import frozen_memory
 from .targets import begin_step, folder_target
 
 if TYPE_CHECKING:
-    from .weight_mean import WeightMean
+    from .ema import WeightMean
 
 
 class SaveRequest(ABC):

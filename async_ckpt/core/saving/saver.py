@@ -44,6 +44,7 @@ from ..state.wrappers import StateDictOf, state_dict_of
 from ..timing import NO_TRACE, Spans, monotonic
 from ..trace import TraceFile
 from .admission import Admission, Slot
+from .attempt import Attempt, StateSave, Target
 from .drain import Drain, Writers
 from .exit import note_exit_status
 from .finite import FiniteChecks, NonFinite
@@ -52,7 +53,6 @@ from .ledger import Ledger, abandon, raise_error_of
 from .planner import Planner, SavePlan, pool_for
 from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
-from .story import Attempt, StateSave, Target
 
 if TYPE_CHECKING:
     from ..staging.file_segments import FilesImage

@@ -37,10 +37,10 @@ from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.interface import Sink
 from ..storage.locks import refuse_in_running
+from .attempt import ObjectSize, SaveOutcome, Target
 from .block_digests import GroupDigest
 from .lineage import Lineage, StepCall, StepContents
 from .mover import PassingCopy
-from .story import ObjectSize, SaveOutcome, Target
 
 if TYPE_CHECKING:
     from ..ranks.agreement import Agreement

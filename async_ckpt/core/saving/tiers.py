@@ -24,7 +24,7 @@ from ..host.process import in_forked_child
 from ..host.threads import running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, wait_for
 from ..ranks.peers import Ranks
-from ..runs.moving import Announcement, Moving
+from ..runs.mover_file import Announcement, Moving
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.interface import Storage

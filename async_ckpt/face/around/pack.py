@@ -18,13 +18,13 @@ from ...core.host.loop import awaitable, off_loop
 from ...core.host.threads import conclude
 from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
+from ...core.saving.attempt import Attempt, write_and_commit
 from ...core.saving.file_target import Compression, FileTarget
 from ...core.saving.handle import SaveHandle
 from ...core.saving.kept_memory import files_saver
 from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver
-from ...core.saving.story import Attempt, story
 from ...core.staging.file_segments import FilesImage, scan
 from ...core.storage.disk import refuse_dangling, translated
 from ...core.storage.place import Anywhere, local_place, written_at
@@ -190,7 +190,7 @@ class _PackSave(Save):
         with self.saver.relieved_by(attempt.drain):
             attempt.snapshot.begin()
             try:
-                await story(attempt, None, self.life)
+                await write_and_commit(attempt, None, self.life)
             finally:  # until then, the snapshot reads from the folder
                 await off_loop(attempt.snapshot.completion.exception)
         return attempt.report(await awaitable(self.spans.call))

@@ -319,7 +319,7 @@ def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery)
 # `hang` lets one call at the second root read from a pipe that nobody writes to.
 HANGING = """
 from async_ckpt.core.host import waits
-from async_ckpt.core.saving import story as save_story
+from async_ckpt.core.saving import attempt as attempts
 near, far = root + "/near", root + "/far"
 os.makedirs(root)
 os.mkfifo(root + "/pipe")

@@ -20,8 +20,8 @@ from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExis
 from async_ckpt.core.host import waits
 from async_ckpt.core.host.pool import SegmentPool
 from async_ckpt.core.runs.tenure import Tenure
+from async_ckpt.core.saving import attempt as attempts
 from async_ckpt.core.saving import mover as movers
-from async_ckpt.core.saving import story as save_story
 from async_ckpt.core.storage import bulk
 from async_ckpt.core.storage.bulk import new_pool
 from async_ckpt.core.storage.local import LocalStorage
@@ -329,8 +329,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_is_passed_over_by_the_next(
 
 
 def test_a_place_where_no_write_returns_fails_the_save_and_the_next_goes_on(roots, monkeypatch):
-    monkeypatch.setattr(save_story, "PROGRESS_SECONDS", 0.3)
-    monkeypatch.setattr(save_story, "END_SECONDS", 0.3)
+    monkeypatch.setattr(attempts, "PROGRESS_SECONDS", 0.3)
+    monkeypatch.setattr(attempts, "END_SECONDS", 0.3)
     with open_run(roots) as ckpt:
         with scripted(ckpt, 0) as near:
             stop = near.stop("write")
@@ -344,7 +344,7 @@ def test_a_place_where_no_write_returns_fails_the_save_and_the_next_goes_on(root
 
 
 def test_a_place_that_hangs_when_it_is_opened_fails_the_save_that_is_given_up(roots, monkeypatch):
-    monkeypatch.setattr(save_story, "OPEN_SECONDS", 0.1)
+    monkeypatch.setattr(attempts, "OPEN_SECONDS", 0.1)
     with open_run(roots) as ckpt, scripted(ckpt, 0) as near:
         stop = near.stop("create")
         handle = ckpt.save(state_at(1), step=1)

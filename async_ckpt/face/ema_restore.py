@@ -12,7 +12,7 @@ from typing import Any
 from ..core.host.pool import SegmentPool
 from ..core.loading.archives.contents import Part
 from ..core.loading.restore import RestoreOptions, restore_state
-from ..core.saving.weight_mean import GROUP, Mean, WeightMean
+from ..core.saving.ema import GROUP, Mean, WeightMean
 from ..core.state.wrappers import StateDictCache
 from ..errors import StateMismatchError
 

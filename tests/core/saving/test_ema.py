@@ -21,8 +21,8 @@ import async_ckpt
 from async_ckpt import AsyncCheckpointer, Ema, StateMismatchError, StorageFullError, UnsupportedStateError
 from async_ckpt.core.host.loop import get_loop
 from async_ckpt.core.host.threads import running_future
-from async_ckpt.core.saving import weight_mean
-from async_ckpt.core.saving.weight_mean import Mean, WeightMean
+from async_ckpt.core.saving import ema
+from async_ckpt.core.saving.ema import Mean, WeightMean
 
 DECAY = 0.9
 SAVES = (1, 3, 4, 8)
@@ -274,7 +274,7 @@ class Updates:
         self.waiting: list[Any] = []
         background = SimpleNamespace(submit=lambda update, refused: self.waiting.append(update))
         loop = SimpleNamespace(copiers=get_loop().copiers, background=background)
-        monkeypatch.setattr(weight_mean, "get_loop", lambda: loop)
+        monkeypatch.setattr(ema, "get_loop", lambda: loop)
         self.mean, self.staged = WeightMean(Ema(DECAY)), running_future()
 
     def join(self, step: int) -> list[weakref.ref[torch.Tensor]]:

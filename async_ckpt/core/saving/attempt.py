@@ -1,10 +1,10 @@
-"""The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
+"""An attempt to write and commit one archive, from top to bottom. It starts no threads, and logs nothing.
 
 In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report, or no trace of it.
 Knows nothing of: where segments come from, their contents.
 
-Filled segments do not pass through the story: `Drain` takes them from the copying threads directly to the writing
-threads. The story waits for the last segment, and decides whether the archive is committed or taken back.
+Filled segments do not pass through the attempt: `Drain` takes them from the copying threads directly to the writing
+threads. The attempt waits for the last segment, and decides whether the archive is committed or taken back.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _FOLLOW_SECONDS: Final = 0.05
 _LOOK_SECONDS: Final = 0.5
 
 
-async def story(attempt: Attempt, turn: Future[None] | None, life: Life[SaveState]) -> None:
+async def write_and_commit(attempt: Attempt, turn: Future[None] | None, life: Life[SaveState]) -> None:
     """Write, then commit once `turn` is done: once the previous save is settled.
 
     Raises the error if the save fails, after every trace of the attempt is gone.
     """
     async with attempt.running():
         with attempt.spans.span("write"):
-            await attempt.open()  # from here on segments go to the sink, past the story
+            await attempt.open()  # from here on the drain passes segments to the sink
             await awaitable(attempt.snapshot.completion)
             life.go(SaveState.WRITING)
             await attempt.durable()
@@ -325,7 +325,7 @@ class StateSave(Save):
 
     async def run(self, turn: Future[None] | None) -> SaveReport:
         attempt = self.attempt
-        await story(attempt, turn, self.life)
+        await write_and_commit(attempt, turn, self.life)
         call_seconds = await awaitable(self.spans.call)
         report = attempt.report(
             call_seconds,
