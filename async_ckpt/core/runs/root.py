@@ -423,6 +423,7 @@ class Root:
             look_all(self.storage, [partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
                 self.committed_here -= retired.keys()
+            self.outside = {step: attempt for step, attempt in self.outside.items() if retired.get(step) != attempt}
             self.storage.delete(intent_name(step, attempt))
 
     def warn_once(self, topic: str, message: str) -> None:

@@ -53,7 +53,9 @@ class Ahead(NamedTuple):
     step: int | None
     """The step to copy next; None if there is none."""
     stale: tuple[Retired, ...]
-    """The commits at the further root that were retired or replaced at a nearer one; the copy retires them there."""
+    """The commits at the further root that this copy retires there: nearer roots have retired or replaced them. Only
+    the newest copy does this: a reboot may lose the nearer roots before it arrives.
+    """
 
 
 class Roots:
@@ -267,12 +269,14 @@ class Roots:
         if first in newer:
             wanted, lasting, is_last = [first], set(), False
         chosen = min(lasting) if lasting and not is_last else max(newer if is_last else wanted, default=None)
-        stale = tuple(
-            Retired(step, manifest.attempt)
+        is_newest = chosen is not None and chosen >= max(wanted, default=chosen)
+        stale = {
+            step: manifest.attempt
             for step, manifest in views[run].items()
             if manifest is not None and step != chosen and run not in current.get(step, ())
-        )
-        return Ahead(current, chosen, stale)
+        }
+        stale.update(run.root.out)  # those that an earlier look has found
+        return Ahead(current, chosen, tuple(map(Retired._make, sorted(stale.items()))) if is_newest else ())
 
     def known_elsewhere(self, run: Run) -> Elsewhere:
         """The commits that other roots are known to have. Makes no request."""
@@ -353,9 +357,8 @@ class Roots:
             if others and not retired:
                 retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
             if others and self._is_retired(step, runs[0], {other: retired[other] for other in others}):
-                for run in runs:  # a nearer root brings its rollback here by itself, once it is durable here
-                    further = {one: retired[one] for one in others if self.runs.index(one) > self.runs.index(run)}
-                    if further and self._is_retired(step, run, further) and (found := run.root.known_or_found(step)):
+                for run in runs:
+                    if found := run.root.known_or_found(step):
                         run.root.leave_out(step, found.attempt)
                 del holders[step]
         return self._in_line(holders, steps_of)

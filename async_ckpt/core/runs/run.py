@@ -656,16 +656,19 @@ class Run:
         replaced: Manifest | None,
         in_flight: Collection[int],
         only: Commits | None = None,
+        is_copy: bool = False,
     ) -> list[int]:
         """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending.
 
+        Commits that do not count are retired, except after the copy of a step, which itself retires them (`adopt`).
         With `only`, all steps stay that are not in it or were replaced since. Raises RunTakenError if another process
         has taken the run; every step from which that process may continue still exists then.
         """
         listing = self.root.listing or self.root.relist()
         self.root.finish_rollbacks(listing)
         view = self.root.view(listing)
-        self.root.retire(self.root.out)  # only after the commit: until then, a later start may have seen them
+        if not is_copy:
+            self.root.retire(self.root.out)  # only after the commit: until then, a later start may have seen them
         self.sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
         if only is not None:

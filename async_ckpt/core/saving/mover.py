@@ -578,7 +578,7 @@ class Mover:
             run.sweeper.sweep_once(has_ranks=self._process.has_ranks())
         for one in self._roots.runs:
             one.events.note("moved", step, place=self.arrivals.shown, total_seconds=seconds)
-        run.retain(step, replaced=None, in_flight=self._process.in_flight(run))
+        run.retain(step, replaced=None, in_flight=self._process.in_flight(run), is_copy=True)
         self._release(step)
         run.write_events()
 
@@ -586,7 +586,7 @@ class Mover:
         """Apply retention at the nearer places, which kept steps until this one arrived."""
         for one in self._roots.runs[-2::-1]:
             if one.has_start:
-                one.retain(step, replaced=None, in_flight=self._process.in_flight(one))
+                one.retain(step, replaced=None, in_flight=self._process.in_flight(one), is_copy=True)
 
     def _rest(self) -> None:
         """Keep the memory for the next copy, but free it after a while."""

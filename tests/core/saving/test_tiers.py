@@ -574,6 +574,54 @@ def test_a_rollback_reaches_further_places(roots):
     assert 4 not in open_run(roots[1]).steps()
 
 
+@pytest.fixture
+def apart(roots):
+    """Two places of a run: steps 1 and 2 are at the first, which a reboot loses, and 1 and 9 at the second."""
+    places = [Place(roots[0], volatile=True), Place(roots[1], keep=Keep(every=1), compression="zstd")]
+    with open_run(places) as ckpt:
+        save(ckpt, 1)
+    with open_run(places, exit_timeout=0.0) as ckpt, scripted(ckpt, 0) as near, scripted(ckpt, 1) as far:
+        far.fail("create", "step_00000002", error=away(), times=None)
+        assert ckpt.save(state_at(2), 2).exception() is not None
+        near.fail("create", error=full())
+        assert ckpt.save(state_at(8), 8).exception() is not None
+        near.fail("put_new", error=full(), times=None)
+        assert ckpt.save(state_at(9), 9).exception() is None
+        with contextlib.suppress(StorageUnavailableError, StorageFullError):
+            ckpt.close()
+    assert [open_run(root).steps() for root in roots] == [[1, 2], [1, 9]]
+    return places
+
+
+def test_a_place_keeps_what_a_rollback_in_memory_retires_until_the_new_step_arrives(apart, roots):
+    with open_run(apart, on_rollback="retire") as ckpt, scripted(ckpt, 1) as far:
+        stop = far.stop("create", "step_00000003")
+        handle = ckpt.save(state_at(3), 3)
+        stop.wait_reached()  # step 2, which the place keeps for good, has been copied
+        assert ckpt.steps() == [1, 2, 3]
+        assert open_run(roots[1]).steps() == [1, 2, 9]
+        stop.release()
+        handle.result()
+        ckpt.wait()
+    assert_holds(roots[1], 1, 2, 3)
+
+
+def test_a_save_replaces_a_step_that_a_rollback_at_a_nearer_place_has_retired(apart, roots):
+    with open_run(apart, on_rollback="retire", exit_timeout=0.0) as ckpt:
+        with scripted(ckpt, 0) as near, scripted(ckpt, 1) as far:
+            far.fail("create", "step_00000003", error=away(), times=None)
+            assert ckpt.save(state_at(3), 3).exception() is not None
+            near.fail("create", error=full())
+            assert ckpt.save(state_at(8), 8).exception() is not None
+            near.fail("put_new", error=full(), times=None)
+            ckpt.save(state_at(9) | {"note": "new"}, 9).result()
+            assert ckpt.steps() == [1, 2, 3, 9]
+            assert ckpt.load()["note"] == "new"
+        with contextlib.suppress(StorageUnavailableError, StorageFullError):
+            ckpt.close()
+    assert open_run(roots[1]).load()["note"] == "new"
+
+
 def test_a_rollback_retires_what_an_overwritten_step_was_at_a_place_that_has_not_got_the_new_one(roots):
     with open_run(roots, on_rollback="retire", exit_timeout=0.0) as ckpt, scripted(ckpt, 1) as far:
         save(ckpt, 1, 2, 3)
