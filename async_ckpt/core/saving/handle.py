@@ -91,9 +91,10 @@ class SaveHandle(Future[SaveReport]):
             handle.at("s3://bucket/run").result(timeout=600)  # seconds
 
         The place must be one of those given to the AsyncCheckpointer. A place that does not answer is retried until the
-        checkpointer is closed; then the future raises StorageUnavailableError. It raises ConflictError if the place has
-        steps of another line, and this save's error if the save fails. With several ranks, call it on rank 0, which
-        copies. Raises ValueError for another place, and UsageError on another rank.
+        checkpointer is closed; then the future raises StorageUnavailableError, and at once if the save was committed
+        behind the place. It raises ConflictError if the place has steps of another line, and this save's error if the
+        save fails. With several ranks, call it on rank 0, which copies. Raises ValueError for another place, and
+        UsageError on another rank.
         """
         if self.places is None or self.step is None:
             raise ValueError(f"{self.path}: this save has only one place; handle.result() waits for it")

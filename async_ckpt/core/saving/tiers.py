@@ -212,13 +212,13 @@ class Tiers:
         def committed(_: object) -> None:
             if (error := Future.exception(saved)) is not None:
                 arrived.set_exception(error)
+            elif not any(Future.result(saved).path.startswith(f"{name.rstrip('/')}/") for name in names[: number + 1]):
+                why = f"{wanted}: step {step} was committed behind this place, which did not answer or had no room"
+                arrived.set_exception(StorageUnavailableError(why, path=wanted))
             elif number:
                 self.arrival(number, step).add_done_callback(follow)
-            elif Future.result(saved).path.startswith(wanted):
-                arrived.set_result(step)
             else:
-                why = f"{wanted}: step {step} was committed at another place, since this one did not answer"
-                arrived.set_exception(StorageUnavailableError(why, path=wanted))
+                arrived.set_result(step)
 
         Future.add_done_callback(saved, committed)
         return arrived

@@ -295,12 +295,27 @@ def test_a_place_that_fails_costs_one_save_and_is_passed_over_until_it_answers(r
             handle = ckpt.save(state_at(2, 9), step=2)
             assert handle.result().path.startswith(str(roots[1]))
             assert handle.at(roots[1]).result(PATIENCE) == 2
-            with pytest.raises(StorageUnavailableError, match="was committed at another place"):
+            with pytest.raises(StorageUnavailableError, match="was committed behind this place"):
                 handle.at(roots[0]).result(PATIENCE)
         assert ckpt.save(state_at(3, 9), step=3).result().path.startswith(str(roots[0]))
     assert_holds(roots[0], 3, mib=9)
     assert_holds(roots[1], 2, 3, mib=9)
     assert leftovers(roots[0]) == []
+
+
+def test_a_handle_says_which_places_a_step_has_passed_over_even_if_their_names_begin_alike(tmp_path):
+    roots = [tmp_path / name for name in ("run", "run2", "run22", "run222")]
+    with open_run(roots) as ckpt, scripted(ckpt, 0) as first, scripted(ckpt, 1) as second:
+        for disk in (first, second):
+            disk.fail("create", error=away(), times=None)
+            disk.fail("put_new", error=away(), times=None)
+            assert ckpt.save(state_at(1), 1).exception() is not None
+        handle = ckpt.save(state_at(2), 2)
+        for root in roots[:2]:
+            with pytest.raises(StorageUnavailableError, match="committed behind this place"):
+                handle.at(root).result(PATIENCE)
+        for root in roots[2:]:
+            assert handle.at(root).result(PATIENCE) == 2
 
 
 class Silent(LocalStorage):
