@@ -371,12 +371,20 @@ class Root:
 
     def is_gap(self, listing: Listing, manifest: Manifest) -> bool:
         """True if a commit of another root is missing here below all commits of later starts that have not seen it."""
-        by_steps = Line(listing.steps, listing.starts, self.find)
-        return not self.line(listing).counts(manifest.step, manifest) and by_steps.counts(manifest.step, manifest)
+        if self.line(listing).counts(manifest.step, manifest):
+            return False
+        return Line(listing.steps, listing.starts, self.find).counts(manifest.step, manifest)
 
     def leave_out(self, step: int, attempt: str) -> None:
         """Note that commits at other roots show that this attempt does not count."""
         self.outside = {**self.outside, step: attempt}
+        self.forget([step])
+
+    def traces(self) -> set[int]:
+        """The steps of which the last listing shows that they are, or were, here, except those that were deleted."""
+        listing = self.listing or self.relist()
+        unfinished = filter(None, map(self.known_or_found, (step for step, _ in listing.intents)))
+        return {*listing.steps, *self.outside, *(one.step for manifest in unfinished for one in manifest.retires)}
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""

@@ -326,7 +326,7 @@ class Roots:
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
         }
-        first = {step: _first(views[holder][step] for holder in runs) for step, runs in current.items()}
+        first = {step: next(filter(None, (views[run][step] for run in runs)), None) for step, runs in current.items()}
         marks = marks_of({mark for run in views for mark in run.root.marks}, lambda step: attempt_of(first.get(step)))
         return Commits(first).with_marks(marks), current
 
@@ -342,7 +342,11 @@ class Roots:
         return current or list(manifests)
 
     def _holders(self) -> dict[int, list[Run]]:
-        return self._without_retired(dict(self._ask(Run.steps)))
+        steps_of = dict(self._ask(Run.steps))
+        for run in steps_of if any(len(one.root.starts) > 1 for one in steps_of) else ():
+            with suppress(StorageUnavailableError):
+                run.learn()  # to decide which commits count, each manifest is read once, and many at a time
+        return self._without_retired(steps_of)
 
     def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
         """The runs that hold each step, leaving out steps that a rollback has retired at another root."""
@@ -350,13 +354,14 @@ class Roots:
         for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        retired: dict[Run, frozenset[Retired]] = {}
+        retired = {
+            run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items() if len(steps_of) > 1
+        }
+        traces = {run: run.root.traces().union(one.step for one in of_newest) for run, of_newest in retired.items()}
         for step, runs in list(holders.items()):
-            others = [run for run in steps_of if run not in runs]
             # A root that was away during a rollback still holds the step.
-            if others and not retired:
-                retired = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
-            if others and self._is_retired(step, runs[0], {other: retired[other] for other in others}):
+            others = {run: retired[run] for run in steps_of if run not in runs and step in traces[run]}
+            if others and self._is_retired(step, runs[0], others):
                 for run in runs:
                     if found := run.root.known_or_found(step):
                         run.root.leave_out(step, found.attempt)
@@ -423,11 +428,6 @@ class Roots:
 
     def __repr__(self) -> str:
         return ", ".join(repr(run.storage) for run in self.runs)
-
-
-def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
-    """The first manifest that is not None."""
-    return next((manifest for manifest in manifests if manifest is not None), None)
 
 
 def open_roots(

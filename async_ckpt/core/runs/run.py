@@ -837,7 +837,7 @@ class Run:
         self._announcer.announce(step, spared)
 
     def learn(self) -> None:
-        """Read the manifests that the journal needs in advance, while an archive is being sent."""
+        """Read the manifests of all commits in advance, such as while an archive is being sent."""
         self.root.view(self.root.listing or self.root.relist(), tolerant=True)
 
     def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest | None:

@@ -8,6 +8,7 @@ from states import assert_is_state, everywhere, journaled_steps, open_run, state
 
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.core.runs.manifest import Archive, Manifest
+from async_ckpt.core.storage.local import LocalStorage
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too. The history
 # takes one of them, and the look for later starts after the manifest of a deleted step another.
@@ -64,6 +65,34 @@ def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp
             # The mover lists the place before and behind a copy, and looks for steps that retention has deleted at one.
             assert len(asked) <= MOST_REQUESTS + 12, "\n".join(f"{r.method} {r.target}" for r in asked)
         assert ckpt.steps() == list(range(4, 24))
+
+
+def test_steps_that_only_a_further_place_keeps_cost_a_commit_nothing(s3, bucket, proxy, tmp_path):
+    seed(s3, bucket, 40)
+    with open_run([Place(tmp_path, keep=2), through(proxy, s3, bucket)]) as ckpt:
+        for step in range(40, 43):
+            everywhere(ckpt, ckpt.save({"weight": torch.full((8,), float(step))}, step=step))
+        for step in range(43, 46):
+            before = len(proxy.requests)
+            everywhere(ckpt, ckpt.save({"weight": torch.full((8,), float(step))}, step=step))
+            asked = proxy.requests[before:]
+            assert len(asked) <= MOST_REQUESTS + 12, "\n".join(f"{r.method} {r.target}" for r in asked)
+
+
+def test_after_several_starts_a_listing_of_two_places_reads_each_manifest_once(tmp_path, monkeypatch):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    for first in (0, 8):
+        with open_run(roots) as ckpt:
+            for step in range(first, first + 8):
+                everywhere(ckpt, ckpt.save({"weight": torch.zeros(8)}, step=step))
+    with open_run(roots) as ckpt:
+        assert ckpt.steps() == [*range(16)]
+        reads: list[str] = []
+        read = LocalStorage.read
+        monkeypatch.setattr(LocalStorage, "read", lambda storage, path: reads.append(path) or read(storage, path))
+        assert ckpt.steps() == [*range(16)]
+        assert ckpt.latest() == 15
+        assert [path for path in reads if path.endswith("manifest.json")] == []
 
 
 @pytest.mark.parametrize("num_retired", [2, 5, 20, 60])
