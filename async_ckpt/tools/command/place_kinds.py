@@ -14,8 +14,8 @@ from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ... import Naming, Place
-from ...errors import CheckpointError
-from ...plumbing import Storage, runs, threads
+from ...errors import CheckpointError, StorageUnavailableError
+from ...plumbing import Storage, runs, spec, threads
 from .output import USAGE, Answer, print_note
 from .place_arguments import parent_of, place_below
 from .trainer_folders import TrainerCheckpoint, checkpoints_in, framework_of
@@ -112,9 +112,12 @@ def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Pl
         if kind_of(place) != "runs":
             targets.append((place, ""))
             continue
-        names = walk(place).of(kinds)
+        below = walk(place)
+        names = below.of(kinds)
         if not names:
             raise Answer(f"{place.shown}: there is no run in it; async-ckpt ls shows its content", USAGE)
+        if below.unseen:
+            print_note(f"{place.shown}: not looked into: {spec.some_of(below.unseen, 5)}")
         targets += [(place_below(place, name), name) for name in names]
     return targets
 
@@ -181,10 +184,16 @@ def walk(place: Place, *, is_first_enough: bool = False) -> Walk:
     def look(name: str) -> None:
         """Add the things in a folder, and the names to look into next."""
         at = place_below(place, name) if name else place
-        names = at.storage().names("")
+        try:
+            names = at.storage().names("")
+            things = _things_at(at, name, names) if names else []
+        except StorageUnavailableError:
+            if not name or not place.is_local:
+                raise
+            unseen.append(name)  # a broken link, or a folder that this user may not list
+            return
         if not names:
             return  # a file
-        things = _things_at(at, name, names)
         found.extend(things)
         files = {thing.name for thing in things if thing.kind == "file"}
         if not name or len(files) == len(things):

@@ -121,6 +121,18 @@ def test_verify_goes_on_behind_damage_and_ends_with_the_gravest_status(folder: P
     assert "sound" in ended.stdout
 
 
+def test_a_broken_link_in_a_folder_keeps_no_run_from_being_found(folder: Path) -> None:
+    (folder / "gone").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to("loop")
+    told = documented("ls", folder)
+    assert "a" in [row["name"] for row in told["runs"]]
+    assert told["not_looked_into"] == ["gone", "loop"]
+    ended = run_command("verify", folder)
+    assert ended.returncode == 0, ended.stderr
+    assert "a: 3 steps" in ended.stdout
+    assert "not looked into: gone, loop" in ended.stderr
+
+
 def test_cp_keeps_the_names_of_runs_below_the_destination(folder: Path, tmp_path: Path) -> None:
     assert run_command("cp", folder, tmp_path / "copy", "--latest").returncode == 0
     assert [row["name"] for row in documented("ls", tmp_path / "copy")["runs"]] == ["a", "sweep/b", "sweep/deep/c"]

@@ -259,7 +259,8 @@ def test_a_run_that_has_begun_is_waited_for_and_nothing_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     assert run_command("watch", tmp_path / "empty", "--once").returncode == 1
     assert run_command("watch", tmp_path / "away", "--once").stderr.startswith("async-ckpt: ")
-    assert run_command("watch", tmp_path, "--once", "--interval", "0").returncode == 2
+    for interval in ("0", "inf"):
+        assert run_command("watch", tmp_path, "--once", "--interval", interval).returncode == 2
 
 
 def test_a_document_has_what_the_lines_have(tmp_path):

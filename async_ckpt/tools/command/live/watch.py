@@ -56,8 +56,8 @@ def show(places: Sequence[Place], *, once: bool, interval: float, older: str | N
     are shown as warnings.
     """
     targets = [place for place, _ in targets_of(places, RUNS)]
-    if not interval > 0:
-        raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
+    if not 0 < interval <= _UNITS["d"]:
+        raise Answer(f"--interval is a number of seconds above 0, at most one day, not {interval:g}", USAGE)
     late_seconds = None if older is None else seconds_of(older)
     looks: list[Callable[[], RunStatus]] = []
     for place in targets:
