@@ -427,7 +427,7 @@ class Roots:
         return answers
 
     def __repr__(self) -> str:
-        return ", ".join(repr(run.storage) for run in self.runs)
+        return ", ".join(self.names)
 
 
 def open_roots(
@@ -459,9 +459,10 @@ def open_roots(
         from ..storage.compressed import refuse_if_missing  # lazy: most runs do not compress
 
         refuse_if_missing(with_planes=True)
-    names = [storage.locate("") for storage in storages]
+    given = ", ".join(storage.locate("") for storage in storages)
+    names = [os.path.realpath(one.root) if isinstance(one, LocalStorage) else one.locate("") for one in storages]
     if len(set(names)) < len(names):
-        raise ValueError(f"two roots are the same: {', '.join(names)}")
+        raise ValueError(f"two roots are the same: {given}")
     folders = sorted(f"{name.rstrip('/')}/" for name in names)
     for outer in folders:
         inner = next((name for name in folders if name != outer and name.startswith(outer)), None)

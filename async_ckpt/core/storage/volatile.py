@@ -7,6 +7,7 @@ Knows nothing of: the content of the folder.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -67,7 +68,7 @@ def file_system(folder: Path) -> str:
     except OSError:
         return ""
     found, kind = "", ""
-    wanted = f"{folder.resolve()}/"
+    wanted = f"{os.path.realpath(folder)}/"  # unlike `Path.resolve`, it takes links that lead back to themselves
     for line in lines:
         before, _, after = line.partition(" - ")
         point = re.sub(_ESCAPED, lambda match: chr(int(match[1], 8)), before.split(" ", 5)[4]).rstrip("/") + "/"

@@ -187,6 +187,8 @@ def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, mo
         (lambda: AsyncCheckpointer("zip://a::s3://b"), ValueError, r"a chain of filesystems; pass Place\(path, fs=…\)"),
         (lambda: AsyncCheckpointer([]), ValueError, "at least one root"),
         (lambda: AsyncCheckpointer([Place("a"), "a"]), ValueError, "two roots are the same"),
+        (lambda: AsyncCheckpointer(["r/a", "r/b/../a"]), ValueError, "two roots are the same"),
+        (lambda: AsyncCheckpointer("a\0b"), ValueError, "has a null character"),
         (lambda: AsyncCheckpointer(["r/a/b", "r/a"]), ValueError, "r/a/b/ lies inside the root .*r/a/; put them side by side"),
         (lambda: AsyncCheckpointer(["memory://x/b", "memory://x/bc", "memory://x"]), ValueError, "x/b/ lies inside"),
         (lambda: AsyncCheckpointer("s3://key:sec@b/x"), ValueError, "s3://b: a URL must not contain keys or a port"),
@@ -198,6 +200,17 @@ def test_what_is_no_place_is_refused_with_what_to_give(make, error, message, tmp
     with pytest.raises(error, match=message):
         make()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_place_of_the_run_is_no_other_place(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ValueError, match="two roots are the same"):
+        AsyncCheckpointer([tmp_path / "run", tmp_path / "link"])
+    with pytest.raises(ValueError, match="lies inside"):
+        AsyncCheckpointer([tmp_path / "run", tmp_path / "link" / "far"])
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageUnavailableError, match="leads back to it"):
+        AsyncCheckpointer([tmp_path / "loop", tmp_path / "run"]).steps()
 
 
 @pytest.mark.parametrize(
