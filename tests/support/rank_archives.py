@@ -79,8 +79,15 @@ def write(path: Path, captured: Capture, ranks: RankFacts) -> Path:
     return path
 
 
-def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None) -> Path:
-    """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps."""
+def commit(
+    paths: Sequence[Path],
+    *,
+    per_rank: tuple[str, ...] = (),
+    differing: tuple[str, ...] = (),
+    lent: Mapping[str, Path] | None = None,
+) -> Path:
+    """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps;
+    `differing` is what rank 0 has found to differ."""
     folder = paths[0].parent
     exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
     receipts = [
@@ -92,7 +99,7 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mappi
         exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
         NO_TABLE,
         sum(one.num_bytes for one in receipts),
-        per_rank,
+        (*per_rank, *differing),
     )
     elsewhere = tuple(
         GroupLocation(group, 1, lender.name, archive)

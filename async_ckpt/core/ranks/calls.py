@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -62,7 +63,6 @@ _SUCCESSORS: Final = {
     JointState.REFUSED: set(),
     JointState.COMMITTED: set(),
 }
-
 
 # The pause between two checks whether rank 0, which copies a step, is lost.
 _WATCH_SECONDS: Final = 2.0
@@ -291,8 +291,7 @@ class Calls:
         if rank == 0:
             self._append({"closed": True})
         elif token.done() and token.exception() is None:
-            key = self._closed_key(rank)
-            self._start.connection.ask(lambda store: store.set(key, ""))
+            self._start.connection.ask(lambda store: store.set(self._closed_key(rank), ""))
 
     def closed(self, ranks: Sequence[int], store: Any) -> list[int]:
         """On rank 0: those of `ranks` that make no more calls. Asks `store`, and so blocks."""
@@ -533,10 +532,8 @@ class Calls:
         return self._meeting.table if before < 0 else self._tables.get(before, EMPTY)
 
     def _soon(self, call: Callable[[], None]) -> None:
-        try:
+        with suppress(ClosedError):  # the interpreter is exiting
             get_loop().soon(call)
-        except ClosedError:  # the interpreter is exiting
-            pass
 
 
 def _are_alike(word: Word, joint: JointSave) -> bool:

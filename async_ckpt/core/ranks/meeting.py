@@ -269,7 +269,7 @@ class Meeting:
         begin = looked = monotonic()
 
         def late() -> PeerFailedError:
-            missing = [key.rpartition("/")[2] for key in self._missing(keys)]
+            missing = [key.rpartition("/")[2] for key in self.messages().missing(keys)]
             who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
             return PeerFailedError(
                 f"waited {PEER_CALL_SECONDS:.0f} s for {what}{who}. {self.advised}",
@@ -279,7 +279,7 @@ class Meeting:
         def look_around() -> bool:
             goes_on = takes_time()
             lost = self.start.heartbeats.lost(self._ranks_of(keys))
-            missing = self._ranks_of(self._missing(keys)) if lost else ()
+            missing = self._ranks_of(self.messages().missing(keys)) if lost else ()
             for rank, why in lost.items():
                 if rank in missing:
                     raise PeerFailedError(
@@ -300,17 +300,10 @@ class Meeting:
 
         return self.messages().receive(keys, go_on)
 
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        sent = set(self.messages().sent_of(keys))
-        return [key for key in keys if key not in sent]
-
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
         """The other ranks that are to write these messages; most messages are rank 0's."""
-        whose = {
-            int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0
-            for key in keys
-            for topic, _, rank in [key.partition("/")]
-        }
+        split = [key.partition("/") for key in keys]
+        whose = {int(rank) if topic in ("structure", "nodes") and rank.isdigit() else 0 for topic, _, rank in split}
         return whose - {self.world.rank}
 
 

@@ -103,8 +103,7 @@ class RunNodes:
             ranks = range(1, self._meeting.world.size)
             texts = self._meeting.receive([f"nodes/{rank}" for rank in ranks], "the disks of the other ranks")
             others = dict(zip(ranks, map(json.loads, texts), strict=True))
-            spread = {n: self._leads(n, others) for n in claimed}
-            spread = {n: leads for n, leads in spread.items() if leads}
+            spread = {n: leads for n in claimed if (leads := self._leads(n, others))}
             for n in disks:
                 self._look(n, {rank: self._peer(others[rank], f"own/{n}", rank) for rank in spread.get(n, ())})
             answer = {"leads": spread}

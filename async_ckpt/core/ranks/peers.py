@@ -23,7 +23,6 @@ from .world import World
 
 Differing: TypeAlias = Literal["keep", "fail"]
 
-
 # The key of the message of a rank that was asked to leave.
 _LEAVING: Final = "leaving"
 

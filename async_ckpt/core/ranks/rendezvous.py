@@ -244,8 +244,7 @@ class Rendezvous:
         return self._meeting.start.connection.silence_since(self._begun_at)
 
     def _raise_silent_store(self) -> None:
-        why = self._silence_of_store()
-        if why:
+        if why := self._silence_of_store():
             raise PeerFailedError(f"{self._joint.what} is not committed: {why}", rank=0)
 
     def _raise_lost(self, lost: Mapping[int, str], words: Mapping[int, Cause]) -> NoReturn:

@@ -123,14 +123,12 @@ class WorldStart:
                     if not self.token.done():
                         self._begin(token)
                         self.heartbeats.note(0, text)
-                    await awaitable(self.connection.ask(self._come_here))
+                    put = self.connection.ask(lambda store: store.set(f"{self.prefix}/here/{self.rank}", self.nonce))
+                    await awaitable(put)
                     return
             if self.connection.is_over:
                 return
             await asyncio.sleep(seconds)
-
-    def _come_here(self, store: Any) -> None:
-        store.set(f"{self.prefix}/here/{self.rank}", self.nonce)
 
     async def _answer_hellos(self) -> None:
         """On rank 0, from now on: answer the hello of each rank."""

@@ -154,13 +154,9 @@ class Messages:
         texts = self._sent([key])
         return None if texts is None else texts[0]
 
-    def sent_of(self, keys: Sequence[str]) -> list[str]:
-        """The given keys that are there already."""
-
-        def look(store: Any) -> list[str]:
-            return [key for key in keys if store.check([f"{self._prefix}/{key}"])]
-
-        return self._answer(look)
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """The given keys that are not there yet."""
+        return self._answer(lambda store: [key for key in keys if not store.check([f"{self._prefix}/{key}"])])
 
     def _sent(self, keys: Sequence[str], wait: Callable[[float], None] = lambda _: None) -> list[str] | None:
         full = [f"{self._prefix}/{key}" for key in keys]

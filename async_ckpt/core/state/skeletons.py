@@ -119,6 +119,8 @@ class _MergeWalk:
         if len(kinds) > 1:
             return self._kept_apart(variants, path)
         (kind,) = kinds
+        if kind == "wrapped" and any(is_within(one, {dotted(path)}) for one in self._per_rank):
+            return self._kept_apart(variants, path)  # the inner tensors of a sparse tensor belong together
         if kind in KEYED or kind in IN_ORDER:
             return self._container(kind, variants, path)
         if kind in _NUMBERED or kind == "object":

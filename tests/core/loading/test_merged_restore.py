@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from fake_ranks import distributed, no_collectives, standing_at
 from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, restore, saved, wrong_at
 from matrix_slices import numbered
-from rank_archives import opened, restore_at, write_all
+from rank_archives import commit, load_all, opened, restore_at, write_all
 from slices import ALL, PART, some
 from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._pytree import tree_map_only
 from trained_ranks import own_values, trained
 
 from async_ckpt import StateMismatchError
@@ -256,6 +258,51 @@ def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
         restore_at(1, 2, paths, {"own": live}, per_rank=["own"])
 
         assert all(torch.equal(local_part(live[name]), local_part(expected[name])) for name in SHAPES)
+
+
+LARGE = torch.arange(40_000.0)
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "list and tuple": ([LARGE], (LARGE,)),
+    "dict and OrderedDict": ({"w": LARGE}, OrderedDict(w=LARGE)),
+    "lists of two lengths": ([LARGE], [LARGE, LARGE + 1]),
+    "tensor and dict": (LARGE, {"w": LARGE}),
+    "tensor and None": (LARGE, None),
+    "keys that read alike": ({1: LARGE}, {"1": LARGE}),
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_what_ranks_have_divided_is_whole_though_its_container_is_of_another_kind_on_some(unlike: str, tmp_path: Path):
+    """Ranks divide tensors by name and shape: four of them, two with each kind."""
+    paths = write_all(tmp_path, 4, lambda rank: {"m": UNLIKE[unlike][rank // 2]})
+
+    for rank in range(4):
+        want = {"m": UNLIKE[unlike][rank // 2]}
+        live = tree_map_only(torch.Tensor, torch.zeros_like, want)
+        restore_at(rank, 4, paths, live)
+        assert difference(live, want) is None, rank
+
+
+def test_shards_are_one_tensor_for_another_number_of_ranks_though_some_have_nothing_in_its_place(tmp_path: Path):
+    """Two stages of a pipeline, each sharded over two ranks, of which one alone has the head."""
+
+    def stage(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))["shards"]
+        return {"head": distributed(numbered((7, 3)), mesh, [Shard(0)]) if rank >= 2 else None}
+
+    step = commit(write_all(tmp_path / "step_00000001", 4, stage), differing=("head",))
+
+    live = {"head": torch.zeros(7, 3)}
+    restore(step, 0, 1, live, from_ranks={"head": 3})
+    assert torch.equal(live["head"], numbered((7, 3)))
+
+
+def test_a_sparse_tensor_that_differs_between_ranks_is_kept_for_each_as_a_whole(tmp_path: Path):
+    """By what ranks have compared only its values differ, and not where they are."""
+    paths = write_all(tmp_path, 2, lambda rank: {"m": {"s": (torch.eye(3) + rank * torch.eye(3)).to_sparse()}})
+
+    loaded = load_all(paths, per_rank=["m.s.values"])["m"]["s"]
+    assert [one.to_dense().trace().item() for one in loaded.values()] == [3, 6]
 
 
 # --- what is read -------------------------------------------------------------------------------------------------------

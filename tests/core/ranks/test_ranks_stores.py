@@ -116,4 +116,4 @@ def test_a_store_keeps_the_answers_about_the_newest_steps_alone(monkeypatch: pyt
         assert second.answers_of_rank_0("due", step, tuple) == answer == (True, False)
 
     said = [f"answer/due/{step}/{number}" for step in (1, 2, 3, 4) for number in (0, 1)]
-    assert messages.sent_of(said) == ["answer/due/3/0", "answer/due/4/0"]
+    assert [key for key in said if key not in messages.missing(said)] == ["answer/due/3/0", "answer/due/4/0"]

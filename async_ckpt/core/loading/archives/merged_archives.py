@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 from ....errors import CorruptCheckpointError
 from ...format import digests
-from ...format.index import Index, IndexedTensor, Member
+from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...slicing.boxes import Box, cover
 from ...slicing.locator import StepItem, name_of
@@ -131,11 +131,13 @@ class MergedArchives(Contents):
         self._knows_names = self._step is None or self._step.has_all_names
         self._apart_names = frozenset(map(dotted, self.merged.apart))
         self.index = self._index()
-        # Tensors with a separate value on each rank, of which the rank holds only a shard.
+        # Tensors with a separate value on each rank, of which the rank holds only a shard. Those that a layout lists
+        # are shards of one tensor: only their containers differ.
         self._parts = {
             n
             for n, (ranks, tensor) in enumerate(zip(self.merged.tensors, self.index.tensors, strict=True))
             if len(ranks) == 1 and tensor.is_spread and is_within(dotted(tensor.path), self._per_rank)
+            if not (self._step and self._step.locator and self._step.locator.writers(name_of(tensor.path)))
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
@@ -359,7 +361,13 @@ class MergedArchives(Contents):
                 for rank, own_number in self.merged.tensors[number].items()
                 for piece in self._archives[rank].pieces(own_number)
             ]
-            self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._cover)
+            tensor = self.index.tensors[number]
+            found = sources_in(pieces, tensor.shape, self._cover)
+            if found[1] and not self._unopened and number not in self._parts:
+                # Its container is of another kind on some ranks, but ranks divide tensors by names and shapes alone.
+                pieces += [piece for archive in self._archives.values() for piece in _pieces_like(tensor, archive)]
+                found = sources_in(pieces, tensor.shape, self._cover)
+            self._sources[number] = found
         return self._sources[number][1]
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
@@ -400,6 +408,13 @@ class MergedArchives(Contents):
         )
         error.tensors = (shown(tensor.path),)
         return error
+
+
+def _pieces_like(tensor: IndexedTensor, archive: Contents) -> Iterator[tuple[Contents, Slice]]:
+    """The pieces that an archive has of the tensor with the same name, shape and dtype."""
+    for number, other in enumerate(archive.index.tensors):
+        if (other.shape, other.dtype, name_of(other.path)) == (tensor.shape, tensor.dtype, name_of(tensor.path)):
+            yield from archive.pieces(number)
 
 
 def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
