@@ -13,12 +13,11 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakSet
 
 import torch
 
@@ -237,7 +236,12 @@ class BackgroundSaves:
     # --- a training -----------------------------------------------------------------------------------------------
 
     def begin_run(self) -> ExitStack:
-        """Begin a training. Returns a stack of callbacks for its end."""
+        """Begin a training. Returns a stack of callbacks for its end.
+
+        Trainings that an exception has ended are ended here, too: if another callback raises in `on_exception`,
+        Lightning calls no teardown.
+        """
+        _end(saves for saves in _running if saves._ended_by is not None)
         self._has_ended, self._ended_by = False, None
         _running.add(self)
         return self._undo
@@ -275,12 +279,12 @@ class BackgroundSaves:
 
 
 # Trainings in this process. In a process that Lightning has spawned, a training that fails ends without a teardown.
-_running: WeakSet[BackgroundSaves] = WeakSet()
+_running: set[BackgroundSaves] = set()
 
 
-def _end_all() -> None:
-    """At the interpreter's exit, end the trainings still running: do requested removals, release the folders."""
-    for saves in [*_running]:
+def _end(running: Iterable[BackgroundSaves]) -> None:
+    """End trainings: do requested removals, release the folders. At the interpreter's exit, all that still run."""
+    for saves in [*running]:
         try:
             saves.end_run()
         except Exception as error:
@@ -288,7 +292,7 @@ def _end_all() -> None:
 
 
 process.in_forked_child(_running.clear)
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+threading._register_atexit(partial(_end, _running))  # type: ignore[attr-defined]
 
 
 def _step_in(checkpoint: Mapping[str, Any]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import os
 import pickle
@@ -719,6 +720,23 @@ def test_an_exception_in_a_callback_ends_the_training_and_leaves_whole_files(kit
     assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == steps
     assert names_in(tmp_path) == [f"step={step}.ckpt" for step in steps]
     run_of(kit, tmp_path, checkpoints, ckpt_path=tmp_path / f"step={steps[-1]}.ckpt", max_steps=6)  # it still works
+
+
+def test_a_folder_is_free_for_the_next_training_whatever_callbacks_raise_at_the_end_of_the_last(kit, tmp_path):
+    """Lightning calls no teardown if a callback raises while another exception ends the training."""
+
+    class Failing(kit.pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_save_checkpoint(self, *_: Any) -> None:
+            raise RuntimeError("out of luck")
+
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_on_exception=True)
+    with quiet(), pytest.raises(RuntimeError, match="out of luck"):
+        trainer_of(kit, tmp_path, AsyncTarCheckpointIO(), saved, Failing()).fit(kit.Model(), batches())
+    gc.collect()
+
+    run_of(kit, tmp_path, AsyncTarCheckpointIO(), max_steps=2)
+    assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == [2]
+    assert names_in(tmp_path) == ["epoch=0-step=2.ckpt"]
 
 
 def test_a_training_that_reaches_its_last_step_waits_for_the_saves_under_way(kit, checkpoints, tmp_path, held_writes):
