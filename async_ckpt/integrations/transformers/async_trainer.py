@@ -148,6 +148,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _begin_async(self) -> None:
         """The end of the constructor. Raises for unsupported settings now, so that they do not end a training later."""
         require_names(require("transformers"), Trainer, _USED)
+        if is_url(self.args.output_dir):
+            with suppress(OSError):
+                os.removedirs(self.args.output_dir)  # the Trainer has created a local folder with this name
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
         if self.is_fsdp_xla_enabled:
@@ -174,8 +177,6 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         """Write checkpoints and the model to a URL, and the trainer's other files to its default folder."""
         if self.args.push_to_hub:
             raise ValueError("push_to_hub sends files of output_dir; give a local path")
-        with suppress(OSError):
-            os.removedirs(url)  # the trainer has created a local folder with this name
         self._url, self.args = url.rstrip("/"), copy.copy(self.args)
         self.args.output_dir = _OUTPUT_DIR
 

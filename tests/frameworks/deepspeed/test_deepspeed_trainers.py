@@ -196,6 +196,7 @@ def test_what_is_not_supported_is_refused_before_any_training(worlds, tmp_path, 
                 'layout="archive" is not supported under DeepSpeed; pass layout="accelerate"',
             ]
         ]
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_the_callback_for_lightning_refuses_its_strategy_for_deepspeed():

@@ -51,6 +51,7 @@ def test_a_push_to_the_hub_from_a_url_is_refused():
     trainer.args.push_to_hub = True
     with pytest.raises(ValueError, match="push_to_hub sends files of output_dir; give a local path"):
         make_async(trainer)
+    assert os.listdir() == []  # the Trainer has made a folder with the name of the URL
 
 
 @pytest.mark.parametrize("kind", OURS)
