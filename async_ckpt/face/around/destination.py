@@ -22,6 +22,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.locks import refuse_in_running
 from ...core.storage.place import Anywhere, Place, storage_at, written_at
 from ...errors import IsAFolderError
+from .scratch import refuse_current
 
 # The usual names of the argument that says where to write.
 _NAMES: Final = {
@@ -209,10 +210,8 @@ def output_path(given: Anywhere, options: WrapOptions) -> OutputPath:
     output = OutputPath(storage.locate(name), storage, name)
     if options.streams and output.is_folder:
         raise IsAFolderError(f"{output.path} is a folder; give the path of a file")
-    if output.is_folder and Path.cwd().is_relative_to(os.path.realpath(output.path)):
-        raise ValueError(
-            f"{output.path} is the current folder of this process, and would be replaced; give a folder inside it"
-        )
+    if output.is_folder:
+        refuse_current(output.path)
     if not storage.remote:
         refuse_in_running(output.parent)
     return output

@@ -7,7 +7,6 @@ Knows nothing of: the names that models give their weights.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ...core.timing import Spans
 from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import Weights, files_of, weights_of
+from .scratch import refuse_current
 from .shards import MAX_SHARD_BYTES
 from .spread import OtherRanks, begin_spread
 
@@ -113,9 +113,5 @@ def _replaceable(folder: str) -> str:
     if os.path.lexists(real) and not os.path.isdir(real):
         refuse_dangling(Path(real))
         raise NotAFolderError(f"{folder} is a file; give the folder to write the model to")
-    with suppress(FileNotFoundError):  # the current folder was deleted
-        if Path.cwd().is_relative_to(real):
-            raise ValueError(
-                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
-            )
+    refuse_current(folder)
     return real

@@ -202,6 +202,8 @@ class _PackSave(Save):
         return attempt
 
     def _scan(self) -> FilesImage:
+        if self._scratch is not None:
+            self._scratch.make_links_relative()
         with translated(self._folder):
             entries, sources = scan(self._folder)
         if len(entries) == 1:

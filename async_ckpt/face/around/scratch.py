@@ -58,6 +58,17 @@ class Scratch:
         except FileNotFoundError:
             return False
 
+    def make_links_relative(self) -> None:
+        """Make absolute links from the folder into it relative, so that they are valid after it has moved."""
+        inside = os.path.realpath(self.folder)
+        with translated(self.folder):
+            for link in filter(Path.is_symlink, [*self.folder.rglob("*")]):
+                parent, name = os.path.split(os.readlink(link))
+                target = os.path.join(os.path.realpath(parent), name)
+                if os.path.isabs(parent) and Path(target).is_relative_to(inside):
+                    link.unlink()
+                    link.symlink_to(os.path.relpath(target, os.path.realpath(link.parent)))
+
     def remove(self) -> None:
         """Remove the folder with its content. Idempotent. Raises StorageUnavailableError."""
         if self._fd >= 0 and self.belongs_here:
@@ -137,6 +148,15 @@ def refuse_misfit(written: Path, target: Path) -> None:
         raise IsAFolderError(f"{target} is a folder, but a file was written; give another name")
     if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
         raise OccupiedError(f"{target} is a file, but a folder was written; give another name")
+
+
+def refuse_current(folder: str | Path) -> None:
+    """Raise ValueError if a folder to be replaced is the current one of this process, or contains it."""
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        if Path.cwd().is_relative_to(os.path.realpath(folder)):
+            raise ValueError(
+                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
+            )
 
 
 def _is_folder(path: Path) -> bool:

@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ...core.format.tar import BLOCK
 from ...core.format.tar_of_files import stays_inside
 from ...core.loading.archives.find import opened_as_file
 from ...core.storage.disk import free_bytes_at, full, translated
 from ...core.storage.place import Anywhere, local_place, place_of, written_at
-from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+from ...errors import CorruptCheckpointError, NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+from ..foreign.foreign_files import NEEDED_BYTES, foreign_file, is_tar_header
 from ..foreign.read_ahead import ReadAhead
 from ..foreign.tar_stream import BUFFER_BYTES, DamagedTarError, damage_translated, decompressed, members_of
-from .scratch import Scratch
+from .scratch import Scratch, refuse_current
 
 # Ten times the files of the largest checkpoint in the tests, which has 100,000.
 MAX_MEMBERS: Final = 1_000_000
@@ -52,14 +54,15 @@ def extract(
     The folder appears as a whole or not at all. `max_bytes` limits the size of all files together, and `max_file_bytes`
     the size of each file. Without them, the limit is the free space on the disk.
 
-    Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
+    Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if it is no tar,
     truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,
-    FileExistsError if the folder is not empty, FileNotFoundError if `source` does not exist, and ValueError if `folder`
-    is not local.
+    FileExistsError if the folder is not empty, FileNotFoundError if `source` is not a file, and ValueError if `folder`
+    is not local or contains the current folder.
     """
     target = local_place(written_at(folder), "extract to a local folder, and copy it with files.upload_directory")
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise OccupiedError(f"{target} already exists and is not an empty folder; give a new one")
+    refuse_current(target)
     place = target.resolve()
     with Scratch(place.parent, place.name) as scratch:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
@@ -132,10 +135,14 @@ class _Limits:
 def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     opened = opened_as_file(source)
     if opened is None:
-        raise NotFoundError(f"{place_of(source).shown}: there is no such archive")
+        raise NotFoundError(f"{place_of(source).shown}: there is no such archive; give a file, not a folder")
     reader, path = opened
     with ReadAhead(reader) as raw, damage_translated(path, "it cannot be extracted"):
-        for tar, member in members_of(decompressed(raw, path), path):
+        content = decompressed(raw, path)
+        head = content.peek(NEEDED_BYTES)[:NEEDED_BYTES]
+        if not is_tar_header(head[:BLOCK]) and (kind := foreign_file(head, path=path)) is not None:
+            raise CorruptCheckpointError(f"{path}: it cannot be extracted, since this is {kind}", path=path)
+        for tar, member in members_of(content, path):
             with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
                 num_folders = _check_member(member, folder, path)
                 limits.take(member, 1 + num_folders, path)

@@ -177,7 +177,7 @@ def wrap(
 
 
 def _refuse_uncallable(fn: Any) -> None:
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, staticmethod):  # its copy, and the call of its object, would fail later
         given = "None" if fn is None else with_article(type(fn).__qualname__)
         raise TypeError(
             f"wrap takes a function, not {given}; pass the function itself and call what wrap returns: "
@@ -344,6 +344,7 @@ class _Call(CopySave):
             with translated(inner):
                 inner.mkdir()  # the function expects a folder
         self._call(self._as_given(str(inner)))
+        self._scratch.make_links_relative()
         with translated(folder):
             written = sorted(folder.iterdir())
             if not written or (written == [inner] and inner.is_dir() and not any(inner.iterdir())):

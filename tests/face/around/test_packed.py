@@ -384,6 +384,18 @@ def make_odd(path: Path, kind: str) -> None:
         path.symlink_to("link/../b")
 
 
+def test_absolute_links_within_a_folder_that_was_filled_to_be_packed_are_kept_as_relative_ones(out):
+    with pack(out / "x.tar") as folder:
+        (folder / "steps").mkdir()
+        (folder / "steps" / "a").write_text("b")
+        (folder / "latest").symlink_to(folder / "steps" / "a")
+    folder.handle.result()
+
+    with unpack(out / "x.tar", scratch=out) as unpacked:
+        assert os.readlink(unpacked / "latest") == "steps/a"
+        assert (unpacked / "latest").read_text() == "b"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "socket", "link to an absolute path", "link out", "link that may lead out"])
 def test_what_no_archive_can_give_back_is_refused_by_name_and_the_folder_kept(out, kind, monkeypatch):
     monkeypatch.chdir(out)

@@ -193,6 +193,16 @@ def test_an_empty_folder_is_taken_with_the_rights_that_it_has(good, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["out", "x.tar"]
 
 
+def test_the_current_folder_is_not_exchanged_under_the_process(good, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ValueError, match="is the current folder"):
+        extract(good, ".")
+    extract(good, "inside")
+
+    assert os.listdir(tmp_path / "here") == ["inside"]
+
+
 def test_a_link_to_an_empty_folder_is_that_folder(good, tmp_path):
     (tmp_path / "disk/real").mkdir(parents=True)
     (tmp_path / "out").symlink_to("disk/real")
@@ -233,6 +243,27 @@ def test_a_folder_that_is_filled_meanwhile_is_not_touched(good, tmp_path, monkey
         extract(good, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["out", "x.tar"]
     assert os.listdir(tmp_path / "out") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("bztar", "bzip2; decompress it first, by bunzip2"),
+        ("xztar", "xz; decompress it first, by unxz"),
+        ("zip", "a zip file; extract it"),
+        (None, "a text file"),
+    ],
+)
+def test_a_file_that_is_no_tar_is_told_by_its_kind(tmp_path, kind, told):
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / "text"
+    file.write_text("text\n" * 200)
+    if kind is not None:
+        file = Path(shutil.make_archive(str(tmp_path / "packed"), kind, tmp_path / "in"))
+
+    with pytest.raises(CorruptCheckpointError, match=f"it cannot be extracted, since this is {told}"):
+        extract(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("source", ["missing.tar", ".", "missing/x.tar"])

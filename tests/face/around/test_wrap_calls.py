@@ -230,7 +230,7 @@ def test_a_type_has_the_article_that_is_spoken(kind, shown):
     assert with_article(kind) == shown
 
 
-@pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}, None])
+@pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}, None, staticmethod(torch.save)])
 def test_what_is_no_function_cannot_be_wrapped(value):
     told = "None" if value is None else with_article(type(value).__name__)
     with pytest.raises(TypeError, match=f"wrap takes a function, not {told}; pass the function itself"):

@@ -143,6 +143,21 @@ def test_of_several_files_none_is_visible_when_one_does_not_fit(tmp_path):
     assert (tmp_path / "x").read_text() == "old"
 
 
+def test_links_to_what_the_function_has_written_lead_there_after_it_was_moved(tmp_path):
+    def save(folder: str) -> None:
+        save_tree({"steps/a": "1"}, folder)
+        for name, target in {"latest": f"{folder}/steps/a", "steps/up": folder, "out": os.path.dirname(folder)}.items():
+            os.symlink(target, f"{folder}/{name}")
+        os.symlink("/etc", f"{folder}/far")
+
+    (tmp_path / "alias").symlink_to(".")
+    wrap(save)(str(tmp_path / "alias" / "x")).result()
+
+    links = {"latest": "steps/a", "steps/up": "..", "out": "..", "far": "/etc"}
+    assert {name: os.readlink(tmp_path / "x" / name) for name in links} == links
+    assert (tmp_path / "x" / "latest").read_text() == "1"
+
+
 def test_links_are_followed_as_the_function_would_have_followed_them(tmp_path):
     save_tree({"far/folder/old": "1", "far/file": "1"}, str(tmp_path))
     links = {"folder": "far/folder", "file": "far/file", "new": "far/new"}
