@@ -81,7 +81,7 @@ class Root:
         self._seen: dict[Start, Seen | None] = {}  # the commits that each start has seen, which never change
         # Steps in a format that only a newer version of the library reads, at the last `look_up`:
         self.newer_format: frozenset[int] = frozenset()
-        self.is_viewed = False  # `view` has returned the commits of the root at least once
+        self.is_viewed = False  # `view` has returned all commits of the root at least once
         # The last listing, updated by this object's commits. None: list again.
         self.listing: Listing | None = None
 
@@ -177,7 +177,7 @@ class Root:
         if list(known) != listing.steps:
             of_listing = (s for s in listing.steps if s in known or (s in manifests and s not in stale))
             known = Commits({step: known.get(step) for step in of_listing})
-        self.is_viewed = True
+        self.is_viewed |= not tolerant
         return known.with_marks(marks_of(self.marks, lambda step: attempt_of(known.get(step))))
 
     def note(self, manifests: Mapping[int, Manifest]) -> None:
