@@ -8,7 +8,7 @@ import threading
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec_places import KINDS, NUMBERS, SEGMENT, Loan, cut, keeps_folders, s3fs_of, save, storage_for, write
-from racing import PATIENCE, Call
+from racing import Call
 from states import MIB, names_below
 
 from async_ckpt import StorageUnavailableError
@@ -41,34 +41,6 @@ def read_back(storage, path: str) -> bytes:
 # --- one object -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_bytes", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 3 * SEGMENT + 4097], ids=str)
-def test_an_object_appears_whole_when_it_is_finished_and_not_before(storage, num_bytes):
-    data = os.urandom(num_bytes)
-    save(storage, "a/b/x.tar", data)
-
-    assert read_back(storage, "a/b/x.tar") == data
-    assert storage.names("a/b") == ["x.tar"]
-
-
-def test_segments_brought_by_16_threads_in_any_order_are_all_there_and_given_back(storage):
-    data = os.urandom(16 * MIB + 12345)
-    pieces = cut(data, MIB)
-    sink = storage.create("x.tar", num_bytes=len(data), segment_bytes=MIB)
-    start = threading.Barrier(len(pieces))
-
-    def bring(offset, lease):
-        start.wait(PATIENCE)
-        write(sink, offset, lease)
-
-    for call in [Call(lambda piece=piece: bring(*piece)) for piece in reversed(pieces)]:
-        call.outcome()
-    sink.finish()
-    sink.close()
-
-    assert read_back(storage, "x.tar") == data
-    assert [lease.count for _, lease in pieces] == [0] * len(pieces)
-
-
 def test_an_aborted_object_leaves_no_trace_and_holds_no_memory(storage):
     data = os.urandom(3 * SEGMENT)
     pieces = cut(data)
@@ -92,27 +64,6 @@ def test_a_sink_that_was_never_written_to_has_asked_for_nothing(storage):
     sink.abort()
 
     assert storage.names("") == []
-
-
-def test_an_abort_after_the_end_changes_nothing(storage):
-    data = os.urandom(SEGMENT + 1)
-    sink = storage.create("x", num_bytes=len(data), segment_bytes=SEGMENT)
-    for offset, lease in cut(data):
-        write(sink, offset, lease)
-    sink.finish()
-    sink.abort()
-
-    assert read_back(storage, "x") == data
-
-
-def test_a_finished_object_replaces_what_was_there(storage):
-    storage.put_new("x", b"old")
-    sink = storage.create("x", num_bytes=4, segment_bytes=SEGMENT)
-    write(sink, 0, Loan(b"new!"))
-    assert storage.read("x")[0] == b"old"
-    sink.finish()
-
-    assert storage.read("x")[0] == b"new!"
 
 
 def test_an_object_that_lacks_a_segment_cannot_be_finished(storage):
@@ -316,35 +267,6 @@ def test_a_store_that_never_answers_ends_at_the_deadline(s3, bucket, proxy):
 
 
 # --- reading --------------------------------------------------------------------------------------------------
-
-
-def test_ranges_are_read_in_place_by_several_threads(storage):
-    data = os.urandom(3 * MIB)
-    save(storage, "x", data)
-    target = bytearray(len(data))
-    with storage.open("x") as reader:
-        assert reader.num_bytes == len(data)
-        step = 100_000
-
-        def read(offset):
-            reader.read_into(offset, memoryview(target)[offset : offset + step])
-
-        for call in [Call(lambda at=at: read(at)) for at in range(0, len(data), step)]:
-            call.outcome()
-
-    assert target == data
-
-
-def test_an_object_that_ends_too_early_is_told_by_eof(storage):
-    save(storage, "x", b"0123456789")
-    target = bytearray(4)
-    with storage.open("x") as reader:
-        for offset in (7, 10, 11):
-            with pytest.raises(EOFError):
-                reader.read_into(offset, memoryview(target))
-        reader.read_into(6, memoryview(target))
-
-    assert target == b"6789"
 
 
 @pytest.mark.parametrize("what", ["replaced", "deleted"])

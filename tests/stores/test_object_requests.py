@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 import threading
 
 import obstore
@@ -213,19 +212,6 @@ def test_a_commit_that_another_writer_made_meanwhile_is_theirs(far, store, proxy
     assert store.read("manifest.json")[0] == b"theirs"
 
 
-def test_only_what_was_read_is_replaced(store):
-    store.put_new("manifest.json", b"1")
-    _, version = store.read("manifest.json")
-    store.replace("manifest.json", b"2", version=version)
-    with pytest.raises(FileExistsError):
-        store.replace("manifest.json", b"3", version=version)
-    store.delete("manifest.json")
-    with pytest.raises(FileExistsError):
-        store.replace("manifest.json", b"3", version=version)
-
-    assert not store.exists("manifest.json")
-
-
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_store_without_conditions_is_found_out_and_said_once(s3, bucket, proxy, caplog, refuses):
     def conditional(request):
@@ -295,19 +281,6 @@ def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3,
         assert ckpt.metrics()["cleanup_failures"] == 0
 
 
-def test_a_listing_is_of_one_level_however_much_lies_below_and_beside(s3, bucket, store):
-    for name in ("x", "step_1/a", "step_1/b", "step_2/deep/er", "step_10/a"):
-        store.replace(name, b"1")
-    for number in range(30):
-        ObjectStorage(f"s3://{bucket}", s3.options).replace(f"run2/{number}", b"1")
-
-    assert store.names("") == ["step_1", "step_10", "step_2", "x"]
-    assert store.names("step_1") == ["a", "b"]
-    assert store.names("step_2") == ["deep"]
-    assert store.names("missing") == []
-    assert ObjectStorage(f"s3://{bucket}", s3.options).names("") == ["run", "run2"]
-
-
 def test_a_store_that_lists_the_same_page_for_ever_is_refused(store, monkeypatch):
     store.put_new("f/a", b"")
     store.put_new("f/b", b"")
@@ -331,16 +304,6 @@ def test_a_listing_of_many_pages_is_whole(s3, bucket, store):
     assert store.names("many") == names
 
 
-def test_existing_keeps_the_order_it_is_asked_in(store):
-    for number in range(0, 40, 3):
-        store.replace(f"{number}", b"1")
-    asked = [str(number) for number in range(40)]
-    random.Random(1).shuffle(asked)
-
-    assert store.existing(asked) == [name for name in asked if int(name) % 3 == 0]
-    assert store.existing([]) == []
-
-
 def test_a_request_that_fails_is_made_again(far, proxy):
     far.replace("a", b"1")
     for kind in ("get_object", "head_object", "list_objects", "put_object", "delete_object"):
@@ -354,20 +317,6 @@ def test_a_request_that_fails_is_made_again(far, proxy):
 
 
 # --- reading ---------------------------------------------------------------------------------------------------
-
-
-def test_ranges_come_straight_into_place(store):
-    data = os.urandom(3 * MIB)
-    store.replace("x", data)
-    with store.open("x") as reader:
-        for begin, end in [(0, 1), (5, 5), (1000, 2 * MIB + 7), (0, 3 * MIB), (3 * MIB - 1, 3 * MIB)]:
-            target = bytearray(end - begin)
-            reader.read_into(begin, memoryview(target))
-            assert target == data[begin:end]
-        with pytest.raises(EOFError):
-            reader.read_into(3 * MIB - 1, memoryview(bytearray(2)))
-
-    assert reader.num_bytes == 3 * MIB
 
 
 def test_an_object_that_was_replaced_is_not_read_on(store):
@@ -388,12 +337,6 @@ def test_a_read_that_is_cut_is_made_again(far, proxy):
 
     assert fault.hits == 2
     assert target == data
-
-
-def test_a_missing_object_cannot_be_opened(store):
-    for call in (store.open, store.read):
-        with pytest.raises(FileNotFoundError):
-            call("missing")
 
 
 # --- what dead writers left ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import threading
 import uuid
 
@@ -38,34 +37,6 @@ def uploads() -> list[str]:
 
 
 # --- archives --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "segment_bytes"),
-    [(1, SEGMENT), (SEGMENT, SEGMENT), (SEGMENT + 1, SEGMENT), (3 * SEGMENT - 7, SEGMENT), (7 * MIB, MIB)],
-)
-def test_an_object_of_any_size_arrives_as_it_was_written(store, s3, bucket, num_bytes, segment_bytes):
-    archive = Archive(num_bytes, segment_bytes)
-    sink = archive.sink(store)
-    archive.write_all(sink)
-    sink.finish()
-    sink.close()
-
-    assert store.read("x.tar")[0] == archive.data
-    assert archive.lent == []
-    assert s3.uploads(bucket) == []
-
-
-def test_segments_written_by_many_threads_in_any_order_are_all_there(store):
-    archive = Archive(16 * SEGMENT - 5)
-    sink = archive.sink(store)
-    order = random.Random(1).sample(range(16), 16)
-    for call in [Call(lambda n=n: archive.write(sink, n)) for n in order]:
-        call.outcome()
-    sink.finish()
-
-    assert store.read("x.tar")[0] == archive.data
-    assert archive.lent == []
 
 
 def test_a_part_is_as_many_whole_segments_as_the_store_asks_for(s3, bucket, proxy):
@@ -157,18 +128,6 @@ def test_memory_that_is_needed_elsewhere_is_given_up_oldest_first(far, proxy):
     assert far.read("x.tar")[0] == archive.data
 
 
-def test_an_object_is_not_there_before_it_is_finished(store):
-    archive = Archive(2 * SEGMENT)
-    sink = archive.sink(store)
-    archive.write_all(sink)
-    until(lambda: sink._segments.next == 2)
-    early = store.names("")
-    sink.finish()
-
-    assert early == []
-    assert store.names("") == ["x.tar"]
-
-
 @pytest.mark.parametrize("num_written", [0, 1, 2, 3])
 def test_an_aborted_object_leaves_no_trace(store, s3, bucket, num_written):
     archive = Archive(3 * SEGMENT)
@@ -197,16 +156,6 @@ def test_an_abort_ends_an_upload_that_waits_for_a_segment(store, s3, bucket):
     assert archive.lent == [1]
     assert s3.uploads(bucket) == []
     assert uploads() == []
-
-
-def test_an_abort_after_the_end_leaves_the_object(store):
-    archive = Archive(100)
-    sink = archive.sink(store)
-    archive.write_all(sink)
-    sink.finish()
-    sink.abort()
-
-    assert store.read("x.tar")[0] == archive.data
 
 
 def test_an_object_that_lacks_segments_cannot_be_finished(store, s3, bucket):

@@ -7,6 +7,8 @@ import uuid
 from typing import ClassVar
 
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.errors import CorruptCheckpointError
@@ -25,6 +27,38 @@ class TestMemory(StorageContract):
     @pytest.fixture
     def storage(self):
         return FsspecStorage(f"memory://{uuid.uuid4().hex}")
+
+
+class TestLocalFilesystem(StorageContract):
+    """A folder of a disk through fsspec."""
+
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return FsspecStorage(str(tmp_path / "root"), fs=LocalFileSystem())
+
+
+_KEEPS_FOLDERS = "nobody knows whether its `rmdir` spares a folder that is not empty, so that empty folders stay"
+
+
+class TestPlainestFilesystem(StorageContract):
+    """Real folders, and a filesystem that can do nothing but what all can."""
+
+    not_applicable: ClassVar = dict.fromkeys(
+        [
+            "test_an_aborted_object_leaves_no_trace",
+            "test_many_are_deleted_at_once_and_those_that_are_gone_are_no_error",
+            "test_a_folder_that_a_deletion_leaves_empty_goes_too",
+            "test_all_below_a_folder_is_deleted_however_deep_and_nothing_beside_it",
+            "test_a_folder_that_others_remove_while_something_is_begun_in_it_is_made_again",
+            "test_a_name_may_have_any_character",
+        ],
+        _KEEPS_FOLDERS,
+    )
+
+    @pytest.fixture
+    def storage(self, tmp_path):
+        (tmp_path / "root").mkdir()
+        return FsspecStorage("run", fs=DirFileSystem(str(tmp_path / "root"), LocalFileSystem()))
 
 
 class OnServer(StorageContract):
