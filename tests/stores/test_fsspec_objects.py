@@ -11,12 +11,6 @@ import traceback
 import fsspec
 import pytest
 import s3fs
-from ceph import (
-    as_ceph,
-    assert_is_asked_nothing_more,
-    assert_replaces_what_was_read_and_nothing_else,
-    told_where_no_put_over_a_version_is_taken,
-)
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -24,15 +18,13 @@ from fsspec_places import (
     KINDS,
     NUMBERS,
     SEGMENT,
-    cut,
     keeps_folders,
     place_of,
     s3fs_of,
     storage_for,
-    write,
 )
 from racing import PATIENCE, Call
-from states import MIB, open_run, state_at
+from states import MIB
 
 import async_ckpt
 from async_ckpt import Place, StorageUnavailableError
@@ -60,28 +52,7 @@ def through(s3, bucket, proxy):
     return FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint})
 
 
-def test_many_objects_of_a_bucket_are_deleted_by_one_request_where_it_knows_such(through, proxy):
-    names = [f"folder/{number}" for number in range(20)]
-    for is_refused in (False, True):
-        if is_refused:
-            proxy.answer("NotImplemented", status=501, kind="delete_objects")
-        for name in names:
-            through.replace(name, b"1")
-        through.delete_many(names)
-        assert through.names("") == []
-        assert proxy.count(kind="delete_object") == (20 if is_refused else 0)
-
-
 # --- small objects --------------------------------------------------------------------------------------------
-
-
-def test_a_created_object_whose_answer_is_lost_is_known_as_our_own(through, proxy):
-    through.put_new("first", b"the probe is done")
-    fault = proxy.lose_response(times=1, kind="put_object")
-    through.put_new("m.json", b"ours")
-    assert fault.hits == 1
-    with pytest.raises(FileExistsError):
-        through.put_new("m.json", b"ours")
 
 
 def test_a_store_that_ignores_conditions_is_found_out_and_told_once(through, proxy, caplog):
@@ -98,30 +69,6 @@ def test_a_store_that_ignores_conditions_is_found_out_and_told_once(through, pro
     assert ignoring.hits == 1
     assert through.names("") == ["m.json", "n.json"]
     assert len([r for r in caplog.records if "create-only puts" in r.message]) == 1
-
-
-def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(through, proxy):
-    assert_replaces_what_was_read_and_nothing_else(through, proxy)
-
-
-def test_a_store_that_takes_e_tags_as_it_gives_them_is_asked_nothing_more(through, proxy):
-    assert_is_asked_nothing_more(through, proxy)
-
-
-def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_told_once(through, proxy, caplog):
-    said = told_where_no_put_over_a_version_is_taken(through, proxy, caplog)
-    assert "puts that replace one version only" in said
-
-
-def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
-    as_ceph(proxy)
-    options = {**s3.options, "endpoint": proxy.endpoint}
-    with open_run(Place(f"s3://{bucket}/run", options=options, engine="s3fs")) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
-            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (b"step_%08d\n" % step)
-        ckpt.wait()
-        assert ckpt.metrics()["cleanup_failures"] == 0
 
 
 def test_only_a_filesystem_without_conditions_says_so(storage, caplog):
@@ -428,26 +375,6 @@ def test_a_filesystem_for_coroutines_is_refused():
 # --- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_bucket_is_no_missing_object(s3):
-    storage = FsspecStorage("s3://no-such-bucket/run", s3.options)
-    sink = storage.create("x", num_bytes=2 * SEGMENT, segment_bytes=SEGMENT)
-    calls = [
-        lambda: storage.exists("x"),
-        lambda: storage.existing(["x", "y"]),
-        lambda: storage.open("x"),
-        lambda: storage.read("x"),
-        lambda: storage.names(""),
-        lambda: storage.put_new("x", b""),
-        lambda: storage.replace("x", b""),
-        lambda: storage.delete("x"),
-        lambda: write(sink, *cut(bytes(SEGMENT))[0]),
-    ]
-    for call in calls:
-        with pytest.raises(StorageUnavailableError, match="bucket no-such-bucket does not exist; create it"):
-            call()
-    assert storage.sweep("", ["x"], decided=True) == []
-
-
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
@@ -474,13 +401,6 @@ def test_a_store_that_is_not_there_is_told_from_one_that_refuses(s3, bucket, pro
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with pytest.raises(StorageUnavailableError, match="reachable from this host"):
         FsspecStorage(f"s3://{bucket}", options).names("")
-
-
-def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(through, proxy):
-    with pytest.raises(StorageUnavailableError, match="longer than 1,024 bytes; shorten it"):
-        through.put_new("x" * 1100, b"")
-
-    assert proxy.requests == []
 
 
 def test_secrets_are_in_no_text(monkeypatch):

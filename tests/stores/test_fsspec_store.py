@@ -279,13 +279,3 @@ def test_an_object_that_changes_while_it_is_read_is_refused(storage, what):
             storage.delete("x")
         with pytest.raises(StorageUnavailableError, match="load it again"):
             reader.read_into(0, memoryview(bytearray(4)))
-
-
-def test_a_body_that_breaks_off_is_read_again(through, proxy):
-    data = os.urandom(MIB)
-    through.put_new("x", data)
-    fault = proxy.cut_response(100_000, times=2, kind="get_object")
-
-    assert read_back(through, "x") == data
-    assert through.read("x")[0] == data
-    assert fault.hits == 2

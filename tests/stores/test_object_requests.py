@@ -9,17 +9,10 @@ import threading
 
 import obstore
 import pytest
-from ceph import (
-    as_ceph,
-    assert_is_asked_nothing_more,
-    assert_replaces_what_was_read_and_nothing_else,
-    told_where_no_put_over_a_version_is_taken,
-)
-from loans import SEGMENT, Archive, behind, write_and_finish
+from loans import SEGMENT, Archive, behind
 from racing import PATIENCE, Call
-from states import MIB, open_run, state_at
 
-from async_ckpt import Place, StorageUnavailableError
+from async_ckpt import StorageUnavailableError
 from async_ckpt.core.storage import store_facts
 from async_ckpt.stores.s3 import aws_settings
 from async_ckpt.stores.s3.error_translation import translate
@@ -60,28 +53,6 @@ def test_of_many_writers_of_one_new_object_one_wins(s3, bucket, store):
     assert len(won) == 1
     assert store.read("manifest.json")[0] == b"%d" % won[0]
     assert store.names("") == ["manifest.json"]  # and of the probes nothing is left
-
-
-def test_many_objects_are_deleted_by_one_request(far, proxy):
-    for number in range(20):
-        far.replace(f"folder/{number}", b"1")
-    proxy.clear()
-    before = len(proxy.requests)
-    far.delete_many([f"folder/{number}" for number in range(20)])
-
-    assert [request.method for request in proxy.requests[before:]] == ["POST"]
-    assert far.names("") == []
-
-
-def test_a_store_that_does_not_delete_many_at_once_deletes_one_by_one(far, proxy):
-    fault = proxy.answer("NotImplemented", status=501, kind="delete_objects")
-    for _ in range(2):
-        for number in range(20):
-            far.replace(f"folder/{number}", b"1")
-        far.delete_many([f"folder/{number}" for number in range(20)])
-        assert far.names("") == []
-
-    assert fault.hits == 1  # it is not asked again
 
 
 def test_many_objects_are_read_by_one_request_each(far, proxy):
@@ -193,15 +164,6 @@ def test_many_objects_of_a_bucket_that_does_not_exist_are_not_there(s3):
         missing.read("0/x")
 
 
-def test_a_commit_whose_answer_was_lost_is_our_own(far, proxy):
-    far.put_new("first", b"the store is known to have conditions")
-    fault = proxy.lose_response(times=1, kind="put_object")
-    far.put_new("manifest.json", b"ours")
-
-    assert fault.hits == 1
-    assert far.read("manifest.json")[0] == b"ours"
-
-
 def test_a_commit_that_another_writer_made_meanwhile_is_theirs(far, store, proxy):
     far.put_new("first", b"the store is known to have conditions")
     proxy.answer("SlowDown", times=1, kind="put_object")
@@ -244,41 +206,6 @@ def test_a_put_that_is_answered_by_404_says_that_the_bucket_is_not_there(far, pr
 
     with pytest.raises(StorageUnavailableError, match="bucket does not exist"):
         put(far, "x", b"one")
-
-
-def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(far, proxy):
-    assert_replaces_what_was_read_and_nothing_else(far, proxy)
-
-
-def test_a_store_that_takes_e_tags_as_it_gives_them_is_asked_nothing_more(far, proxy):
-    assert_is_asked_nothing_more(far, proxy)
-
-
-def test_a_writer_who_was_really_faster_teaches_nothing_about_the_store(far, store, proxy):
-    as_ceph(proxy)
-    far.put_new("latest", b"1")
-    _, version = far.read("latest")
-    store.replace("latest", b"theirs")
-    with pytest.raises(FileExistsError):
-        far.replace("latest", b"2", version=version)
-    far.replace("latest", b"3", version=far.read("latest")[1])
-
-    assert far.read("latest")[0] == b"3"
-
-
-def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_said_once(far, proxy, caplog):
-    assert "refuses every put" in told_where_no_put_over_a_version_is_taken(far, proxy, caplog)
-
-
-def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
-    as_ceph(proxy)
-    place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
-    with open_run(place) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state_at(step), step=step).result()
-            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (b"step_%08d\n" % step)
-        ckpt.wait()
-        assert ckpt.metrics()["cleanup_failures"] == 0
 
 
 def test_a_store_that_lists_the_same_page_for_ever_is_refused(store, monkeypatch):
@@ -325,18 +252,6 @@ def test_an_object_that_was_replaced_is_not_read_on(store):
     store.replace("x", b"2" * 100)
     with pytest.raises(StorageUnavailableError, match="was replaced while it was being read; load it again"):
         reader.read_into(0, memoryview(bytearray(100)))
-
-
-def test_a_read_that_is_cut_is_made_again(far, proxy):
-    data = os.urandom(MIB)
-    far.replace("x", data)
-    reader = far.open("x")
-    fault = proxy.cut_response(1000, times=2, kind="get_object")
-    target = bytearray(MIB)
-    reader.read_into(0, memoryview(target))
-
-    assert fault.hits == 2
-    assert target == data
 
 
 # --- what dead writers left ------------------------------------------------------------------------------------
@@ -397,34 +312,6 @@ def test_making_a_storage_sends_no_request(s3, bucket, proxy):
     assert proxy.requests == []
 
 
-def test_a_bucket_that_does_not_exist_is_an_error_everywhere(s3):
-    options = {**s3.options, "deadline_seconds": 5.0}
-
-    def fresh() -> ObjectStorage:
-        return ObjectStorage("s3://no-such-bucket/run", options)
-
-    def upload() -> None:
-        archive = Archive(2 * SEGMENT)
-        write_and_finish(archive, archive.sink(fresh()))
-
-    calls = [
-        lambda: fresh().names(""),
-        lambda: fresh().exists("x"),
-        lambda: fresh().existing(["x", "y"]),
-        lambda: fresh().read("x"),
-        lambda: fresh().open("x"),
-        lambda: fresh().put_new("x", b"1"),
-        lambda: fresh().replace("x", b"1"),
-        lambda: fresh().replace("x", b"1", version='"e"'),
-        lambda: fresh().delete("x"),
-        lambda: fresh().move("x", "y"),
-        upload,
-    ]
-    for call in calls:
-        with pytest.raises(StorageUnavailableError, match="the bucket does not exist; create it"):
-            call()
-
-
 @pytest.mark.parametrize(
     ("code", "status", "advice"),
     [
@@ -442,16 +329,6 @@ def test_an_error_says_what_to_do(far, proxy, code, status, advice):
         with pytest.raises(StorageUnavailableError, match=advice):
             call()
     assert len(proxy.requests) <= 8  # it is not asked again what will not change
-
-
-def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3, bucket, proxy):
-    far = behind(proxy, s3, bucket)
-    with pytest.raises(StorageUnavailableError, match="stores accept at most 1,024; shorten it"):
-        far.create("ü" * 600, num_bytes=1, segment_bytes=SEGMENT)
-    with pytest.raises(StorageUnavailableError, match="shorten it"):
-        far.put_new("x" * 1025, b"1")
-
-    assert proxy.requests == []
 
 
 # --- credentials -----------------------------------------------------------------------------------------------
@@ -528,31 +405,6 @@ def test_without_keys_the_error_says_where_to_put_them(bare, proxy, bucket):
         far.names("")
 
     assert proxy.requests == []
-
-
-def test_no_secret_is_in_what_people_read(s3, bucket, proxy, caplog):
-    secrets = ["the-access-key", "the-secret-key", "the-session-token"]
-    options = dict(zip(("access_key_id", "secret_access_key", "session_token"), secrets, strict=True))
-    far = ObjectStorage(f"s3://{bucket}/run", {"endpoint": proxy.endpoint, "deadline_seconds": 1.0, **options})
-    told = [
-        repr(far),
-        far.locate("x"),
-        str(far.url),
-        repr(far.create("x", num_bytes=1, segment_bytes=SEGMENT)),
-    ]
-    for code in ("SignatureDoesNotMatch", "AccessDenied", "SlowDown"):
-        proxy.clear()
-        proxy.answer(code)
-        for call in (lambda: far.names(""), lambda: far.put_new("x", b"1")):
-            with pytest.raises(StorageUnavailableError) as caught:
-                call()
-            error: BaseException | None = caught.value
-            while error is not None:
-                told += [str(error), repr(error), repr(vars(error))]
-                error = error.__cause__ or error.__context__
-    told.append(caplog.text)
-
-    assert not [text for text in told for secret in secrets if secret in text]
 
 
 def test_over_plain_http_to_another_host_the_payload_is_signed(bare):

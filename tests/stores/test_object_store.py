@@ -13,7 +13,6 @@ from racing import Call, until
 from states import MIB
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.core.host import waits
 from async_ckpt.stores.s3.store import ObjectStorage
 
 
@@ -208,20 +207,6 @@ def test_an_upload_that_failed_is_sent_again_as_a_whole(far, proxy, s3, bucket, 
     assert archive.lent == []
 
 
-def test_a_part_that_is_cut_five_times_is_sent_again_by_itself(s3, bucket, proxy):
-    far = behind(proxy, s3, bucket, retry_config={"max_retries": 10})
-    fault = proxy.cut_request(MIB, times=5, target=r"partNumber=3&")
-    archive = Archive(4 * SEGMENT)
-    sink = archive.sink(far)
-    archive.write_all(sink)
-    sink.finish()
-
-    assert fault.hits == 5
-    assert sink.num_retries == 0
-    assert proxy.count(kind="create_multipart_upload") == 1
-    assert far.read("x.tar")[0] == archive.data
-
-
 def test_an_answer_that_is_lost_is_asked_for_again(far, proxy, s3, bucket):
     fault = proxy.lose_response(times=2, kind="complete_multipart_upload")
     archive = Archive(2 * SEGMENT)
@@ -258,36 +243,6 @@ def test_a_store_in_trouble_is_given_time_between_two_tries(s3, bucket, proxy):
 
     assert fault.hits == 3
     assert far._client.timer.skipped > 0.0
-
-
-def test_a_store_that_is_away_for_the_whole_deadline_is_an_error(s3, bucket, proxy, monkeypatch):
-    monkeypatch.setattr(waits, "ABORT_SECONDS", 0.5)
-    far = behind(proxy, s3, bucket, deadline_seconds=1.0)
-    fault = proxy.refuse()
-    archive = Archive(2 * SEGMENT)
-    sink = archive.sink(far)
-    with pytest.raises(StorageUnavailableError, match=r"no answer.*check that the store is up"):
-        write_and_finish(archive, sink)
-    sink.abort()
-    fault.clear()
-
-    assert archive.lent == []
-    assert s3.keys(bucket) == []
-    assert far.names("") == []  # and it is back
-
-
-def test_a_store_that_never_answers_is_an_error_in_time(s3, bucket, proxy):
-    far = behind(proxy, s3, bucket, deadline_seconds=1.0)
-    proxy.black_hole(kind="upload_part")
-    archive = Archive(2 * SEGMENT)
-    sink = archive.sink(far)
-    with pytest.raises(StorageUnavailableError, match="no answer"):
-        write_and_finish(archive, sink)
-    proxy.clear()
-    sink.abort()
-
-    assert archive.lent == []
-    assert s3.uploads(bucket) == []
 
 
 def test_an_upload_whose_memory_was_needed_elsewhere_is_not_sent_again(far, proxy, s3, bucket):
@@ -338,20 +293,6 @@ def test_an_abort_ends_the_wait_for_the_next_attempt(s3, bucket, proxy):
     assert archive.lent == []
 
 
-@pytest.mark.parametrize("num_segments", [1, 2])
-def test_an_object_that_is_acknowledged_and_lost_is_sent_again(far, proxy, num_segments):
-    kind = "put_object" if num_segments == 1 else "complete_multipart_upload"
-    fault = proxy.lose(kind=kind, times=1)
-    archive = Archive(num_segments * SEGMENT)
-    sink = archive.sink(far)
-    archive.write_all(sink)
-    sink.finish()
-
-    assert fault.hits == 1
-    assert sink.num_retries == 1
-    assert far.read("x.tar")[0] == archive.data
-
-
 def test_an_older_object_is_not_taken_for_what_was_lost(far, store, proxy):
     older = Archive(2 * SEGMENT)
     older.data = bytes(2 * SEGMENT)
@@ -376,15 +317,3 @@ def test_a_server_that_changes_its_e_tags_is_written_to_as_well(rclone, num_byte
 
     assert sink.num_retries == 0
     assert ObjectStorage(f"s3://{bucket}/run", rclone.options).read("x.tar")[0] == archive.data
-
-
-def test_a_store_that_loses_everything_it_acknowledges_is_an_error(s3, bucket, proxy):
-    far = behind(proxy, s3, bucket, deadline_seconds=1.0)
-    proxy.lose(kind="put_object")
-    archive = Archive(100)
-    sink = archive.sink(far)
-    with pytest.raises(StorageUnavailableError, match="acknowledged 100 bytes but does not have them"):
-        write_and_finish(archive, sink)
-    sink.abort()
-
-    assert archive.lent == []

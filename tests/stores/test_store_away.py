@@ -18,7 +18,7 @@ from buckets import (
     no_memory_is_lent,
     through,
 )
-from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from faulty import AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure
 from racing import PATIENCE, Call, until
 from slices import some
 from states import MIB, assert_is_state, leftovers, open_run, state_at
@@ -27,12 +27,8 @@ from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
 from async_ckpt.core.saving import mover
 from async_ckpt.core.storage import store_facts
 from async_ckpt.errors import ConflictError
-from async_ckpt.testing import FaultyProxy
 
-
-@pytest.fixture(autouse=True)
-def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody_waits(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nobody_waits")
 
 
 @pytest.fixture
@@ -40,16 +36,6 @@ def bucket(s3: Any) -> Bucket:
     made = Bucket(s3)
     s3.make_bucket(made.name)
     return made
-
-
-@pytest.fixture(params=ENGINES if ALL else ["obstore"])
-def far(request: pytest.FixtureRequest, bucket: Bucket, proxy: FaultyProxy) -> Far:
-    return Far(bucket, proxy, request.param)
-
-
-@pytest.fixture
-def obstore(bucket: Bucket, proxy: FaultyProxy) -> Far:
-    return Far(bucket, proxy, "obstore")
 
 
 # --- a store that is away -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from buckets import (
     RunAt,
     no_memory_is_lent,
 )
-from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from faulty import AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure
 from slices import some
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at
 
@@ -37,14 +37,11 @@ from async_ckpt import (
     StorageUnavailableError,
 )
 from async_ckpt.stores import retry
-from async_ckpt.testing import FaultyProxy
 
 MULTIPART = ["create_multipart_upload", "upload_part", "complete_multipart_upload"]
 
 
-@pytest.fixture(autouse=True)
-def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody_waits(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nobody_waits")
 
 
 @pytest.fixture
@@ -52,16 +49,6 @@ def bucket(s3: Any) -> Bucket:
     made = Bucket(s3)
     s3.make_bucket(made.name)
     return made
-
-
-@pytest.fixture(params=ENGINES if ALL else ["obstore"])
-def far(request: pytest.FixtureRequest, bucket: Bucket, proxy: FaultyProxy) -> Far:
-    return Far(bucket, proxy, request.param)
-
-
-@pytest.fixture
-def obstore(bucket: Bucket, proxy: FaultyProxy) -> Far:
-    return Far(bucket, proxy, "obstore")
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -274,12 +261,6 @@ def test_a_key_that_is_too_long_is_refused_and_nothing_is_sent(bucket, proxy, en
     failure(lambda: async_ckpt.save(state_at(1), run.at(f"{'y' * 30}.tar")).result(), r"1,024")
     assert proxy.requests == []
     assert (bucket.keys(), bucket.uploads()) == ([], [])
-
-
-def test_an_option_that_nobody_knows_is_named():
-    for engine in ENGINES:
-        with pytest.raises((ValueError, TypeError), match="no_such_option"):
-            AsyncCheckpointer(Place("s3://bucket/run", options={"no_such_option": 1}, engine=engine))
 
 
 # --- trouble that passes --------------------------------------------------------------------------------------
@@ -547,14 +528,6 @@ def test_secrets_are_nowhere(far, caplog, recwarn):
     told += [far.bucket.read(key).decode("latin-1") for key in far.bucket.keys()]  # noqa: SIM118
     for text in told:
         assert not any(secret in text for secret in SECRETS.values()), text[:2000]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_keys_in_a_url_are_refused_without_being_shown(engine):
-    secret = "".join(["sEc", "ReT"])  # the traceback shows this line too
-    with pytest.raises(ValueError, match=r"options=|names no bucket|user") as refused:
-        AsyncCheckpointer(Place(f"s3://AKIAKEY:{secret}@bucket/run", engine=engine))
-    assert secret not in everything_told(refused.value)
 
 
 def test_nothing_is_reported_to_nobody(far, caplog):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 from buckets import PART, Bucket, OnServer, no_memory_is_lent, through
-from racing import Skipping, until
+from racing import until
 from states import assert_is_state, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
-from async_ckpt.core.host import waits
-from async_ckpt.stores.s3 import store
 from async_ckpt.testing import FaultyProxy
 
 # A store that does not come back is given up after this time.
@@ -83,14 +80,6 @@ class Far:
 
 # Each fault meets one engine here, and both with ASYNC_CKPT_ENGINES=all; test_fsspec_store.py has s3fs' own faults.
 ALL = os.environ.get("ASYNC_CKPT_ENGINES") == "all"
-
-
-def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two tries, that is: by the clock of the store's client the time has passed. And s3fs, which the uploads of
-    failed attempts are aborted by and which has a clock of its own, gives up soon.
-    """
-    monkeypatch.setattr(store, "ObjectStorage", partial(store.ObjectStorage, timer=Skipping()))
-    monkeypatch.setattr(waits, "ABORT_SECONDS", 2.0)
 
 
 def failure(call: Callable[[], Any], message: str) -> StorageUnavailableError:
